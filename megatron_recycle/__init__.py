@@ -1,0 +1,53 @@
+"""megatron-recycle: training that goes on, in the same processes, when workers fail.
+
+The public API is small: `enable()` switches the plugin on for a script, `add_arguments(parser)` adds a flag
+that does so, `RecycleConfig` holds the settings. Importing this package loads neither torch nor OR-Tools;
+what a name needs is imported when it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = ["RecycleConfig", "__version__", "add_arguments", "enable"]
+
+if TYPE_CHECKING:
+    import argparse
+
+    from megatron_recycle.config import RecycleConfig as RecycleConfig
+
+
+def enable(config: RecycleConfig | None = None, *, flags: argparse.Namespace | None = None) -> None:
+    """Switch the plugin on: from now on `deepspeed.initialize()` returns an engine that survives failures.
+
+    Call it before the framework's engine is built. Calling it again replaces the earlier settings.
+
+    Args:
+        config: the settings, as they are. None: they are resolved when the engine is built, from the JSON
+            section "recycle", environment variables and `flags`.
+        flags: the namespace of a parser that `add_arguments` was applied to; it may still be in the making.
+
+    Raises:
+        ImportError: no supported framework is installed.
+        ConfigError: settings that contradict each other.
+    """
+    from megatron_recycle import backends
+
+    backends.enable(config, flags=flags)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `--recycle` and one flag per setting to `parser`; reading `--recycle` calls `enable()`."""
+    from megatron_recycle import config
+
+    config.add_arguments(parser, when_given=lambda namespace: enable(flags=namespace))
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RecycleConfig":
+        from megatron_recycle.config import RecycleConfig
+
+        return RecycleConfig
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,371 @@
+"""Settings of the plugin: the one source of JSON keys, flags, environment variables and their documentation.
+
+A setting is a field of `RecycleConfig`. Key `x_y` of the JSON section `"recycle"` is flag `--recycle-x-y`
+and variable `RECYCLE_X_Y`; a flag beats a variable, a variable beats JSON, JSON beats the default. What is
+unknown or impossible is refused at the start, with the remedy in the message. This module imports no other
+part of the package except its errors; `python -m megatron_recycle.config` prints the documentation's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_type_hints
+
+from megatron_recycle.errors import ConfigError
+
+SECTION = "recycle"
+"""Name of the section in the DeepSpeed JSON file."""
+
+RESERVED_VARIABLES = frozenset({"RECYCLE_COORDINATOR", "RECYCLE_TOKEN"})
+"""Variables that the launcher hands to its workers; they are not settings."""
+
+AUTO = "auto"
+"""Word for `None` in flags and variables (in JSON: `null` or `"auto"`)."""
+
+
+def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), unit: str = "") -> Any:
+    """A dataclass field whose metadata feeds flags, messages and the documentation table."""
+    return field(default=default, metadata={"help": help, "choices": choices, "unit": unit})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecycleConfig:
+    """All settings of one job. Build it with `resolve`, or directly with keywords.
+
+    Raises:
+        ConfigError: a value of the wrong type or range, or an impossible order of timeouts.
+    """
+
+    enabled: bool = _option(True, "whether the plugin takes part; false leaves the stock engine as it is")
+    reduction: str = _option(
+        "fast",
+        "results after failures; fast: equal to rounding; exact: equal bit for bit, by a fixed order of sums",
+        choices=("fast", "exact"),
+    )
+    block: int | None = _option(
+        None,
+        "micro-batches per block, the unit that exact re-routes; auto: ceil(M / (D - 1)); fast has none",
+    )
+    step: str = _option(
+        "barrier",
+        "barrier: stages step when all of them hold their gradient; staggered: each when its own is done",
+        choices=("barrier", "staggered"),
+    )
+    policy: str = _option(
+        "reroute", "what a failure leads to; reroute: peers take over the micro-batches", choices=("reroute",)
+    )
+    redo: str = _option(
+        "iteration",
+        "what is computed again of an iteration that a failure interrupted; iteration: all of it",
+        choices=("iteration",),
+    )
+    cap: int | None = _option(
+        None, "most micro-batches whose activations a worker keeps at a time; auto: the planner's choice"
+    )
+    planner_budget: float = _option(2.0, "time for the background search after a change; 0: none", unit="s")
+    planner_threads: int = _option(1, "threads of that search")
+    verify: str = _option(
+        "none", "peers: compare digests of peers' parameters after a recovery", choices=("none", "peers")
+    )
+    seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
+    max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
+    heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
+    heartbeat_timeout: float = _option(10.0, "silence after which a worker counts as failed", unit="s")
+    report_timeout: float = _option(30.0, "time that a survivor has to report after a failure", unit="s")
+    transport_timeout: float = _option(60.0, "limit of one transfer and of building groups", unit="s")
+    run_dir: str | None = _option(
+        None, "folder for events, logs, pictures; auto: runs/ and the time of the start"
+    )
+    interface: str = _option("127.0.0.1", "address that the control services listen on, and no other")
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Where each value came from, e.g. `{"seed": "RECYCLE_SEED"}`; defaults are not in it."""
+
+    def __post_init__(self) -> None:
+        for option in options():
+            object.__setattr__(self, option.name, _checked(option, getattr(self, option.name), option.name))
+        self._check_ranges()
+        self._check_timeouts()
+
+    @classmethod
+    def resolve(
+        cls,
+        section: Mapping[str, Any] | None = None,
+        flags: argparse.Namespace | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> RecycleConfig:
+        """Settings from all sources: flag before variable before JSON before default.
+
+        Args:
+            section: the JSON section `"recycle"` (None: absent).
+            flags: the namespace of a parser that `add_arguments` was applied to (None: no flags); attributes
+                that are missing or None count as not given.
+            environ: environment variables (None: `os.environ`).
+
+        Raises:
+            ConfigError: an unknown key (the message names the nearest known one), a bad value, or an
+                impossible order of timeouts.
+        """
+        environ = os.environ if environ is None else environ
+        _refuse_unknown(section, environ)
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for option in options():
+            name = option.name
+            by_flag = getattr(flags, attribute(name), None)
+            if by_flag is not None:
+                sources[name] = flag(name)
+                values[name] = _parsed(option, by_flag, sources[name])
+            elif variable(name) in environ:
+                sources[name] = variable(name)
+                values[name] = _parsed(option, environ[sources[name]], sources[name])
+            elif section is not None and name in section:
+                sources[name] = f'"{name}" in the JSON section "{SECTION}"'
+                values[name] = _checked(option, section[name], sources[name])
+        return cls(**values, sources=sources)
+
+    def block_size(self, pipelines: int, microbatches: int) -> int:
+        """Micro-batches per block for `plan.Problem.block`: 0 (not tracked) with `fast`.
+
+        Args:
+            pipelines: D, the number of pipelines of the grid.
+            microbatches: M, the (largest) number of micro-batches of a pipeline.
+        """
+        if self.reduction == "fast":
+            return 0
+        return self.block if self.block is not None else math.ceil(microbatches / max(1, pipelines - 1))
+
+    def to_json(self) -> dict[str, Any]:
+        """All settings as a JSON object, without their sources."""
+        return {option.name: getattr(self, option.name) for option in options()}
+
+    def describe(self) -> str:
+        """The text printed once at the start: one line per setting, with its source."""
+        lines = ["megatron-recycle settings:"]
+        for option in options():
+            shown = _shown(getattr(self, option.name))
+            source = self.sources.get(option.name, "default")
+            lines.append(f"  {option.name + ' ':.<22} {shown:<12} {source}")
+        return "\n".join(lines)
+
+    def _check_ranges(self) -> None:
+        least_values = {"block": 1, "cap": 1, "planner_threads": 1, "max_restarts": 0, "seed": 0}
+        for name, least in least_values.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ConfigError(f"{_where(self, name)} is {value}; give {least} or more")
+        for option in options():
+            value = getattr(self, option.name)
+            if option.unit != "s" or (value == 0 and option.name == "planner_budget"):
+                continue
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
+
+    def _check_timeouts(self) -> None:
+        beat, silence, transport = self.heartbeat_interval, self.heartbeat_timeout, self.transport_timeout
+        if silence < 2 * beat:
+            raise ConfigError(
+                f"{_where(self, 'heartbeat_timeout')} is {silence:g} s with a sign of life every {beat:g} s "
+                f"(heartbeat_interval): one late sign would count as a failure; give heartbeat_timeout at "
+                f"least {2 * beat:g}, or a smaller heartbeat_interval"
+            )
+        if transport <= silence:
+            raise ConfigError(
+                f"{_where(self, 'transport_timeout')} is {transport:g} s, not above heartbeat_timeout "
+                f"({silence:g} s): transfers would give up before the failed worker is known; give "
+                f"transport_timeout more than {silence:g}, or a smaller heartbeat_timeout"
+            )
+        if self.report_timeout <= beat:
+            raise ConfigError(
+                f"{_where(self, 'report_timeout')} is {self.report_timeout:g} s, not above "
+                f"heartbeat_interval ({beat:g} s): survivors could not report in time; give report_timeout "
+                f"more than {beat:g}"
+            )
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting, as flags, messages and documentation see it."""
+
+    name: str
+    kind: type
+    """bool, int, float or str."""
+    optional: bool
+    """Whether None (`auto`) is allowed."""
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    unit: str
+
+
+def options() -> tuple[Option, ...]:
+    """All settings in the order of their declaration."""
+    hints = get_type_hints(RecycleConfig)
+    found = []
+    for item in dataclasses.fields(RecycleConfig):
+        if "help" not in item.metadata:
+            continue
+        kinds = get_args(hints[item.name]) or (hints[item.name],)
+        found.append(Option(item.name, kinds[0], type(None) in kinds, item.default, **item.metadata))
+    return tuple(found)
+
+
+def flag(name: str) -> str:
+    """Flag of setting `name`: `x_y` is `--recycle-x-y`."""
+    return "--recycle-" + name.replace("_", "-")
+
+
+def attribute(name: str) -> str:
+    """Attribute of setting `name` in the parsed namespace: `x_y` is `recycle_x_y`."""
+    return "recycle_" + name
+
+
+def variable(name: str) -> str:
+    """Environment variable of setting `name`: `x_y` is `RECYCLE_X_Y`."""
+    return "RECYCLE_" + name.upper()
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, when_given: Callable[[argparse.Namespace], None] | None = None
+) -> None:
+    """Add `--recycle` (switches the plugin on) and one flag per setting to `parser`, in a group of their own.
+
+    Args:
+        parser: any argparse parser, also one that the framework has added to already.
+        when_given: called with the namespace as soon as `--recycle` is read. The namespace is still being
+            filled then: keep it and read the other flags later.
+    """
+
+    class Switch(argparse.Action):
+        def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+            setattr(namespace, self.dest, True)
+            setattr(namespace, attribute("enabled"), "true")
+            if when_given is not None:
+                when_given(namespace)
+
+    group = parser.add_argument_group("megatron-recycle", "keep training when workers fail")
+    group.add_argument(
+        "--recycle",
+        action=Switch,
+        nargs=0,
+        default=False,
+        help="switch the plugin on; same as --recycle-enabled true",
+    )
+    for option in options():
+        # Kept as text until `resolve`, so that a bad value gets the same message from every source.
+        group.add_argument(
+            flag(option.name),
+            dest=attribute(option.name),
+            default=None,
+            metavar=_values(option),
+            help=f"{option.help} (default {_shown(option.default)})".replace("%", "%%"),
+        )
+
+
+def docs_table() -> str:
+    """All settings as a Markdown table."""
+    rows = ["| JSON key | flag | variable | values | default | what it does |", "| --- " * 6 + "|"]
+    for option in options():
+        values = _values(option).replace("|", " or ")
+        rows.append(
+            f"| `{option.name}` | `{flag(option.name)}` | `{variable(option.name)}` | {values} "
+            f"| `{_shown(option.default)}` | {option.help} |"
+        )
+    return "\n".join(rows)
+
+
+def _refuse_unknown(section: Mapping[str, Any] | None, environ: Mapping[str, str]) -> None:
+    if section is not None and not isinstance(section, Mapping):
+        raise ConfigError(f'the JSON section "{SECTION}" is {section!r}; give an object: {{"enabled": true}}')
+    names = [option.name for option in options()]
+    for key in section or ():
+        if key not in names:
+            near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f'unknown key "{key}" in the JSON section "{SECTION}"; the nearest known key is "{near}" '
+                f"(all of them: {', '.join(names)})"
+            )
+    known = [variable(name) for name in names]
+    for key in environ:
+        if not key.startswith("RECYCLE_") or key in known or key in RESERVED_VARIABLES:
+            continue
+        # The prefix is not ours alone: only what looks like a slip of one of our names is refused.
+        close = difflib.get_close_matches(key[len("RECYCLE_") :].lower(), names, n=1, cutoff=0.7)
+        if close:
+            near = variable(close[0])
+            raise ConfigError(f"unknown environment variable {key}; the nearest known one is {near}")
+
+
+def _parsed(option: Option, text: Any, source: str) -> Any:
+    """The value that the text of a flag or variable stands for."""
+    if not isinstance(text, str):
+        return _checked(option, text, source)
+    word = text.strip()
+    if option.optional and word.lower() in (AUTO, "none", ""):
+        return None
+    if option.kind is bool:
+        if word.lower() in ("true", "1", "yes", "on"):
+            return True
+        if word.lower() in ("false", "0", "no", "off"):
+            return False
+    elif option.kind is str:
+        return _checked(option, word, source)
+    else:
+        try:
+            return option.kind(word)
+        except ValueError:
+            pass  # refused below with the allowed values
+    raise ConfigError(f"{source} is {text!r}; give {_wanted(option)}")
+
+
+def _checked(option: Option, value: Any, source: str) -> Any:
+    """`value` if its type and choice are allowed, integers widened to float where a float is wanted."""
+    if option.optional and (value is None or value == AUTO):
+        return None
+    if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    fits = isinstance(value, option.kind) and (option.kind is bool or not isinstance(value, bool))
+    if fits and option.choices and value not in option.choices:
+        near = difflib.get_close_matches(str(value), option.choices, n=1, cutoff=0.5)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{source} is {value!r}; give {_wanted(option)}{hint}")
+    if not fits:
+        raise ConfigError(f"{source} is {value!r}; give {_wanted(option)}")
+    return value
+
+
+def _where(config: RecycleConfig, name: str) -> str:
+    source = config.sources.get(name)
+    return name if source is None else f"{name} (from {source})"
+
+
+def _values(option: Option) -> str:
+    """The allowed values in one word, as `--help` and the documentation show them."""
+    kinds = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+    values = "|".join(option.choices) or ("SECONDS" if option.unit == "s" else kinds[option.kind])
+    return values + (f"|{AUTO}" if option.optional else "")
+
+
+def _wanted(option: Option) -> str:
+    """The allowed values in words, for a message."""
+    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+    values = " or ".join(option.choices) or ("seconds, a number" if option.unit == "s" else kinds[option.kind])
+    return values + (f" or {AUTO}" if option.optional else "")
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return AUTO
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    print(docs_table())

@@ -1,0 +1,48 @@
+"""Error types of the plugin.
+
+Every message says what happened and what to do about it: it is often the only thing the user of a
+thousand-worker job sees. `PlanError` is not here: plans are pure data and import the standard library only,
+so `megatron_recycle.plan` has its own (a `ValueError`).
+"""
+
+from __future__ import annotations
+
+
+class RecycleError(Exception):
+    """Base of all errors raised by megatron_recycle, except `plan.PlanError`."""
+
+
+class ConfigError(RecycleError):
+    """A key, value or combination of settings that is not accepted; the message names the remedy."""
+
+
+class UnsupportedError(RecycleError):
+    """The model, optimizer or engine uses a feature that the plugin cannot keep correct yet."""
+
+
+class DataError(RecycleError):
+    """The training data cannot be addressed by iteration, pipeline, micro-batch, or readers disagree."""
+
+
+class VerificationError(RecycleError):
+    """A check of results failed, for instance peers whose parameters differ."""
+
+
+class TransportAborted(RecycleError):
+    """A pending transfer was given up because its generation ended.
+
+    Raised in the training thread when the coordinator has stopped the generation; the runtime answers with a
+    report and waits for the next generation. A user sees it only if it escapes, which is a bug.
+    """
+
+
+class JobEnded(RecycleError):
+    """The coordinator ended the job.
+
+    `status` is the exit status that the process should end with: 0 for an ordinary end, anything else for a
+    job that cannot go on.
+    """
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status

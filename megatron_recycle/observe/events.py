@@ -1,0 +1,164 @@
+"""The event file of a run: one JSON object per line, and one log line for each.
+
+Every event has `t` (Unix seconds, float) and `event`; most have some of `generation`, `attempt`,
+`iteration`, `worker` ("d:s"), `kind` (how a worker failed) and `ms` (milliseconds since the failure). The
+coordinator alone writes the file; anybody may read it, also while it grows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_recycle.observe.log import get_logger
+
+EVENTS = (
+    "started",
+    "suspected",
+    "decided",
+    "stopped",
+    "planned",
+    "rebuilt",
+    "reconciled",
+    "resumed",
+    "committed",
+    "joined",
+    "left",
+    "finished",
+)
+"""The events of a job's life, in the order in which a failure produces them; callers may add others."""
+
+KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave")
+"""Values of `kind`: how a worker failed or left."""
+
+_LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")
+
+
+class EventLog:
+    """Appends events to a file and writes one INFO line for each.
+
+    Safe to use from several threads. Each event is one `write` in append mode, so that neither a reader nor
+    the end of the process by SIGKILL meets half a line. Close it, or use it as a context manager.
+
+    Args:
+        path: the file, made with its folder if missing; an existing one is continued.
+        log: whether to write log lines too.
+
+    Raises:
+        OSError: the file cannot be opened or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], log: bool = True) -> None:
+        self.path = Path(path)
+        self._log = get_logger() if log else None
+        self._lock = threading.Lock()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._file: int | None = os.open(self.path, mode, 0o644)
+
+    def emit(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Record `event` now (or at `t`, if given) and return what was written.
+
+        Fields that are None are left out; numbers that are not finite are written as text.
+
+        Raises:
+            ValueError: the log is closed.
+            TypeError: a field is not representable in JSON.
+        """
+        record = _record(event, fields)
+        line = json.dumps(record, allow_nan=False, separators=(", ", ": ")) + "\n"
+        with self._lock:
+            if self._file is None:
+                raise ValueError(f"event {event!r} after {self.path} was closed")
+            os.write(self._file, line.encode())
+        if self._log is not None:
+            # stacklevel 2: the log line names the caller's file and function, as DeepSpeed's own lines do.
+            self._log.info(format_event(record), stacklevel=2)
+        return record
+
+    def close(self) -> None:
+        """Close the file; closing twice does no harm."""
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """All events of the file, in order. A last line that is still being written is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a complete line is not a JSON object; the message names file and line.
+    """
+    return list(iterate_events(path))
+
+
+def iterate_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Like `read_events`, one event at a time."""
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not an event: {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number}: not an event: {line.strip()}")
+            yield record
+
+
+def format_event(record: dict[str, Any]) -> str:
+    """One line for people: `recycle: suspected generation=1 worker=1:1 kind=exit ms=21.3`.
+
+    Objects and lists (plans, membership) stay in the file; the line shows how many entries they have.
+    """
+    keys = [key for key in _LEADING if key in record]
+    keys += [key for key in record if key not in _LEADING and key not in ("t", "event")]
+    return " ".join([f"recycle: {record['event']}", *(f"{key}={_short(record[key])}" for key in keys)])
+
+
+def _record(event: str, fields: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in fields.items() if value is not None and key != "t"}
+    leading = {key: kept.pop(key) for key in _LEADING if key in kept}
+    moment = fields.get("t")
+    record = {"t": time.time() if moment is None else moment, "event": event, **leading, **kept}
+    return {key: _plain(value) for key, value in record.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return [_plain(item) for item in sorted(value, key=str)]
+    return value
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list) and len(value) <= 8 and all(isinstance(item, (str, int)) for item in value):
+        return "[" + ",".join(map(str, value)) + "]"
+    if isinstance(value, (dict, list)):
+        return f"<{len(value)}>"
+    return str(value)

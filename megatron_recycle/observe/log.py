@@ -1,0 +1,37 @@
+"""The one logger of the plugin, in DeepSpeed's line format.
+
+The coordinator and the launcher must not import DeepSpeed (seconds of start-up), so the format is repeated
+here instead of borrowing its logger.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+NAME = "megatron_recycle"
+FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
+"""DeepSpeed's format (deepspeed/utils/logging.py)."""
+
+
+class _Handler(logging.StreamHandler):
+    """Writes to whatever `sys.stdout` is at the time, so that redirection keeps working."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter(FORMAT))
+
+    @property
+    def stream(self):
+        return sys.stdout
+
+
+def get_logger() -> logging.Logger:
+    """The plugin's logger: INFO and above to standard output, unless the user has configured it before."""
+    logger = logging.getLogger(NAME)
+    if not logger.handlers:
+        logger.addHandler(_Handler())
+        logger.propagate = False
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    return logger
