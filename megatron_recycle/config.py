@@ -355,7 +355,7 @@ def _values(option: Option) -> str:
 def _wanted(option: Option) -> str:
     """The allowed values in words, for a message."""
     kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-    values = " or ".join(option.choices) or ("seconds, a number" if option.unit == "s" else kinds[option.kind])
+    values = " or ".join(option.choices) or kinds[option.kind] + (" of seconds" if option.unit == "s" else "")
     return values + (f" or {AUTO}" if option.optional else "")
 
 

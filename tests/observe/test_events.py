@@ -1,0 +1,94 @@
+"""events.jsonl as its readers see it: while it grows, after a kill, and in the log."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_recycle.observe import EventLog, get_logger, read_events
+
+
+def test_an_event_reads_back_with_its_time_and_leading_fields_first(tmp_path: Path):
+    before = time.time()
+    with EventLog(tmp_path / "run" / "events.jsonl", log=False) as events:
+        events.emit("suspected", pid=7, ms=12.5, kind="exit", worker="1:1", iteration=None)
+        events.emit("decided", t=3.25, generation=2, out={"1:1": "exit"})
+    first, second = read_events(tmp_path / "run" / "events.jsonl")
+    assert list(first) == ["t", "event", "worker", "kind", "ms", "pid"]
+    assert before <= first["t"] <= time.time()
+    assert second == {"t": 3.25, "event": "decided", "generation": 2, "out": {"1:1": "exit"}}
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out_and_a_damaged_one_is_named(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, log=False) as events:
+        events.emit("started")
+    with path.open("a") as file:
+        file.write('{"t": 1.0, "eve')
+    assert [event["event"] for event in read_events(path)] == ["started"]
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match="line 2: not an event"):
+        read_events(path)
+
+
+def test_a_loss_that_is_no_number_does_not_break_the_file(tmp_path: Path):
+    with EventLog(tmp_path / "e.jsonl", log=False) as events:
+        events.emit("committed", loss=float("nan"), bounds=(float("-inf"), 1.0), peers={"0:1", "0:0"})
+    (event,) = read_events(tmp_path / "e.jsonl")
+    assert (event["loss"], event["bounds"], event["peers"]) == ("nan", ["-inf", 1.0], ["0:0", "0:1"])
+
+
+def test_threads_may_emit_at_once_and_every_line_stays_whole(tmp_path: Path):
+    path = tmp_path / "e.jsonl"
+    with EventLog(path, log=False) as events:
+
+        def emit(thread: int) -> None:
+            for number in range(50):
+                events.emit("committed", thread=thread, number=number, padding="x" * 500)
+
+        threads = [threading.Thread(target=emit, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    written = read_events(path)
+    for thread in range(4):
+        assert [event["number"] for event in written if event["thread"] == thread] == list(range(50))
+
+
+def test_a_continued_file_keeps_the_earlier_events(tmp_path: Path):
+    for name in ("started", "finished"):
+        with EventLog(tmp_path / "e.jsonl", log=False) as events:
+            events.emit(name)
+    assert [event["event"] for event in read_events(tmp_path / "e.jsonl")] == ["started", "finished"]
+
+
+def test_nothing_is_written_after_close(tmp_path: Path):
+    events = EventLog(tmp_path / "e.jsonl", log=False)
+    events.close()
+    events.close()
+    with pytest.raises(ValueError, match="closed"):
+        events.emit("started")
+
+
+def test_each_event_is_one_log_line_in_deepspeeds_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with EventLog(tmp_path / "e.jsonl") as events:
+        events.emit("planned", generation=2, ms=1.23456789, plan={"workers": {}}, failed=["1:1"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("recycle: planned generation=2 ms=1.23457 plan=<1> failed=[1:1]")
+    assert "] [INFO] [test_events.py:" in line and json.dumps("1:1") not in line
+
+
+def test_the_log_format_is_the_one_of_the_installed_deepspeed():
+    pytest.importorskip("deepspeed")
+    from deepspeed.utils.logging import logger as theirs
+
+    get_logger()
+    formatters = [handler.formatter for handler in get_logger().handlers if handler.formatter is not None]
+    assert theirs.handlers[0].formatter is not None
+    assert [formatter._fmt for formatter in formatters].count(theirs.handlers[0].formatter._fmt) == 1
