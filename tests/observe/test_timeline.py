@@ -1,0 +1,115 @@
+"""Pictures of plans: what a reader of one can see, at the size of the quickstart and at 128 workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_recycle import cli
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.observe.timeline import COLOURS, FAILED, boxes, draw, draw_pair
+from megatron_recycle.plan import DeadlockError, Worker, replay
+from tests.observe.plans import simple_plan
+
+
+def test_every_action_is_one_box_at_the_time_of_the_replay_and_guests_are_marked():
+    plan = simple_plan(3, 2, 4, failed=("1:1",))
+    timeline = replay(plan)
+    shown = boxes(plan, timeline)
+    assert len(shown) == sum(len(actions) for actions in plan.workers.values())
+    assert max(box.end for box in shown) == timeline.makespan
+    guests = [(str(box.worker), box.kind, box.text) for box in shown if box.guest]
+    assert sorted(guests) == sorted(
+        (worker, kind, f"1.{microbatch}")
+        for kind in "FBW"
+        for worker, microbatch in (("0:1", 0), ("2:1", 1), ("0:1", 2), ("2:1", 3))
+    )
+    assert {box.worker for box in shown} == set(plan.problem.live_workers())
+
+
+def test_a_picture_shows_all_kinds_the_failed_worker_its_guests_and_a_legend(tmp_path: Path):
+    draw(simple_plan(3, 2, 4, failed=("1:1",)), tmp_path / "plan.svg", title="after the kill")
+    picture = (tmp_path / "plan.svg").read_text()
+    for colour in (*COLOURS.values(), FAILED):
+        assert colour in picture
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    for word in (
+        "1:1",
+        "failed",
+        "1.0",
+        "1.3",
+        "F  forward",
+        "W  weight gradient",
+        "guest (of another pipeline)",
+    ):
+        assert word in words
+    assert any(
+        word.startswith("after the kill: 3 pipelines x 2 stages x 4") and "failed 1:1" in word
+        for word in words
+    )
+    assert "hatch" in picture or "<pattern" in picture
+
+
+def test_without_failures_no_guest_and_no_failed_worker_are_promised(tmp_path: Path):
+    draw(simple_plan(2, 2, 2), tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text()
+    assert "guest" not in picture and "failed" not in picture and "<pattern" not in picture
+
+
+def test_two_plans_share_one_time_axis(tmp_path: Path):
+    before, after = simple_plan(3, 4, 6), simple_plan(3, 4, 6, failed=("1:2",))
+    draw_pair(before, after, tmp_path / "runs" / "timeline.png")
+    assert (tmp_path / "runs" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    draw_pair(before, after, tmp_path / "pair.svg", ("healthy", "degraded"))
+    picture = (tmp_path / "pair.svg").read_text()
+    assert "healthy: 3 pipelines" in picture and "degraded: 3 pipelines" in picture
+
+
+def test_a_step_without_cost_and_an_idle_worker_are_drawn(tmp_path: Path):
+    plan = simple_plan(2, 2, (2, 0), step=0)
+    assert [str(action) for action in plan.actions(Worker(1, 0))] == ["S"]
+    draw(plan, tmp_path / "plan.svg")
+    picture = (tmp_path / "plan.svg").read_text()
+    assert picture.count(COLOURS["S"]) == 4 + 1  # a line for each worker's step, and the legend
+    assert "2 pipelines x 2 stages x 0 to 2 micro-batches" in picture
+
+
+def test_128_workers_are_drawn_in_seconds(tmp_path: Path):
+    plan = simple_plan(16, 8, 16, failed=("1:2", "5:5"), unit=1000)
+    begin = time.perf_counter()
+    draw(plan, tmp_path / "plan.png")
+    assert time.perf_counter() - begin < 15
+    assert (tmp_path / "plan.png").stat().st_size < 1_000_000
+
+
+def test_the_same_plan_gives_the_same_bytes(tmp_path: Path):
+    plan = simple_plan(2, 2, 2)
+    for name in ("a.svg", "b.svg"):
+        draw(plan, tmp_path / name)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+
+
+def test_a_plan_that_deadlocks_and_an_unknown_ending_are_refused(tmp_path: Path):
+    plan = simple_plan(2, 2, 2)
+    turned = {worker: (*reversed(actions[:-1]), actions[-1]) for worker, actions in plan.workers.items()}
+    with pytest.raises(DeadlockError):
+        draw(dataclasses.replace(plan, workers=turned), tmp_path / "plan.png")
+    with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
+        draw(plan, tmp_path / "plan.jpeg")
+
+
+def test_recycle_timeline_draws_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plan = tmp_path / "plan.json"
+    simple_plan(2, 2, 2).save(plan)
+    assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "one.svg")]) == 0
+    assert cli.main(["timeline", str(plan), str(plan), "-o", str(tmp_path / "two.svg")]) == 0
+    assert len((tmp_path / "two.svg").read_text()) > len((tmp_path / "one.svg").read_text()) > 1000
+    plan.write_text("{}")
+    capsys.readouterr()
+    assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "x.svg")]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("recycle timeline: ") and message.count("\n") == 1 and str(plan) in message
