@@ -28,7 +28,7 @@ setup(
         "matplotlib>=3.8",
     ],
     extras_require={
-        "deepspeed": ["deepspeed>=0.17,<0.20", "ninja"],
+        "deepspeed": ["deepspeed>=0.17,<0.20"],
         "megatron": ["megatron-core>=0.16,<0.17"],
         "dev": [
             "pytest>=8",
