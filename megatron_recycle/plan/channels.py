@@ -1,0 +1,62 @@
+"""The messages between workers that a plan implies, in the order in which each sender makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .grid import Worker
+from .plan import Plan
+
+
+class Message(NamedTuple):
+    """``F``: the activation of ``(pipeline, microbatch)`` to the next stage; ``B``: its gradient to the one
+    before."""
+
+    kind: str
+    pipeline: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.pipeline}.{self.microbatch}"
+
+
+Channels = Mapping[tuple[Worker, Worker], tuple[Message, ...]]
+
+
+def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
+    """For each ordered pair of workers that talk, its messages in the sender's listed order."""
+    route, problem = plan._route, plan.problem
+    found: dict[tuple[Worker, Worker], list[Message]] = {}
+    for worker, actions in sorted(plan.workers.items()):
+        stage = problem.stage(worker)
+        for kind, d, m in actions:
+            to = route.get((d, m, stage + 1 if kind == "F" else stage - 1)) if kind in "FB" else None
+            if to is not None and to != worker:
+                found.setdefault((worker, to), []).append(Message(kind, d, m))
+    return {pair: tuple(messages) for pair, messages in found.items()}
+
+
+def buffers(plan: Plan) -> dict[tuple[Worker, Worker], int]:
+    """Per channel, how many receive buffers its reader needs when it posts receives in the sender's order.
+
+    A reader that wants the sender's i-th message must have posted i+1 receives; what came before it and is
+    not yet used stays in its buffer. With that many buffers no order can deadlock for want of message tags.
+    """
+    talk = channels(plan)
+    needed: dict[tuple[Worker, Worker], int] = {}
+    rank = {pair: {message: i for i, message in enumerate(messages)} for pair, messages in talk.items()}
+    stage_of, route = plan.problem.stage, plan._route
+    for worker, actions in plan.workers.items():
+        stage = stage_of(worker)
+        posted: dict[tuple[Worker, Worker], int] = {}
+        used: dict[tuple[Worker, Worker], int] = {}
+        for kind, d, m in actions:
+            source = route.get((d, m, stage - 1 if kind == "F" else stage + 1)) if kind in "FB" else None
+            if source is None or (source, worker) not in talk:
+                continue
+            pair = (source, worker)
+            posted[pair] = max(posted.get(pair, 0), rank[pair][Message(kind, d, m)] + 1)
+            needed[pair] = max(needed.get(pair, 0), posted[pair] - used.get(pair, 0))
+            used[pair] = used.get(pair, 0) + 1
+    return needed

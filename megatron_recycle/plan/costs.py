@@ -1,0 +1,110 @@
+"""What an action costs: per stage durations, transfer latency, step times and the workers' measured
+slowness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+from .errors import PlanError
+from .grid import Worker
+
+_PER_STAGE = ("forward", "backward_input", "backward_weight", "step")
+
+
+def _integer(value: Any, what: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise PlanError(f"costs: {what} must be a non-negative integer, not {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Durations in one integer unit (microseconds when profiled), one entry per stage; ``hop`` is the latency
+    of a transfer between different workers; ``speed`` maps a worker to its slowness (1.5: half as slow again,
+    default 1).
+
+    ``step`` is the time of a stage's reduce-and-step. It is a collective, so it is not scaled by ``speed``.
+    """
+
+    forward: tuple[int, ...]
+    backward_input: tuple[int, ...]
+    backward_weight: tuple[int, ...]
+    hop: int = 0
+    step: tuple[int, ...] = ()
+    speed: Mapping[Worker, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.step:
+            object.__setattr__(self, "step", (0,) * len(self.forward))
+        for name in _PER_STAGE:
+            values = getattr(self, name)
+            if len(values) != len(self.forward):
+                raise PlanError(f"costs: {name} lists {len(values)} stages, forward {len(self.forward)}")
+            for stage, value in enumerate(values):
+                _integer(value, f"{name} of stage {stage}")
+        _integer(self.hop, "hop")
+        for worker, factor in self.speed.items():
+            if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+                raise PlanError(f"costs: speed of worker {worker} must be a number, not {factor!r}")
+            if not (factor > 0 and math.isfinite(factor)):
+                raise PlanError(f"costs: speed of worker {worker} must be positive, not {factor!r}")
+
+    @classmethod
+    def uniform(cls, stages: int, forward: int, backward_input: int, backward_weight: int, hop: int = 0,
+                step: int = 0, speed: Mapping[Worker, float] | None = None) -> Costs:
+        """The same costs for every one of ``stages`` stages."""
+        return cls((forward,) * stages, (backward_input,) * stages, (backward_weight,) * stages, hop,
+                   (step,) * stages, dict(speed or {}))
+
+    @property
+    def stages(self) -> int:
+        """Number of stages these costs describe."""
+        return len(self.forward)
+
+    def duration(self, kind: str, worker: Worker, stage: int | None = None, split: bool = True) -> int:
+        """Time of an action of ``kind`` on ``worker``, ``ceil(cost x speed)``; ``S`` takes ``step`` as it is.
+
+        ``stage`` is where the worker works now (default: its home). Without ``split`` a ``B`` costs both
+        halves of the backward and a ``W`` nothing. The factor is taken as the decimal it prints as, so that
+        20 x 1.1 is 22.
+        """
+        at = worker.stage if stage is None else stage
+        if kind == "S":
+            return self.step[at]
+        if kind == "F":
+            cost = self.forward[at]
+        elif kind == "B":
+            cost = self.backward_input[at] + (0 if split else self.backward_weight[at])
+        elif kind == "W":
+            cost = self.backward_weight[at] if split else 0
+        else:
+            raise PlanError(f"no action kind {kind!r}")
+        factor = self.speed.get(worker, 1)
+        return cost if factor == 1 else math.ceil(cost * Fraction(str(factor)))
+
+    def to_json(self) -> dict[str, Any]:
+        """The ``costs`` object of the plan file."""
+        speed = {str(w): int(f) if float(f).is_integer() else float(f) for w, f in sorted(self.speed.items())}
+        return {"forward": list(self.forward), "backward_input": list(self.backward_input),
+                "backward_weight": list(self.backward_weight), "hop": self.hop, "step": list(self.step),
+                "speed": speed}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Costs:
+        """Read the ``costs`` object of a plan file. Raises PlanError."""
+        if not isinstance(value, dict):
+            raise PlanError("costs: an object is needed")
+        lists = {}
+        for name in _PER_STAGE:
+            entry = value.get(name)
+            if not isinstance(entry, list):
+                raise PlanError(f"costs: {name} must be a list with one integer per stage")
+            lists[name] = tuple(entry)
+        speed = value.get("speed", {})
+        if not isinstance(speed, dict):
+            raise PlanError("costs: speed must map workers to numbers")
+        return cls(hop=value.get("hop", 0), speed={Worker.parse(w): f for w, f in speed.items()}, **lists)

@@ -1,0 +1,42 @@
+"""Which sums a worker keeps apart for the exact reduction (promise P3): an unbroken prefix of blocks, or
+one block."""
+
+from __future__ import annotations
+
+from .errors import PlanError
+from .grid import Worker
+from .plan import Plan
+
+#: pipeline, first block and last block of one accumulator
+Piece = tuple[int, int, int]
+
+
+def pieces(plan: Plan, stage: int) -> dict[Worker, tuple[Piece, ...]]:
+    """What each live worker of ``stage`` accumulates apart, in logical order; an idle worker has no piece.
+
+    A worker folds only the unbroken prefix of a pipeline's blocks (0..j, all on it) into one piece; every
+    other block is a piece of its own. With ``block`` 0 nothing is tracked: a worker has one piece ``(d, 0,
+    0)`` for each pipeline that it works for. Raises PlanError if a block is spread over several workers.
+    """
+    problem = plan.problem
+    block = problem.block
+    owner: dict[tuple[int, int], Worker] = {}
+    found: dict[Worker, list[Piece]] = {worker: [] for worker in problem.live(stage)}
+    route = plan._route
+    for d, m in problem.grid.items():
+        worker = route.get((d, m, stage))
+        if worker is None:
+            raise PlanError(f"micro-batch {m} of pipeline {d} has no worker at stage {stage}")
+        if block == 0:
+            if (d, 0, 0) not in found[worker]:
+                found[worker].append((d, 0, 0))
+            continue
+        if owner.setdefault((d, m // block), worker) != worker:
+            raise PlanError(f"block {m // block} of pipeline {d} is on two workers of stage {stage}")
+    for (d, index), worker in sorted(owner.items()):
+        mine = found[worker]
+        if mine and mine[-1][0] == d and mine[-1][1] == 0 and mine[-1][2] == index - 1:
+            mine[-1] = (d, 0, index)
+        else:
+            mine.append((d, index, index))
+    return {worker: tuple(mine) for worker, mine in found.items()}

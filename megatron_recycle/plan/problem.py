@@ -1,0 +1,176 @@
+"""What a planner is asked: grid, membership, costs and rules; everything of the plan file but the orders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .costs import Costs
+from .errors import PlanError
+from .grid import Grid, Worker
+
+OBJECTIVES = ("period", "makespan")
+
+
+def _count(value: Any, what: str, least: int = 0) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise PlanError(f"{what} must be an integer of at least {least}, not {value!r}")
+    return value
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A membership of a grid with its costs and rules.
+
+    ``failed``: workers that are out. ``stage_of``: workers moved away from their home stage, with the stage
+    they work at now. ``cap``: most memory units a worker may hold (a worker not named has no cap).
+    ``before_b``/``after_b``: units a micro-batch weighs per stage from F's start to B's end, and from there
+    to W's end. ``block``: micro-batches per block of the exact reduction, 0 for none. ``tied``: groups of
+    stages that step together. Raises PlanError.
+    """
+
+    grid: Grid
+    costs: Costs
+    failed: tuple[Worker, ...] = ()
+    stage_of: Mapping[Worker, int] = field(default_factory=dict)
+    cap: Mapping[Worker, int] = field(default_factory=dict)
+    before_b: tuple[int, ...] = ()
+    after_b: tuple[int, ...] = ()
+    block: int = 0
+    tied: tuple[tuple[int, ...], ...] = ()
+    split_backward: bool = True
+    objective: str = "period"
+
+    def __post_init__(self) -> None:
+        stages = self.grid.stages
+        object.__setattr__(self, "failed", tuple(sorted(set(self.failed))))
+        for name in ("before_b", "after_b"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (1,) * stages)
+            if len(getattr(self, name)) != stages:
+                raise PlanError(f"held: {name} lists {len(getattr(self, name))} stages, not {stages}")
+            for value in getattr(self, name):
+                _count(value, f"held: {name}")
+        if self.costs.stages != stages:
+            raise PlanError(f"costs: {self.costs.stages} stages are given, the grid has {stages}")
+        for what, workers in (("failed", self.failed), ("stage_of", self.stage_of), ("cap", self.cap),
+                              ("costs: speed", self.costs.speed)):
+            for worker in workers:
+                if worker not in self.grid:
+                    raise PlanError(f"{what}: worker {worker} is outside the grid of"
+                                    f" {self.grid.pipelines} pipelines and {stages} stages")
+        for worker, stage in self.stage_of.items():
+            if _count(stage, f"stage_of: {worker}") >= stages:
+                raise PlanError(f"stage_of: worker {worker} is moved to stage {stage}, the grid has {stages}")
+        for worker, cap in self.cap.items():
+            _count(cap, f"cap: worker {worker}'s cap", least=1)
+        _count(self.block, "block")
+        if self.objective not in OBJECTIVES:
+            raise PlanError(f"objective {self.objective!r} is neither period nor makespan")
+        seen: set[int] = set()
+        for group in self.tied:
+            for stage in group:
+                if _count(stage, "tied: a stage") >= stages or stage in seen:
+                    raise PlanError(f"tied: stage {stage} is outside the grid or tied twice")
+                seen.add(stage)
+
+    def stage(self, worker: Worker) -> int:
+        """The stage ``worker`` works at now."""
+        return self.stage_of.get(worker, worker.stage)
+
+    def live(self, stage: int) -> tuple[Worker, ...]:
+        """The live workers of ``stage``, moved ones included, in order."""
+        out = set(self.failed)
+        moved = self.stage_of
+        if not moved:
+            return tuple(w for w in (Worker(d, stage) for d in range(self.grid.pipelines)) if w not in out)
+        return tuple(w for w in self.grid.workers() if w not in out and moved.get(w, w.stage) == stage)
+
+    def live_workers(self) -> tuple[Worker, ...]:
+        """Every live worker, in order."""
+        out = set(self.failed)
+        return tuple(w for w in self.grid.workers() if w not in out)
+
+    def duration(self, kind: str, worker: Worker) -> int:
+        """Time of an action of ``kind`` on ``worker`` at the stage it works at now."""
+        return self.costs.duration(kind, worker, self.stage(worker), self.split_backward)
+
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that step together: the tied groups, every other stage alone, ordered by their first
+        stage."""
+        tied = {stage for group in self.tied for stage in group}
+        groups = [tuple(sorted(group)) for group in self.tied if group]
+        groups += [(stage,) for stage in range(self.grid.stages) if stage not in tied]
+        return tuple(sorted(groups))
+
+    def require_live(self) -> None:
+        """Raise PlanError, naming the stage, if a stage has no live worker or none that can hold one micro-
+        batch."""
+        for stage in range(self.grid.stages):
+            live = self.live(stage)
+            if not live:
+                raise PlanError(f"stage {stage} has no live worker left: bring one back, or let workers of"
+                                " other stages move over")
+            if not any(self.fits(worker) for worker in live):
+                raise PlanError(f"stage {stage}: no live worker's cap holds one micro-batch; raise the cap")
+
+    def weight(self, stage: int) -> int:
+        """Most units one micro-batch holds at ``stage`` at any time."""
+        before = self.before_b[stage]
+        return max(before, self.after_b[stage]) if self.split_backward else before
+
+    def fits(self, worker: Worker) -> bool:
+        """Whether the worker's cap lets it hold one micro-batch."""
+        cap = self.cap.get(worker)
+        return cap is None or self.weight(self.stage(worker)) <= cap
+
+    def without(self, workers: Iterable[Worker]) -> Problem:
+        """The same problem with ``workers`` failed as well."""
+        gone = set(workers)
+        return replace(self, failed=tuple({*self.failed, *gone}),
+                       stage_of={w: s for w, s in self.stage_of.items() if w not in gone})
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything of the plan file's digest but ``workers``, and ``objective``."""
+        return {"grid": {"stages": self.grid.stages, "microbatches": list(self.grid.microbatches)},
+                "failed": [str(w) for w in self.failed],
+                "stage_of": {str(w): s for w, s in sorted(self.stage_of.items())},
+                "costs": self.costs.to_json(),
+                "cap": {str(w): c for w, c in sorted(self.cap.items())},
+                "held": {"before_b": list(self.before_b), "after_b": list(self.after_b)},
+                "block": self.block, "tied": [list(group) for group in self.tied],
+                "split_backward": self.split_backward, "objective": self.objective}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Problem:
+        """Read what to_json wrote, or a whole plan file (the rest is left alone). Raises PlanError."""
+        if not isinstance(value, dict):
+            raise PlanError("an object is needed at the top of a plan file")
+        grid = _member(value, "grid", dict)
+        held = _member(value, "held", dict, {})
+        split = _member(value, "split_backward", bool, True)
+        return cls(
+            grid=Grid(grid.get("stages", 0), tuple(_member(grid, "microbatches", list))),
+            costs=Costs.from_json(_member(value, "costs", dict)),
+            failed=tuple(Worker.parse(w) for w in _member(value, "failed", list, [])),
+            stage_of={Worker.parse(w): s for w, s in _member(value, "stage_of", dict, {}).items()},
+            cap={Worker.parse(w): c for w, c in _member(value, "cap", dict, {}).items()},
+            before_b=tuple(_member(held, "before_b", list, [])),
+            after_b=tuple(_member(held, "after_b", list, [])),
+            block=value.get("block", 0),
+            tied=tuple(tuple(group) for group in _member(value, "tied", list, [])),
+            split_backward=split,
+            objective=value.get("objective", "period"))
+
+
+_NEEDED: Any = object()
+
+
+def _member(value: Mapping[str, Any], name: str, kind: type, default: Any = _NEEDED) -> Any:
+    entry = value.get(name, default)
+    if entry is _NEEDED:
+        raise PlanError(f"plan file: {name} is missing")
+    if not isinstance(entry, kind):
+        raise PlanError(f"plan file: {name} must be {kind.__name__}, not {type(entry).__name__}")
+    return entry

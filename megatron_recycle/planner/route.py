@@ -1,0 +1,144 @@
+"""Who runs which micro-batch at each stage: guests are dealt to peers by how much more each can take."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from .instance import Instance
+
+#: ways to deal the guests of a stage to its peers; the portfolio tries all
+DEALS = ("spread", "runs", "late")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Micro-batches of one pipeline that stay together at a stage: one of them, or a block."""
+
+    pipeline: int
+    jobs: tuple[int, ...]
+
+
+def route(instance: Instance, deal: str = "spread", spare: int = 0) -> list[int]:
+    """The worker of every node. ``spare``: how many micro-batches fewer than possible a slower worker
+    keeps."""
+    count = len(instance.jobs)
+    table = [-1] * (count * instance.stages)
+    plain = [[j for j, job in enumerate(instance.jobs) if job[0] == d]
+             for d in range(instance.problem.grid.pipelines)]
+    for s in range(instance.stages):
+        base = s * count
+        homes = instance.home[s]
+        if _even(instance, s):
+            for j, (d, _) in enumerate(instance.jobs):
+                table[base + j] = homes[d]
+            continue
+        for unit, w in _stage(instance, s, plain, deal, spare):
+            for j in unit.jobs:
+                table[base + j] = w
+    return table
+
+
+def _even(instance: Instance, s: int) -> bool:
+    """Whether every pipeline is best served at home: all homes live, alike, and with equal work."""
+    homes = instance.home[s]
+    counts = instance.problem.grid.microbatches
+    if -1 in homes or len(instance.at[s]) != len(homes) or len(set(counts)) > 1:
+        return False
+    return len({_cost(instance, w) for w in homes}) == 1
+
+
+def _cost(instance: Instance, w: int) -> int:
+    return instance.forward[w] + instance.backward[w] + instance.weight[w]
+
+
+def _stage(instance: Instance, s: int, plain: list[list[int]], deal: str,
+           spare: int) -> list[tuple[Unit, int]]:
+    """Units of a stage with their workers: homes keep what the best possible slowest load allows."""
+    block = instance.problem.block
+    units: list[list[Unit]] = []
+    for d, jobs in enumerate(plain):
+        size = block or 1
+        units.append([Unit(d, tuple(jobs[i:i + size])) for i in range(0, len(jobs), size)])
+    loads = _targets(instance, s, spare)
+    placed: list[tuple[Unit, int]] = []
+    guests: list[Unit] = []
+    load = dict.fromkeys(instance.at[s], 0)
+    for d, own in enumerate(units):
+        w = instance.home[s][d]
+        if w < 0:
+            guests.extend(own)
+            continue
+        surplus = len(plain[d]) - loads[w]
+        away = _evenly(own, surplus) if surplus > 0 else set()
+        for i, unit in enumerate(own):
+            if i in away:
+                guests.append(unit)
+            else:
+                placed.append((unit, w))
+                load[w] += len(unit.jobs)
+    guests.sort(key=lambda unit: unit.jobs[0])
+    placed.extend(_deal(instance, guests, load, deal))
+    return placed
+
+
+def _evenly(own: list[Unit], surplus: int) -> set[int]:
+    """Indices of units, spread over the pipeline, that hold at least ``surplus`` micro-batches."""
+    size = max(len(unit.jobs) for unit in own)
+    leave = min(len(own), -(-surplus // size))
+    return {(2 * i + 1) * len(own) // (2 * leave) for i in range(leave)}
+
+
+def _targets(instance: Instance, s: int, spare: int) -> dict[int, int]:
+    """Most micro-batches each worker of a stage may run when the slowest load is as small as it can be."""
+    workers = instance.at[s]
+    cost = {w: max(1, _cost(instance, w)) for w in workers}
+    total = len(instance.jobs)
+    low, high = 0, total * max(cost.values())
+    while low < high:  # smallest load at which everything fits
+        middle = (low + high) // 2
+        if sum(middle // cost[w] for w in workers) >= total:
+            high = middle
+        else:
+            low = middle + 1
+    quickest = min(cost.values())
+    return {w: max(0, low // cost[w] - (spare if cost[w] > quickest else 0)) for w in workers}
+
+
+def _deal(instance: Instance, guests: list[Unit], load: dict[int, int], deal: str) -> list[tuple[Unit, int]]:
+    """Deal guests so that loads end level: first how many micro-batches each peer takes, then which."""
+    if not guests:
+        return []
+    size = max(len(unit.jobs) for unit in guests)
+    heap = [((n + size) * _cost(instance, w), w) for w, n in load.items()]
+    heapq.heapify(heap)
+    now = dict(load)
+    share: dict[int, int] = {}
+    for unit in sorted(guests, key=lambda unit: (-len(unit.jobs), unit.jobs[0])):
+        _, w = heap[0]
+        now[w] += len(unit.jobs)
+        share[w] = share.get(w, 0) + 1
+        heapq.heapreplace(heap, ((now[w] + size) * _cost(instance, w), w))
+    if len({len(unit.jobs) for unit in guests}) > 1:
+        return _by_size(instance, guests, load, size)
+    peers = sorted(share)
+    if deal == "runs":
+        turn = [w for w in peers for _ in range(share[w])]
+    else:
+        # every peer's turns are spread evenly over the sequence; "late" starts with those that have fewer
+        first = -1 if deal == "late" else 1
+        slots = sorted(((2 * i + 1) / share[w], first * -share[w], w) for w in peers for i in range(share[w]))
+        turn = [w for _, _, w in slots]
+    return list(zip(guests, turn))
+
+
+def _by_size(instance: Instance, guests: list[Unit], load: dict[int, int],
+             size: int) -> list[tuple[Unit, int]]:
+    """Blocks of unequal size: largest first to whoever ends least loaded."""
+    now = dict(load)
+    dealt = []
+    for unit in sorted(guests, key=lambda unit: (-len(unit.jobs), unit.jobs[0])):
+        w = min(now, key=lambda w: ((now[w] + len(unit.jobs)) * _cost(instance, w), w))
+        now[w] += len(unit.jobs)
+        dealt.append((unit, w))
+    return dealt

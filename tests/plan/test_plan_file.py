@@ -1,0 +1,81 @@
+"""The plan file is read and written without loss, and every malformed one is refused with its fault."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from megatron_recycle.plan import Action, Costs, Grid, Plan, PlanError, Problem, Worker
+from megatron_recycle.planner import quick
+
+
+def small(**changes) -> Problem:
+    grid = Grid(2, (2, 2))
+    return Problem(grid, Costs.uniform(2, 20, 22, 18, 1, 15, {Worker(0, 1): 1.5}), (Worker(1, 1),),
+                   cap=dict.fromkeys(grid.workers(), 2), **changes)
+
+
+def test_round_trip_keeps_everything(tmp_path):
+    plan = quick(small(block=1, tied=((0, 1),)))
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan and again.digest == plan.digest and again.stated == plan.digest
+    assert again.to_json() == plan.to_json()
+
+
+def test_digest_is_the_hash_of_the_documented_parts():
+    value = quick(small()).to_json()
+    names = ["grid", "failed", "stage_of", "costs", "cap", "held", "block", "tied", "split_backward", "workers"]
+    text = json.dumps({name: value[name] for name in names}, sort_keys=True, separators=(",", ":"))
+    assert value["digest"] == "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_file_has_the_documented_form():
+    value = quick(small()).to_json()
+    assert value["format"] == "recycle-plan" and value["version"] == 1
+    assert value["grid"] == {"stages": 2, "microbatches": [2, 2]}
+    assert value["failed"] == ["1:1"] and value["costs"]["speed"] == {"0:1": 1.5}
+    assert value["held"] == {"before_b": [1, 1], "after_b": [1, 1]}
+    assert set(value["workers"]) == {"0:0", "0:1", "1:0"}
+    assert all(orders[-1] == "S" for orders in value["workers"].values())
+
+
+@pytest.mark.parametrize(("change", "fault"), [
+    ({"version": 2}, "version"),
+    ({"format": "x"}, "format"),
+    ({"failed": ["7:0"]}, "7:0"),
+    ({"failed": ["a"]}, "'a'"),
+    ({"cap": {"0:0": 0}}, "cap"),
+    ({"workers": {"0:0": ["G0.0"]}}, "G0.0"),
+    ({"workers": None}, "workers"),
+    ({"grid": {"stages": 2, "microbatches": []}}, "pipeline"),
+    ({"source": "magic"}, "magic"),
+    ({"period": -1}, "period"),
+    ({"objective": "speed"}, "objective"),
+    ({"tied": [[0, 0]]}, "tied"),
+])
+def test_malformed_file_is_refused_with_its_fault(change, fault):
+    value = {**quick(small()).to_json(), **change}
+    with pytest.raises(PlanError, match=fault):
+        Plan.from_json(value)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, "3", True, None])
+def test_costs_must_be_non_negative_integers(bad):
+    value = quick(small()).to_json()
+    value["costs"]["forward"][1] = bad
+    with pytest.raises(PlanError, match="forward of stage 1"):
+        Plan.from_json(value)
+
+
+def test_workers_and_actions_print_and_parse():
+    assert Worker.parse("1:2") == Worker(1, 2) and str(Worker(1, 2)) == "1:2"
+    assert str(Action.parse("W10.3")) == "W10.3" and str(Action.parse("S")) == "S"
+
+
+def test_a_slow_worker_takes_the_exact_decimal_rounded_up():
+    costs = Costs.uniform(1, 20, 22, 18, speed={Worker(0, 0): 1.1})
+    assert [costs.duration(kind, Worker(0, 0)) for kind in "FBW"] == [22, 25, 20]
+    assert costs.duration("B", Worker(1, 0), split=False) == 40

@@ -1,0 +1,170 @@
+"""Each rule of the plan file is broken on purpose, and the validator names it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_recycle.plan import (
+    Action,
+    Costs,
+    DeadlockError,
+    Grid,
+    PlanError,
+    Problem,
+    Worker,
+    buffers,
+    channels,
+    check,
+    pieces,
+    replay,
+    violations,
+)
+from megatron_recycle.planner import quick
+
+
+def problem(failed=("1:1",), block=0, cap=3, **changes) -> Problem:
+    grid = Grid(2, (4, 4, 4))
+    return Problem(grid, Costs.uniform(2, 2, 2, 1, 1, 3), tuple(map(Worker.parse, failed)),
+                   cap=dict.fromkeys(grid.workers(), cap), block=block, **changes)
+
+
+def rewritten(plan, worker, change):
+    """The plan with one worker's orders changed and its figures left as they were."""
+    worker = Worker.parse(worker)
+    return replace(plan, workers={**plan.workers, worker: tuple(change(list(plan.workers[worker])))})
+
+
+def swap(first, second):
+    def change(actions):
+        i, j = actions.index(Action.parse(first)), actions.index(Action.parse(second))
+        actions[i], actions[j] = actions[j], actions[i]
+        return actions
+    return change
+
+
+@pytest.fixture
+def plan():
+    return quick(problem())
+
+
+def names(plan):
+    return " | ".join(violations(plan))
+
+
+def test_a_legal_plan_has_no_violations(plan):
+    assert violations(plan) == [] and check(plan) is plan
+
+
+def test_missing_action_is_named(plan):
+    broken = rewritten(plan, "0:0", lambda a: [x for x in a if str(x) != "W0.2"])
+    assert "W0.2 is missing at stage 0" in names(broken)
+    with pytest.raises(PlanError, match=r"W0\.2"):
+        check(broken)
+
+
+def test_action_listed_twice_is_named(plan):
+    assert "F0.0 is listed 2 times" in names(rewritten(plan, "0:0", lambda a: [a[0], *a]))
+
+
+def test_backward_on_another_worker_than_its_forward_is_named(plan):
+    broken = rewritten(plan, "0:0", lambda a: [x for x in a if str(x) != "W0.3"])
+    broken = rewritten(broken, "2:0", lambda a: [*a[:-1], Action.parse("W0.3"), a[-1]])
+    assert "spread over workers 0:0 and 2:0" in names(broken)
+
+
+def test_failed_worker_with_orders_and_live_one_without_are_named(plan):
+    broken = replace(plan, workers={**plan.workers, Worker(1, 1): (Action("S"),)})
+    assert "worker 1:1 is failed but has orders" in names(broken)
+    workers = dict(plan.workers)
+    del workers[Worker(0, 0)]
+    assert "live worker 0:0 has no orders" in names(replace(plan, workers=workers))
+
+
+def test_step_must_be_last_and_once(plan):
+    assert "S 0 times" in names(rewritten(plan, "0:0", lambda a: a[:-1]))
+    assert "not the last" in names(rewritten(plan, "0:0", lambda a: [a[-1], *a[:-1]]))
+
+
+def test_weight_gradient_before_its_backward_is_named(plan):
+    assert "comes before its B0.0" in names(rewritten(plan, "0:0", swap("B0.0", "W0.0")))
+
+
+def test_memory_above_the_cap_is_named(plan):
+    tight = replace(plan, problem=replace(plan.problem, cap={Worker(0, 0): 1}))
+    assert "memory: worker 0:0 holds 2" in names(tight)
+
+
+def test_held_units_count_before_and_after_the_backward():
+    plan = quick(problem(before_b=(3, 3), after_b=(1, 1), cap=4))
+    assert violations(plan) == []
+    assert max(replay(plan).peak.values()) <= 4
+
+
+def test_deadlock_is_found_and_named():
+    plan = quick(problem(failed=()))
+    broken = rewritten(rewritten(plan, "0:0", swap("F0.0", "F0.3")), "0:1", lambda a: a)
+    order = [x for x in plan.workers[Worker(0, 0)]]
+    order.sort(key=lambda x: (x.kind == "S", x.microbatch, "FBW".find(x.kind)))
+    other = sorted(plan.workers[Worker(0, 1)], key=lambda x: (x.kind == "S", -x.microbatch, "FBW".find(x.kind)))
+    broken = replace(plan, workers={**plan.workers, Worker(0, 0): tuple(order), Worker(0, 1): tuple(other)})
+    with pytest.raises(DeadlockError, match="can never start"):
+        replay(broken)
+    assert "deadlock" in names(broken)
+
+
+def test_blocks_stay_together_and_in_order():
+    plan = quick(problem(block=2))
+    assert violations(plan) == []
+    broken = rewritten(plan, "0:0", swap("W0.0", "W0.1"))
+    assert "block: W0.0" in names(broken)
+    single = quick(problem(block=1))
+    coarse = replace(single, problem=replace(single.problem, block=4))
+    assert "block 0 of pipeline 1 is on workers" in names(coarse)
+
+
+def test_stated_figures_and_digest_are_checked(plan):
+    assert "period" in names(replace(plan, period=plan.period - 1))
+    assert "makespan" in names(replace(plan, makespan=plan.makespan + 1))
+    assert "bound" in names(replace(plan, lower_bound=plan.period + 1))
+    assert "digest" in names(replace(plan, stated="sha256:0"))
+
+
+def test_unsplit_plan_has_no_weight_actions():
+    plan = quick(problem(split_backward=False))
+    assert violations(plan) == []
+    assert not any(a.kind == "W" for actions in plan.workers.values() for a in actions)
+
+
+def test_tied_stages_step_together():
+    timeline = replay(quick(problem(tied=((0, 1),))))
+    starts = {spans[-1][0] for spans in timeline.times.values()}
+    assert len(starts) == 1
+
+
+def test_idle_worker_has_a_step_alone():
+    grid = Grid(1, (1, 1))
+    plan = quick(Problem(grid, Costs.uniform(1, 1, 1, 1), (), {}, {Worker(1, 0): 1}, before_b=(2,)))
+    assert plan.actions(Worker(1, 0)) == (Action("S"),) and violations(plan) == []
+
+
+def test_channels_follow_the_senders_order_and_buffers_cover_the_reader(plan):
+    route, talk = plan.route(), channels(plan)
+    assert sum(len(messages) for messages in talk.values()) == 2 * plan.problem.grid.total
+    for (source, to), messages in talk.items():
+        listed = [(a.kind, a.pipeline, a.microbatch) for a in plan.workers[source]]
+        places = [listed.index(tuple(message)) for message in messages]
+        assert places == sorted(places)
+        assert all(route[m.pipeline, m.microbatch, to.stage] == to for m in messages)
+    assert set(buffers(plan)) == set(talk) and min(buffers(plan).values()) >= 1
+
+
+def test_pieces_fold_only_an_unbroken_prefix():
+    plan = quick(problem(block=1))
+    for worker, mine in pieces(plan, 1).items():
+        own = {m for (d, m, s), w in plan.route().items() if s == 1 and d == 1 and w == worker}
+        covered = [b for d, first, last in mine if d == 1 for b in range(first, last + 1)]
+        assert sorted(own) == covered
+        assert all(first == last or first == 0 for _, first, last in mine)
+    assert pieces(plan, 0)[Worker(0, 0)] == ((0, 0, 3),)
