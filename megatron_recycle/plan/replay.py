@@ -71,7 +71,7 @@ def replay(plan: Plan) -> Timeline:
     group_of_stage = {stage: g for g, group in enumerate(groups) for stage in group}
     group = [group_of_stage[problem.stage(name)] for name in names]
     step = [problem.costs.step[problem.stage(name)] for name in names]
-    starts, ends = _times(network, len(names), group, step, [0] * len(groups), 1)
+    starts, ends = _times(network, len(names), group, step, [0] * len(names), 1)
     spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(order) for order in orders]
     for i, owner in enumerate(network.owner):
         spans[owner][network.position[i]] = (starts[i], ends[i])
@@ -165,10 +165,10 @@ def _append(network: _Network, w: int, pointer: list[int], previous: list[int], 
 
 def _times(network: _Network, workers: int, group: Sequence[int], step: Sequence[int], release: Sequence[int],
            scale: int) -> tuple[list[int], list[int]]:
-    """Start and end of every action when the workers of group ``g`` are free from ``release[g]`` on."""
+    """Start and end of every action when worker ``w`` is free from ``release[w]`` on."""
     starts: list[int] = []
     ends: list[int] = []
-    free = [release[g] for g in group]
+    free = list(release)
     barrier: dict[int, int] = {}
     for owner, needs, lag, duration in zip(network.owner, network.needs, network.lag, network.duration):
         start = free[owner]
@@ -190,12 +190,14 @@ def _times(network: _Network, workers: int, group: Sequence[int], step: Sequence
 
 def _release(network: _Network, workers: int, group: Sequence[int], step: Sequence[int], times: Sequence[int],
              scale: int) -> tuple[list[int], list[int]]:
-    """One round of the max-plus system; the deciding release rides along in the low digits of every time."""
+    """From when each group's step begins to when its next one does; the deciding group rides along in the low
+    digits of every time."""
     size = max(group) + 1
-    coded = [t * size + g for g, t in enumerate(times)]
-    _, ends = _times(network, workers, group, step, coded, scale * size)
-    closing = [0] * size
-    for owner, duration, end in zip(network.owner, network.duration, ends):
-        if duration < 0 and end > closing[group[owner]]:
-            closing[group[owner]] = end
-    return [c // size for c in closing], [c % size for c in closing]
+    fine = scale * size
+    coded = [times[g] * size + g + step[w] * fine for w, g in enumerate(group)]
+    starts, _ = _times(network, workers, group, step, coded, fine)
+    begins = [0] * size
+    for owner, duration, start in zip(network.owner, network.duration, starts):
+        if duration < 0:
+            begins[group[owner]] = start
+    return [b // size for b in begins], [b % size for b in begins]

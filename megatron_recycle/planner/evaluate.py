@@ -50,28 +50,52 @@ def times(instance: Instance, route: list[int], trace: list[int], release: Seque
     return end, done
 
 
+def stepping(instance: Instance, route: list[int], trace: list[int], begin: Sequence[int],
+             scale: int = 1) -> list[int]:
+    """When each group of stages begins its next step, if it began the one before at ``begin[g]``."""
+    step, group = instance.problem.costs.step, instance.group
+    _, done = times(instance, route, trace, [begin[g] + step[s] * scale for s, g in enumerate(group)], scale)
+    ready = [0] * instance.groups
+    for s, g in enumerate(group):
+        ready[g] = max(ready[g], done[s])
+    return ready
+
+
+def period_of(instance: Instance, route: list[int], trace: list[int]) -> float:
+    """Steady-state time of an iteration: the maximum cycle mean of the steps' begins."""
+    size = instance.groups
+
+    def once(begin: Sequence[int], scale: int) -> tuple[list[int], list[int]]:
+        coded = stepping(instance, route, trace, [t * size + g for g, t in enumerate(begin)], scale * size)
+        return [t // size for t in coded], [t % size for t in coded]
+
+    mean = cycle_mean(size, once)
+    return int(mean) if mean.denominator == 1 else float(mean)
+
+
+def makespan_of(instance: Instance, route: list[int], trace: list[int]) -> int:
+    """End of the last step from a cold start."""
+    _, done = times(instance, route, trace, [0] * instance.stages)
+    step, group = instance.problem.costs.step, instance.group
+    ready = [0] * instance.groups
+    for s, g in enumerate(group):
+        ready[g] = max(ready[g], done[s])
+    return max(ready[g] + step[s] for s, g in enumerate(group))
+
+
+def phases(instance: Instance, route: list[int], trace: list[int], period: int) -> list[int]:
+    """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true one."""
+    begin = [0] * instance.groups
+    while True:
+        fresh = stepping(instance, route, trace, begin)
+        later = [max(old, new - period) for old, new in zip(begin, fresh)]
+        if later == begin:
+            return [begin[g] + instance.problem.costs.step[s] for s, g in enumerate(instance.group)]
+        begin = later
+
+
 def figures(instance: Instance, route: list[int], trace: list[int]) -> tuple[float, int]:
     """Period and makespan of a trace."""
-    step = instance.problem.costs.step
-    group, size = instance.group, instance.groups
-    longest = [0] * size
-    for s, g in enumerate(group):
-        longest[g] = max(longest[g], step[s])
-    makespan = 0
-
-    def once(release: Sequence[int], scale: int) -> tuple[list[int], list[int]]:
-        nonlocal makespan
-        coded = [release[g] * size + g for g in group]
-        _, done = times(instance, route, trace, coded, scale * size)
-        ready = [0] * size
-        for s, g in enumerate(group):
-            ready[g] = max(ready[g], done[s])
-        if not any(release) and scale == 1:
-            makespan = max(ready[g] // size + longest[g] for g in range(size))
-        return [ready[g] // size + longest[g] * scale for g in range(size)], [r % size for r in ready]
-
-    once([0] * size, 1)
-    mean = cycle_mean(size, once)
-    return (int(mean) if mean.denominator == 1 else float(mean)), makespan
+    return period_of(instance, route, trace), makespan_of(instance, route, trace)
 
 
