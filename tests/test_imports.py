@@ -1,0 +1,195 @@
+"""Imports go one way (design: what may import what), read from the syntax trees of all modules."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "megatron_recycle"
+ROOT = Path(__file__).parent.parent / PACKAGE
+
+LEAVES: dict[str, frozenset[str]] = {
+    "errors": frozenset(),
+    "config": frozenset({"errors"}),
+    "observe.log": frozenset(),
+    "observe.events": frozenset({"observe.log"}),
+}
+"""Modules that everybody except plan may import, and what each of them may import."""
+
+LEAF_NAMES = frozenset({"observe.EventLog", "observe.read_events", "observe.get_logger"})
+"""The leaves' names that `observe` exports again."""
+
+ALLOWED: dict[str, frozenset[str]] = {
+    "plan": frozenset(),
+    "observe": frozenset({"plan"}),
+    "planner": frozenset({"plan"}),
+    "membership": frozenset({"plan"}),
+    "simulate": frozenset({"plan", "planner"}),
+    "runtime": frozenset({"plan", "membership"}),
+    "backends": frozenset({"plan", "membership", "runtime"}),
+    "launch": frozenset({"plan", "planner", "membership", "observe", "chaos"}),
+    "chaos": frozenset({"plan", "membership", "runtime", "observe"}),
+}
+"""Package -> packages it may import beside itself and the leaves. What is not listed may import all."""
+
+THIRD_PARTY: dict[str, frozenset[str]] = {
+    "torch": frozenset({"runtime", "backends", "observe.doctor", "chaos", "launch"}),
+    "deepspeed": frozenset({"backends"}),
+    "megatron": frozenset({"backends"}),
+    "ortools": frozenset({"planner.cpsat"}),
+    "matplotlib": frozenset({"observe.timeline"}),
+}
+"""Third-party package -> packages or modules that may import it."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """`importer` (relative to the package, e.g. "plan.grid") imports `target`, a full dotted name."""
+
+    importer: str
+    target: str
+    line: int
+    lazy: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}, line {self.line}: imports {self.target}"
+
+
+def dotted(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(source: str, module: str, is_package: bool) -> Iterator[Import]:
+    """Every import in a module's source, also inside functions, but not those for type checkers alone."""
+    tree = ast.parse(source)
+    ignored = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    deferred = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
+    home = [PACKAGE, *(module.split(".") if module else [])]
+    for node in ast.walk(tree):
+        if node in ignored:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno, node in deferred)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                up = home if is_package else home[:-1]
+                base = ".".join([*up[: len(up) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                yield Import(module, f"{base}.{alias.name}", node.lineno, node in deferred)
+
+
+def all_imports() -> list[Import]:
+    return [
+        found
+        for path in sorted(ROOT.rglob("*.py"))
+        for found in imports_of(path.read_text(encoding="utf-8"), dotted(path), path.name == "__init__.py")
+    ]
+
+
+def covers(names: Iterable[str], module: str) -> bool:
+    """Whether `module`, or a package that contains it, is in `names`."""
+    return any(module == name or module.startswith(name + ".") for name in names)
+
+
+def fault(found: Import) -> str | None:
+    """What is wrong with an import, or None."""
+    home, (first, _, rest) = found.importer.split(".")[0], found.target.partition(".")
+    if first != PACKAGE:
+        if home == "plan" and first not in sys.stdlib_module_names and first != "__future__":
+            return f"{found}: plan imports the standard library only"
+        if first in THIRD_PARTY and not covers(THIRD_PARTY[first], found.importer):
+            return f"{found}: only {', '.join(sorted(THIRD_PARTY[first]))} may"
+        return None
+    if found.importer in LEAVES:
+        return None if covers(LEAVES[found.importer], rest) else f"{found}: it is a leaf"
+    if rest.split(".")[0] == home or home not in ALLOWED or covers(ALLOWED[home], rest):
+        return None
+    if home != "plan" and covers({*LEAVES, *LEAF_NAMES}, rest):
+        return None
+    return f"{found}: {home} may import {', '.join(sorted(ALLOWED[home])) or 'nothing of the package'}"
+
+
+def test_imports_go_one_way():
+    faults = [text for found in all_imports() if (text := fault(found))]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("plan.grid", "import torch"),
+        ("plan.grid", "from megatron_recycle.errors import ConfigError"),
+        ("planner.greedy", "from megatron_recycle.membership import machine"),
+        ("planner.greedy", "from ..runtime import ledger"),
+        ("planner.greedy", "def f():\n    from ortools.sat.python import cp_model"),
+        ("membership.machine", "from megatron_recycle import planner"),
+        ("runtime.step", "import deepspeed.comm"),
+        ("runtime.step", "from megatron_recycle.backends.deepspeed import Engine"),
+        ("membership.agent", "import torch"),
+        ("observe.events", "from megatron_recycle.plan import Plan"),
+        ("observe.events", "from megatron_recycle.observe.timeline import draw"),
+        ("runtime.step", "from megatron_recycle.observe.timeline import draw"),
+        ("runtime.step", "from megatron_recycle import launch"),
+        ("config", "from megatron_recycle.observe.events import EventLog"),
+        ("backends.deepspeed", "from megatron_recycle.chaos import kill"),
+    ],
+)
+def test_a_wrong_import_would_be_found(module: str, source: str):
+    assert [text for found in imports_of(source, module, False) if (text := fault(found))]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("plan.grid", "import json\nfrom .errors import PlanError"),
+        ("planner.cpsat", "from ortools.sat.python import cp_model"),
+        ("membership.coordinator", "from megatron_recycle.observe.events import EventLog"),
+        ("membership.coordinator", "from megatron_recycle.observe import EventLog"),
+        ("runtime.step", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deepspeed"),
+        ("cli", "from megatron_recycle.launch import command"),
+    ],
+)
+def test_a_right_import_is_let_through(module: str, source: str):
+    assert not [text for found in imports_of(source, module, False) if (text := fault(found))]
+
+
+def test_heavy_packages_are_loaded_only_when_they_are_used():
+    """matplotlib and OR-Tools never at the top of a module; frameworks only in their backend's own module."""
+    eager = [
+        str(found)
+        for found in all_imports()
+        if not found.lazy
+        and found.target.split(".")[0] in ("matplotlib", "ortools")
+        and found.importer != "planner.cpsat"
+    ]
+    assert not eager, "\n".join(eager)
+
+
+def test_importing_the_package_its_settings_and_its_command_line_loads_neither_torch_nor_ortools():
+    program = (
+        "import sys, megatron_recycle, megatron_recycle.config, megatron_recycle.cli, megatron_recycle.plan\n"
+        "megatron_recycle.RecycleConfig()\n"
+        "heavy = {'torch', 'ortools', 'deepspeed', 'matplotlib', 'numpy', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
