@@ -1,0 +1,24 @@
+"""Who is in the job: a pure state machine, the coordinator around it, and the agent in every worker.
+
+Standard library, `megatron_recycle.plan` and the leaves only; the planner comes in as a callable.
+"""
+
+from megatron_recycle.membership.agent import Agent, Ended, Go, Offer, Stop
+from megatron_recycle.membership.coordinator import Coordinator, Timeouts
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.store import Journal, JournalError
+from megatron_recycle.membership.wire import WireError
+
+__all__ = [
+    "Agent",
+    "Coordinator",
+    "Ended",
+    "Go",
+    "Journal",
+    "JournalError",
+    "Offer",
+    "Resume",
+    "Stop",
+    "Timeouts",
+    "WireError",
+]

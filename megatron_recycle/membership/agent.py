@@ -1,0 +1,279 @@
+"""The worker's side of membership: a thread that the training thread cannot block.
+
+The training thread polls `stop_generation` between two actions (an attribute read, no lock), reports when it
+stands still, and waits for the go of the next generation. `on_stop` runs in the agent's own thread the moment
+a stop arrives, so that transports are aborted under a training thread that hangs in one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership.link import Link
+from megatron_recycle.membership.messages import TO_WORKER, check_report
+from megatron_recycle.membership.resume import RESTART, Resume
+from megatron_recycle.membership.wire import Message
+
+_GLANCE = 0.5
+"""Seconds between looks at the connection while the training thread waits."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Generations below `generation` are over. `members` maps worker to incarnation, `out` worker to kind."""
+
+    generation: int
+    members: Mapping[str, str]
+    out: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Go:
+    """How `generation` goes on. `plan` is a plan file's content, `prefix` the store prefix of its groups."""
+
+    generation: int
+    attempt: int
+    members: Mapping[str, str]
+    plan: Mapping[str, Any]
+    resume: Resume
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A better plan for `generation`; all members adopt it together at a boundary."""
+
+    generation: int
+    number: int
+    plan: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The job is over, or goes on without this process."""
+
+    status: int
+    message: str
+
+
+class Agent:
+    """Membership of one training process.
+
+    Args:
+        address: "host:port" of the coordinator (RECYCLE_COORDINATOR).
+        token: the job's token (RECYCLE_TOKEN).
+        worker: position "d:s" in the grid.
+        rank: global rank.
+        incarnation: random text, different for every process that ever stands at this position.
+        heartbeat_interval: seconds between signs of life.
+        on_stop: called with a `Stop` in the agent's thread at once; it must return soon.
+        on_end: called with an `Ended` in the agent's thread at once.
+        patience: seconds that a waiting training thread bears a coordinator that cannot be reached.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker: str,
+        rank: int,
+        incarnation: str,
+        heartbeat_interval: float = 0.5,
+        on_stop: Callable[[Stop], None] | None = None,
+        on_end: Callable[[Ended], None] | None = None,
+        patience: float = 60.0,
+        pid: int | None = None,
+        host: str | None = None,
+    ) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.stop_generation = 0
+        """Highest generation announced by a stop; the training thread polls it between actions."""
+        self.progress: Mapping[str, Any] | None = None
+        """What the training thread does, told with every sign of life; assign new dicts, never change one."""
+        self.ended: Ended | None = None
+        """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
+        self.offer: Offer | None = None
+        """The latest better plan for the current generation."""
+        self._identity = {
+            "type": "hello",
+            "role": "worker",
+            "worker": worker,
+            "rank": rank,
+            "incarnation": incarnation,
+            "pid": os.getpid() if pid is None else pid,
+            "host": socket.gethostname() if host is None else host,
+        }
+        self._on_stop = on_stop
+        self._on_end = on_end
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._ready: Message | None = None
+        self._latest: dict[str, Message] = {}
+        self._go: Go | None = None
+        self._link = Link(
+            address,
+            token,
+            hello=self._hello,
+            handle=self._handle,
+            beat=lambda: {"type": "heartbeat", "progress": self.progress},
+            interval=heartbeat_interval,
+            known=TO_WORKER,
+            name="recycle-agent",
+        )
+
+    @property
+    def generation(self) -> int:
+        """The generation of the last go; 0 before the first."""
+        return 0 if self._go is None else self._go.generation
+
+    def start(self) -> None:
+        """Connect, in the background, and give signs of life from now on."""
+        self._link.start()
+
+    def ready(self, description: Mapping[str, Any], report: Mapping[str, Any]) -> None:
+        """The engine is built. `description` must be equal on all workers; then `wait_go(1)`."""
+        check_report(report)
+        self._ready = {"type": "ready", "description": dict(description), "report": dict(report)}
+        self._link.send(self._ready)
+
+    def report(self, generation: int, report: Mapping[str, Any]) -> None:
+        """The training thread stands still for `generation`; see `resume.decide` for the report's fields."""
+        check_report(report)
+        self._send_kept({"type": "report", "generation": generation, "report": dict(report)})
+
+    def wait_go(self, generation: int, timeout: float | None = None) -> Go | None:
+        """Block until `generation` may go on.
+
+        Returns None if a newer stop came instead: report again, for `stop_generation`.
+
+        Raises:
+            JobEnded: the job is over, or the coordinator cannot be reached for `patience` seconds.
+            TimeoutError: nothing came within `timeout` seconds.
+        """
+
+        def arrived() -> bool:
+            return self._go is not None and self._go.generation == generation
+
+        self._wait(lambda: arrived() or self.stop_generation > generation, timeout, f"the go of {generation}")
+        return self._go if self.stop_generation <= generation else None
+
+    def resumed(self, generation: int, t: float | None = None) -> None:
+        """The first action of `generation` begins (at `t`, default now)."""
+        moment = time.time() if t is None else t
+        self._send_kept({"type": "resumed", "generation": generation, "t": moment})
+
+    def committed(self, iteration: int, loss: float | None = None) -> None:
+        """`iteration` is validated and stepped here."""
+        self._send_kept(
+            {"type": "committed", "iteration": iteration, "generation": self.generation, "loss": loss}
+        )
+
+    def event(self, name: str, **fields: Any) -> None:
+        """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""
+        self._link.send({"type": "event", "event": name, "fields": fields})
+
+    def hint(self, generation: int, error: str) -> None:
+        """A communication error: recorded, and never a verdict, since errors cascade."""
+        self._link.send({"type": "hint", "generation": generation, "error": error})
+
+    def adopted(self, generation: int, iteration: int, digest: str) -> None:
+        """The offered plan of this digest is in use from `iteration` on."""
+        message = {"type": "adopted", "generation": generation, "iteration": iteration, "digest": digest}
+        self._send_kept(message)
+
+    def finished(self, timeout: float | None = None) -> bool:
+        """The script has nothing more to do; stand by until that is so everywhere.
+
+        Returns True when the job has finished. Returns False if a stop came instead, because another worker
+        failed and may need this one: report, wait for the go, recover, and call again.
+
+        Raises:
+            JobEnded: the job failed, or the coordinator cannot be reached for `patience` seconds.
+            TimeoutError: as for `wait_go`.
+        """
+        generation = self.generation
+        self._send_kept({"type": "finished", "generation": generation})
+        try:
+            self._wait(lambda: self.stop_generation > generation, timeout, "the end of the job")
+        except JobEnded as ended:
+            if ended.status == 0:
+                return True
+            raise
+        return False
+
+    def close(self) -> None:
+        """Send what is queued and end the thread. The coordinator is not told: see `finished`."""
+        self._link.close()
+
+    def _send_kept(self, message: Message) -> None:
+        """Send, and send again after a reconnect; only the latest of each type matters."""
+        self._latest[message["type"]] = message
+        self._link.send(message)
+
+    def _hello(self) -> list[Message]:
+        first: list[Message] = [{**self._identity, "generation": self.generation}]
+        if self._ready is not None and self._go is None:
+            first.append(self._ready)
+        return first + [self._latest[key] for key in tuple(self._latest)]
+
+    def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
+        limit = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not reached():
+                if self.ended is not None:
+                    raise JobEnded(self.ended.message, self.ended.status)
+                now, lost = time.monotonic(), self._link.lost_since
+                if lost is not None and now - lost > self._patience:
+                    raise JobEnded(
+                        f"the coordinator at {self._link.address} cannot be reached for "
+                        f"{self._patience:.0f} s ({self._link.error}); without it no failure can be "
+                        f"recovered. {RESTART}"
+                    )
+                if limit is not None and now >= limit:
+                    raise TimeoutError(f"worker {self.worker} has waited {timeout} s for {what}")
+                self._changed.wait(_GLANCE if limit is None else min(_GLANCE, limit - now))
+            if self.ended is not None:
+                raise JobEnded(self.ended.message, self.ended.status)
+
+    def _handle(self, message: Message) -> None:
+        """In the agent's thread: one message of the coordinator."""
+        kind = message["type"]
+        if kind == "stop":
+            self._stopped(Stop(message["generation"], message["members"], message["out"]))
+        elif kind == "go":
+            self._goes(message)
+        elif kind == "offer" and message["generation"] == self.generation:
+            self.offer = Offer(message["generation"], message["number"], message["plan"])
+        elif kind == "end" and self.ended is None:
+            self.ended = Ended(message["status"], message["message"])
+            with self._changed:
+                self._changed.notify_all()
+            if self._on_end is not None:
+                self._on_end(self.ended)
+
+    def _stopped(self, stop: Stop) -> None:
+        if stop.generation <= self.stop_generation:
+            return
+        with self._changed:
+            self.stop_generation = stop.generation
+            self.offer = None
+            self._changed.notify_all()
+        if self._on_stop is not None:
+            self._on_stop(stop)
+
+    def _goes(self, message: Message) -> None:
+        if message["generation"] <= self.generation or message["generation"] < self.stop_generation:
+            return
+        names = ("generation", "attempt", "members", "plan", "prefix")
+        go = Go(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
+        with self._changed:
+            self._go = go
+            self._changed.notify_all()

@@ -1,0 +1,102 @@
+"""One accepted connection of the coordinator: bytes to checked messages, and nothing else.
+
+A peer that does not prove the token in time, sends what is not due, or does not read what it is sent, is
+closed. No message of a connection is acted on before all of the frame has been authenticated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Protocol
+
+from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_WORKER, check
+from megatron_recycle.membership.wire import Message, Session, WireError
+
+_UNREAD_LIMIT = 32 * 1024 * 1024
+"""Bytes that may wait for a peer before it is cut off."""
+
+
+class Owner(Protocol):
+    """What a connection needs of the coordinator."""
+
+    token: str
+    hello_timeout: float
+
+    def connected(self, connection: Connection) -> None: ...
+    def disconnected(self, connection: Connection) -> None: ...
+    def refused(self, source: str, reason: str) -> None: ...
+    def received(self, connection: Connection, message: Message) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """`role` is "worker" or "launcher" once the peer has said hello; `incarnation` is set by the owner."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.role: str | None = None
+        self.incarnation: str | None = None
+        self.source = "?"
+        self._owner = owner
+        self._session = Session.server(owner.token)
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self.source = str(peer[0]) if peer else "?"
+        connection = transport.get_extra_info("socket")
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.write(self._session.greeting())
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._owner.hello_timeout, self._refuse, "no hello in time")
+        self._owner.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._session.feed(data):
+                self._accept(message)
+        except WireError as error:
+            self._refuse(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._owner.disconnected(self)
+
+    def send(self, message: Message) -> None:
+        """Queue `message` for the peer; nothing happens if it is gone."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(self._session.seal(message))
+        if self._transport.get_write_buffer_size() > _UNREAD_LIMIT:
+            self._refuse("it does not read what it is sent")
+
+    def close(self) -> None:
+        """Close after what is queued has been sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _accept(self, message: Message) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.role is None:
+            role = message.get("role")
+            if message["type"] != "hello" or role not in ("worker", "launcher"):
+                raise WireError("the first message is no hello of a worker or launcher")
+            check(message, FROM_WORKER if role == "worker" else FROM_LAUNCHER)
+            self.role = role
+            if self._deadline is not None:
+                self._deadline.cancel()
+        elif message["type"] == "hello":
+            raise WireError("a second hello on one connection")
+        else:
+            check(message, FROM_WORKER if self.role == "worker" else FROM_LAUNCHER)
+        self._owner.received(self, message)
+
+    def _refuse(self, reason: str) -> None:
+        self._owner.refused(self.source, reason)
+        if self._transport is not None:
+            self._transport.abort()

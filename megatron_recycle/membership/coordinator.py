@@ -1,0 +1,374 @@
+"""The server around the membership machine: sockets, clocks, threads and the journal.
+
+One event loop owns the state. It never waits for a plan (threads do) and never for a peer (writes are
+buffered, and a peer that does not read is cut off). Whatever the machine decides is carried out in order:
+on disk first, then announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.membership.connection import Connection
+from megatron_recycle.membership.detectors import Heartbeats, RateLimit
+from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.state import (
+    Adopted,
+    Await,
+    Committed,
+    Decision,
+    Emit,
+    End,
+    Exited,
+    Finished,
+    Hello,
+    Improve,
+    Improved,
+    Input,
+    Interrupted,
+    Loss,
+    Lost,
+    MakePlan,
+    Member,
+    Phase,
+    PlanFailed,
+    Planned,
+    Ready,
+    Reported,
+    ReportsLate,
+    Resumed,
+    State,
+    Store,
+    Tell,
+)
+from megatron_recycle.membership.store import Journal
+from megatron_recycle.membership.wire import Message
+
+Plan = dict[str, Any]
+Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
+"""(description, failed) -> plan, at once; runs in a thread."""
+Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
+"""(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """Seconds. A description that names one of the first three overrides it when training begins."""
+
+    heartbeat_interval: float = 0.5
+    heartbeat_timeout: float = 10.0
+    report_timeout: float = 30.0
+    start_timeout: float = 600.0
+    hello_timeout: float = 5.0
+
+    def overridden(self, description: Mapping[str, Any]) -> Timeouts:
+        names = ("heartbeat_interval", "heartbeat_timeout", "report_timeout")
+        return Timeouts(**{**vars(self), **{n: float(description[n]) for n in names if description.get(n)}})
+
+
+class Coordinator:
+    """Decides who is in, for one job.
+
+    Args:
+        size: number of workers.
+        token: the job's token.
+        journal: where decisions are kept.
+        plan, improve: the planner (this package does not know it).
+        emit: gets every event, see observe.events; called in the event loop.
+        host, port: the only address to listen on; port 0 chooses one.
+        launched: whether launchers report exits. If not, the end of a worker's connection is its exit.
+    """
+
+    def __init__(
+        self,
+        *,
+        size: int,
+        token: str,
+        journal: Journal,
+        plan: Planner,
+        improve: Improver | None = None,
+        emit: Callable[[Mapping[str, Any]], None],
+        timeouts: Timeouts | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        launched: bool = True,
+    ) -> None:
+        self.state = State(size=size)
+        self.token = token
+        self.timeouts = timeouts or Timeouts()
+        self.hello_timeout = self.timeouts.hello_timeout
+        self._journal = journal
+        self._plan = plan
+        self._improve = improve
+        self._emit = emit
+        self._host = host
+        self._port = port
+        self._launched = launched
+        self._workers: dict[str, Connection] = {}
+        self._launchers: set[Connection] = set()
+        self._connections: set[Connection] = set()
+        self._progress: dict[str, Any] = {}
+        self._heartbeats: Heartbeats[str] = Heartbeats(self.timeouts.heartbeat_timeout)
+        self._refusals: RateLimit[str] = RateLimit(60.0)
+        self._cancelled = threading.Event()
+        self._ended: asyncio.Future[End] | None = None
+        self._quiet = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: asyncio.Server | None = None
+
+    # Life
+
+    async def start(self) -> str:
+        """Listen; returns "host:port"."""
+        self._loop = asyncio.get_running_loop()
+        self._ended = self._loop.create_future()
+        self._server = await self._loop.create_server(lambda: Connection(self), self._host, self._port)
+        self._loop.call_later(self.timeouts.start_timeout, self._start_late)
+        self._tick()
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"{host}:{port}"
+
+    async def wait_ended(self) -> End:
+        """How the job ended."""
+        assert self._ended is not None, "start() comes first"
+        return await self._ended
+
+    async def wait_quiet(self, linger: float) -> None:
+        """Until nobody is connected any more, at most `linger` seconds: others must still hear of the end."""
+        try:
+            await asyncio.wait_for(self._quiet.wait(), linger)
+        except asyncio.TimeoutError:
+            log.info("recycle: %d connections are still open", len(self._connections))
+
+    async def close(self) -> None:
+        self._cancelled.set()
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._connections):
+            connection.close()
+        self._journal.close()
+
+    def interrupt(self, status: int, message: str) -> None:
+        """End the job from outside; call it in the event loop."""
+        self._feed(Interrupted(status, message))
+
+    # What comes in (called by the connections)
+
+    def connected(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        self._quiet.clear()
+
+    def disconnected(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self._launchers.discard(connection)
+        worker = connection.incarnation
+        if worker is not None and self._workers.get(worker) is connection:
+            del self._workers[worker]
+            if not self._launched:
+                self._vanished(worker)
+        if not self._connections:
+            self._quiet.set()
+
+    def refused(self, source: str, reason: str) -> None:
+        """A stranger or a broken peer; it may not fill the log."""
+        if self._refusals.allows(source, time.monotonic()):
+            log.warning("recycle: refused a connection from %s: %s", source, reason)
+            self._emit({"event": "refused", "t": time.time(), "source": source, "reason": reason})
+
+    def received(self, connection: Connection, message: Message) -> None:
+        """A checked message of an authenticated peer."""
+        if connection.role == "launcher":
+            self._from_launcher(connection, message)
+        elif message["type"] == "hello":
+            self._welcome(connection, message)
+        elif connection.incarnation is not None:
+            self._heartbeats.beat(connection.incarnation, time.monotonic())
+            self._from_worker(connection.incarnation, message)
+
+    def _welcome(self, connection: Connection, message: Message) -> None:
+        names = ("worker", "rank", "incarnation", "pid", "host")
+        member = Member(**{name: message[name] for name in names})
+        before = self._workers.get(member.incarnation)
+        self._workers[member.incarnation] = connection
+        connection.incarnation = member.incarnation
+        if before is not None and before is not connection:
+            before.close()
+        self._heartbeats.beat(member.incarnation, time.monotonic())
+        self._feed(Hello(member))
+
+    def _from_worker(self, incarnation: str, message: Message) -> None:
+        kind = message["type"]
+        if kind == "heartbeat":
+            self._progress[incarnation] = message["progress"]
+        elif kind == "event":
+            self._passed_on(incarnation, message["event"], message["fields"])
+        elif kind == "hint":
+            fields = {"generation": message["generation"], "error": message["error"][:500]}
+            self._passed_on(incarnation, "hint", fields)
+        else:
+            self._feed(_INPUTS[kind](incarnation, message))
+
+    def _from_launcher(self, connection: Connection, message: Message) -> None:
+        kind = message["type"]
+        if kind == "hello":
+            self._launchers.add(connection)
+            if self._ended is not None and self._ended.done():
+                connection.send({"type": "end", **vars(self._ended.result())})
+        elif kind == "exit":
+            names = ("rank", "pid", "status", "log")
+            self._feed(Exited(since=message["t"], **{name: message[name] for name in names}))
+        elif kind == "interrupt":
+            self._feed(Interrupted(message["status"], message["message"]))
+
+    def _passed_on(self, incarnation: str, name: str, fields: Mapping[str, Any]) -> None:
+        """A worker's own event; what a fenced one says is marked, since it counts for nothing."""
+        member = self.state.known.get(incarnation)
+        if member is None:
+            return
+        event = {"t": time.time(), "generation": self.state.generation, **fields, "event": name}
+        event["worker"] = member.worker
+        if incarnation in self.state.fenced:
+            event["fenced"] = True
+        self._tell_event(event)
+
+    def _vanished(self, incarnation: str) -> None:
+        """Without a launcher the end of a connection is the end of the process."""
+        member = self.state.known.get(incarnation)
+        if member is not None and incarnation not in self.state.fenced:
+            self._feed(Exited(member.rank, member.pid, None, time.time()))
+
+    # Clocks
+
+    def _tick(self) -> None:
+        assert self._loop is not None
+        now = time.monotonic()
+        silent = self._heartbeats.tick(now)
+        if silent:
+            losses = tuple(Loss(incarnation, "frozen") for incarnation in silent)
+            self._feed(Lost(losses, time.time() - (now - min(silent.values()))))
+        if self.state.phase is not Phase.ENDED:
+            pace = min(0.5, max(0.05, self.timeouts.heartbeat_interval / 2))
+            self._loop.call_later(pace, self._tick)
+
+    def _start_late(self) -> None:
+        if self.state.phase is not Phase.FORMING:
+            return
+        ready = {
+            member.rank for member in self.state.known.values() if member.worker in self.state.descriptions
+        }
+        missing = ", ".join(str(rank) for rank in range(self.state.size) if rank not in ready)
+        limit = f"{self.timeouts.start_timeout:.0f} s"
+        self._feed(Interrupted(1, f"not ready within {limit}: rank {missing}; see their logs"))
+
+    # What goes out
+
+    def _feed(self, happened: Input) -> None:
+        before = self.state
+        self.state, decisions = step(before, happened, time.time())
+        if self.state.generation != before.generation:
+            self._new_generation()
+        for decision in decisions:
+            self._carry_out(decision)
+
+    def _new_generation(self) -> None:
+        """Timers and searches of the last generation are void."""
+        self._cancelled.set()
+        self._cancelled = threading.Event()
+        if self.state.generation == 1 and self.state.description is not None:
+            self.timeouts = self.timeouts.overridden(self.state.description)
+            self._heartbeats.timeout = self.timeouts.heartbeat_timeout
+        self._heartbeats.watch(self.state.incarnations().values(), time.monotonic())
+
+    def _carry_out(self, decision: Decision) -> None:
+        if isinstance(decision, Store):
+            self._journal.append(decision.record)
+        elif isinstance(decision, Tell):
+            for incarnation in decision.to:
+                if (connection := self._workers.get(incarnation)) is not None:
+                    connection.send(dict(decision.message))
+        elif isinstance(decision, Emit):
+            self._tell_event(decision.event)
+        elif isinstance(decision, Await):
+            assert self._loop is not None
+            late = ReportsLate(decision.generation)
+            self._loop.call_later(self.timeouts.report_timeout, self._feed, late)
+        elif isinstance(decision, MakePlan):
+            self._in_thread("recycle-plan", self._make_plan, decision)
+        elif isinstance(decision, Improve):
+            if self._improve is not None:
+                self._in_thread("recycle-improve", self._look_for_better, decision, self._cancelled)
+        else:
+            self._announce_end(decision)
+
+    def _tell_event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] == "suspected":
+            doing = self._progress.get(self._incarnation_of(event))
+            event = {**event, "progress": doing} if doing else event
+        self._emit(event)
+        for launcher in self._launchers:
+            launcher.send({"type": "event", "event": dict(event)})
+
+    def _incarnation_of(self, event: Mapping[str, Any]) -> str:
+        key = (event["worker"], event["pid"])
+        return next((i for i, m in self.state.known.items() if (m.worker, m.pid) == key), "")
+
+    def _announce_end(self, end: End) -> None:
+        self._cancelled.set()
+        assert self._ended is not None
+        for launcher in self._launchers:
+            launcher.send({"type": "end", "status": end.status, "message": end.message})
+        if not self._ended.done():
+            self._ended.set_result(end)
+
+    # Threads
+
+    def _in_thread(self, name: str, work: Callable[..., Input | None], *args: Any) -> None:
+        """Run `work` beside the event loop and feed what it returns. A daemon: it must not delay the end."""
+        loop = self._loop
+        assert loop is not None
+
+        def run() -> None:
+            happened = work(*args)
+            if happened is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._feed, happened)
+
+        threading.Thread(target=run, name=name, daemon=True).start()
+
+    def _make_plan(self, order: MakePlan) -> Input:
+        began = time.monotonic()
+        try:
+            plan = self._plan(self.state.description or {}, order.failed)
+        except Exception as error:  # whatever a planner meets, the job must hear of it instead of waiting
+            log.exception("recycle: planning failed")
+            return PlanFailed(order.generation, str(error) or type(error).__name__)
+        return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
+
+    def _look_for_better(self, order: Improve, cancelled: threading.Event) -> Input | None:
+        began = time.monotonic()
+        assert self._improve is not None
+        try:
+            plan = self._improve(self.state.description or {}, order.failed, dict(order.plan), cancelled)
+        except Exception:  # the plan in use is legal; a failed search costs only speed
+            log.exception("recycle: the search for a better plan failed")
+            return None
+        if plan is None or cancelled.is_set():
+            return None
+        return Improved(order.generation, plan, (time.monotonic() - began) * 1000)
+
+
+_INPUTS: Mapping[str, Callable[[str, Message], Input]] = {
+    "ready": lambda who, m: Ready(who, m["description"], m["report"]),
+    "report": lambda who, m: Reported(who, m["generation"], m["report"]),
+    "resumed": lambda who, m: Resumed(who, m["generation"], m["t"]),
+    "committed": lambda who, m: Committed(who, m["iteration"], m["loss"]),
+    "adopted": lambda who, m: Adopted(who, m["generation"], m["iteration"], m["digest"]),
+    "finished": lambda who, m: Finished(who, m["generation"]),
+}

@@ -1,0 +1,151 @@
+"""Where training goes on after a failure: a pure function of what the survivors hold (design section 6.6)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.plan.grid import Worker
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """All survivors bring themselves to `target` (the last iteration stepped; -1: none) and begin `next`.
+
+    `copies` maps a worker that does not hold `target` to a peer that does. `verdict` is what is known of
+    `target`'s norm and overflow, None if it must be computed again. `redone` counts actions of `next` that
+    were done once already and are lost.
+    """
+
+    target: int
+    next: int
+    attempt: int
+    verdict: Mapping[str, Any] | None = None
+    copies: Mapping[str, str] = field(default_factory=dict)
+    redone: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "target": self.target,
+            "next": self.next,
+            "attempt": self.attempt,
+            "verdict": None if self.verdict is None else dict(self.verdict),
+            "copies": dict(self.copies),
+            "redone": self.redone,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Resume:
+        return cls(**{key: data[key] for key in ("target", "next", "attempt", "verdict", "copies", "redone")})
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Training cannot go on; `message` names the stage and says what to do."""
+
+    message: str
+
+
+RESTART = "Restart the job from its last checkpoint with the same command."
+
+
+def by_stage(
+    stages: int, members: Iterable[str], stage_of: Mapping[str, int] | None = None
+) -> list[list[str]]:
+    """The members of each stage, in worker order."""
+    moved = stage_of or {}
+    found: list[list[str]] = [[] for _ in range(stages)]
+    for name in sorted(members, key=Worker.parse):
+        found[moved.get(name, Worker.parse(name).stage)].append(name)
+    return found
+
+
+def decide(
+    stages: int,
+    members: Mapping[str, str],
+    reports: Mapping[str, Report],
+    *,
+    announced: tuple[int, int] | None = None,
+    stage_of: Mapping[str, int] | None = None,
+) -> Resume | Stop:
+    """The resume point of a generation.
+
+    `members` maps worker to incarnation; `reports` has one report for each (see the wire protocol).
+    `announced` is the (next, attempt) of the last generation that was told to go: an attempt may have been
+    announced without any survivor having begun it, and attempts only grow.
+    """
+    peers = by_stage(stages, members, stage_of)
+    for stage, workers in enumerate(peers):
+        if not workers:
+            return Stop(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
+    target, lagging = _target(peers, reports)
+    if lagging is not None:
+        return Stop(
+            f"stage {lagging} holds nothing newer than iteration {_best(peers[lagging], reports)}, but "
+            f"another stage is at {target + 1}: they cannot be brought together. {RESTART}"
+        )
+    ahead = next((name for name in members if reports[name]["stepped"] > target), None)
+    if ahead is not None:
+        return Stop(
+            f"worker {ahead} has stepped iteration {reports[ahead]['stepped']}, which some stage lost before "
+            f"it held it. {RESTART}"
+        )
+    verdict = _verdict(target, reports)
+    if isinstance(verdict, Stop):
+        return verdict
+    following = target + 1
+    again = [reports[name] for name in members if reports[name]["iteration"] == following]
+    attempt = 1 + max((report["attempt"] for report in again), default=0)
+    if announced is not None and announced[0] == following:
+        attempt = max(attempt, announced[1] + 1)
+    redone = sum(report["actions"] for report in again)
+    return Resume(target, following, attempt, verdict, _copies(target, peers, reports), redone)
+
+
+def _best(workers: Sequence[str], reports: Mapping[str, Report]) -> int:
+    return max(reports[name]["holds"] for name in workers)
+
+
+def _target(peers: Sequence[Sequence[str]], reports: Mapping[str, Report]) -> tuple[int, int | None]:
+    """The newest iteration that some member of every stage holds, at most one behind the newest of all;
+    beside it the stage that is too far behind, if one is."""
+    held = [_best(workers, reports) for workers in peers]
+    newest = max(held)
+    if min(held) == newest:
+        return newest, None
+    lagging = next((stage for stage, best in enumerate(held) if best < newest - 1), None)
+    return newest - 1, lagging
+
+
+def _verdict(target: int, reports: Mapping[str, Report]) -> Mapping[str, Any] | Stop | None:
+    known = [(name, report["verdict"]) for name, report in reports.items() if report.get("verdict")]
+    of_target = [(name, verdict) for name, verdict in known if verdict["iteration"] == target]
+    if not of_target:
+        return None
+    first, verdict = of_target[0]
+    for name, other in of_target[1:]:
+        if _canonical(other) != _canonical(verdict):
+            return Stop(
+                f"workers {first} and {name} disagree on the verdict of iteration {target} ({verdict} and "
+                f"{other}). Please report this as a bug. {RESTART}"
+            )
+    return verdict
+
+
+def _canonical(verdict: Mapping[str, Any]) -> str:
+    """Text to compare by: a norm that is not a number differs from itself as a value, but not as text."""
+    return json.dumps(verdict, sort_keys=True)
+
+
+def _copies(target: int, peers: Sequence[Sequence[str]], reports: Mapping[str, Report]) -> dict[str, str]:
+    """A source for each member that does not hold `target`; the sending is spread over the holders."""
+    copies: dict[str, str] = {}
+    for workers in peers:
+        holders = [name for name in workers if reports[name]["holds"] >= target]
+        lacking = [name for name in workers if reports[name]["holds"] < target]
+        copies.update({name: holders[index % len(holders)] for index, name in enumerate(lacking)})
+    return copies

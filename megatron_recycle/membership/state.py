@@ -1,0 +1,294 @@
+"""The values that the membership machine works on: its state, what may happen to it, and what it decides.
+
+All of them are frozen; a state is replaced, never changed. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.plan.grid import Worker
+
+Message = Mapping[str, Any]
+
+
+class Phase(Enum):
+    """FORMING until all are ready; RECOVERING from a decision until its go; TRAINING; ENDED for good."""
+
+    FORMING = "forming"
+    RECOVERING = "recovering"
+    TRAINING = "training"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A process that stands for a position of the grid; the incarnation is random per process."""
+
+    worker: str
+    rank: int
+    incarnation: str
+    pid: int
+    host: str
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything the coordinator's decisions depend on. `size` is the number of workers of the whole grid."""
+
+    size: int
+    phase: Phase = Phase.FORMING
+    generation: int = 0
+    known: Mapping[str, Member] = field(default_factory=dict)
+    """Every process that has said hello and was not refused, by incarnation."""
+    members: Mapping[str, Member] = field(default_factory=dict)
+    """The live workers of this generation, by position."""
+    out: Mapping[str, str] = field(default_factory=dict)
+    """Positions without a live worker, and the kind of failure."""
+    fenced: frozenset[str] = frozenset()
+    """Incarnations that were declared out; they are never members again."""
+    gone: frozenset[int] = frozenset()
+    """Ranks whose process ended well before it said hello."""
+    descriptions: Mapping[str, Message] = field(default_factory=dict)
+    """What each ready worker says of the job, by position, until generation 1."""
+    description: Message | None = None
+    reports: Mapping[str, Message] = field(default_factory=dict)
+    plan: Message | None = None
+    """The plan of this generation, from when it is made."""
+    go: Message | None = None
+    """The last announced go, to be told again to a worker that lost its connection."""
+    resume: Resume | None = None
+    since: float | None = None
+    """When the failure happened that is being recovered from; of several, the first."""
+    resumed: Mapping[str, float] = field(default_factory=dict)
+    finished: frozenset[str] = frozenset()
+    """Positions whose script has ended well; they stand by until all have."""
+    committed: int = -1
+    """The last iteration that all members have committed."""
+    committed_by: Mapping[str, int] = field(default_factory=dict)
+    losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    adopted: Mapping[str, str] = field(default_factory=dict)
+    offers: int = 0
+
+    @property
+    def stages(self) -> int:
+        return 0 if self.description is None else int(self.description["grid"]["stages"])
+
+    @property
+    def failed(self) -> frozenset[str]:
+        return frozenset(self.out)
+
+    def incarnations(self) -> dict[str, str]:
+        """Member positions and their incarnations, as the wire and the group prefix want them."""
+        return {name: self.members[name].incarnation for name in in_order(self.members)}
+
+    def member(self, incarnation: str) -> Member | None:
+        """The member of this incarnation; None if it is unknown, out, or not yet in."""
+        found = self.known.get(incarnation)
+        current = None if found is None else self.members.get(found.worker)
+        return current if current is not None and current.incarnation == incarnation else None
+
+    def ms(self, now: float) -> float | None:
+        """Milliseconds since the failure, None when there was none."""
+        return None if self.since is None else round((now - self.since) * 1000, 3)
+
+    def with_(self, **changes: Any) -> State:
+        return replace(self, **changes)
+
+
+def in_order(names: Any) -> list[str]:
+    """Worker names in grid order, pipeline by pipeline."""
+    return sorted(names, key=Worker.parse)
+
+
+# What happens
+
+
+@dataclass(frozen=True)
+class Hello:
+    """A process presents itself, or comes back after it lost its connection."""
+
+    member: Member
+
+
+@dataclass(frozen=True)
+class Ready:
+    incarnation: str
+    description: Message
+    report: Message
+
+
+@dataclass(frozen=True)
+class Loss:
+    incarnation: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A detector's verdict: these fail together, since this time. One decision, not several."""
+
+    losses: tuple[Loss, ...]
+    since: float
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A process has ended. `status` is as in `subprocess`: negative for a signal; None if nobody saw it."""
+
+    rank: int
+    pid: int
+    status: int | None
+    since: float
+    log: str = ""
+
+
+@dataclass(frozen=True)
+class Reported:
+    incarnation: str
+    generation: int
+    report: Message
+
+
+@dataclass(frozen=True)
+class ReportsLate:
+    generation: int
+
+
+@dataclass(frozen=True)
+class Planned:
+    generation: int
+    plan: Message
+    plan_ms: float
+
+
+@dataclass(frozen=True)
+class PlanFailed:
+    generation: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Improved:
+    generation: int
+    plan: Message
+    plan_ms: float
+
+
+@dataclass(frozen=True)
+class Resumed:
+    incarnation: str
+    generation: int
+    t: float
+
+
+@dataclass(frozen=True)
+class Committed:
+    incarnation: str
+    iteration: int
+    loss: float | None = None
+
+
+@dataclass(frozen=True)
+class Adopted:
+    incarnation: str
+    generation: int
+    iteration: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    incarnation: str
+    generation: int
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Somebody outside (a signal, a limit of time, the launcher) ends the job."""
+
+    status: int
+    message: str
+
+
+Input = (
+    Hello
+    | Ready
+    | Lost
+    | Exited
+    | Reported
+    | ReportsLate
+    | Planned
+    | PlanFailed
+    | Improved
+    | Resumed
+    | Committed
+    | Adopted
+    | Finished
+    | Interrupted
+)
+
+
+# What is decided, to be carried out in this order
+
+
+@dataclass(frozen=True)
+class Store:
+    """Put this record on disk before anything that follows."""
+
+    record: Message
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send `message` to these incarnations."""
+
+    to: tuple[str, ...]
+    message: Message
+
+
+@dataclass(frozen=True)
+class Await:
+    """Feed `ReportsLate(generation)` when the time for reports is over."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """Make a plan at once for the grid without `failed`, and feed `Planned` or `PlanFailed`."""
+
+    generation: int
+    failed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Improve:
+    """Look for a better plan in the background, and feed `Improved` if there is one."""
+
+    generation: int
+    failed: frozenset[str]
+    plan: Message
+
+
+@dataclass(frozen=True)
+class Emit:
+    """One line of events.jsonl."""
+
+    event: Message
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over; `status` is the launcher's exit status."""
+
+    status: int
+    message: str
+
+
+Decision = Store | Tell | Await | MakePlan | Improve | Emit | End
+Step = tuple[State, tuple[Decision, ...]]

@@ -1,0 +1,113 @@
+"""A cluster on paper: drives the pure machine and keeps what it decided."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.machine import step
+
+
+def report(iteration: int = 0, holds: int = -1, stepped: int | None = None, **other: Any) -> dict[str, Any]:
+    """A worker's report; by default it has stepped what it holds."""
+    base = {
+        "iteration": iteration,
+        "attempt": 1,
+        "holds": holds,
+        "stepped": holds if stepped is None else stepped,
+        "verdict": None,
+        "actions": 0,
+    }
+    return {**base, **other}
+
+
+PLAN = {"source": "greedy", "digest": "sha256:0", "period": 9, "makespan": 12, "lower_bound": 9}
+
+
+class Cluster:
+    """`pipelines` x `stages` workers; worker d:s has rank d * stages + s and incarnation "d:s/0"."""
+
+    def __init__(self, pipelines: int = 3, stages: int = 2) -> None:
+        self.names = [f"{d}:{s}" for d in range(pipelines) for s in range(stages)]
+        self.grid = {"stages": stages, "microbatches": [4] * pipelines}
+        self.state = st.State(size=len(self.names))
+        self.now = 100.0
+        self.log: list[st.Decision] = []
+
+    def feed(self, happened: Any, after: float = 0.01) -> list[st.Decision]:
+        self.now += after
+        self.state, decisions = step(self.state, happened, self.now)
+        self.log += decisions
+        return list(decisions)
+
+    def member(self, name: str, life: int = 0) -> st.Member:
+        rank = self.names.index(name)
+        return st.Member(name, rank, f"{name}/{life}", 1000 + rank + 100 * life, "host")
+
+    def hello(self, name: str, life: int = 0) -> list[st.Decision]:
+        return self.feed(st.Hello(self.member(name, life)))
+
+    def ready(self, name: str, **other: Any) -> list[st.Decision]:
+        description = {"grid": self.grid, "block": 2, "reduction": "exact", **other}
+        return self.feed(st.Ready(f"{name}/0", description, report(attempt=0)))
+
+    def exit(self, name: str, status: int | None = -9, since: float | None = None) -> list[st.Decision]:
+        member = self.member(name)
+        moment = self.now if since is None else since
+        return self.feed(st.Exited(member.rank, member.pid, status, moment, "worker.log"))
+
+    def reports(self, *names: str, **fields: Any) -> list[st.Decision]:
+        """These workers report for the current generation (all members if none is named)."""
+        decisions: list[st.Decision] = []
+        for name in names or tuple(self.state.members):
+            happened = st.Reported(f"{name}/0", self.state.generation, report(**fields))
+            decisions += self.feed(happened)
+        return decisions
+
+    def plan(self, generation: int | None = None) -> list[st.Decision]:
+        number = self.state.generation if generation is None else generation
+        return self.feed(st.Planned(number, {**PLAN, "failed": sorted(self.state.failed)}, 1.5))
+
+    def resume_all(self) -> list[st.Decision]:
+        decisions: list[st.Decision] = []
+        for name in tuple(self.state.members):
+            decisions += self.feed(st.Resumed(f"{name}/0", self.state.generation, self.now))
+        return decisions
+
+    def commit_all(self, iteration: int, loss: float = 2.5) -> list[st.Decision]:
+        decisions: list[st.Decision] = []
+        for name in tuple(self.state.members):
+            decisions += self.feed(st.Committed(f"{name}/0", iteration, loss))
+        return decisions
+
+    def train(self) -> Cluster:
+        """All the way to generation 1."""
+        for name in self.names:
+            self.hello(name)
+        for name in self.names:
+            self.ready(name)
+        self.plan()
+        self.resume_all()
+        assert self.state.phase is st.Phase.TRAINING
+        return self
+
+
+def told(decisions: list[st.Decision], kind: str) -> list[tuple[set[str], dict[str, Any]]]:
+    """Messages of this type, with the workers they go to."""
+    return [
+        ({who.split("/")[0] for who in decision.to}, dict(decision.message))
+        for decision in decisions
+        if isinstance(decision, st.Tell) and decision.message["type"] == kind
+    ]
+
+
+def events(decisions: list[st.Decision], name: str) -> list[dict[str, Any]]:
+    return [
+        dict(decision.event)
+        for decision in decisions
+        if isinstance(decision, st.Emit) and decision.event["event"] == name
+    ]
+
+
+def endings(decisions: list[st.Decision]) -> list[st.End]:
+    return [decision for decision in decisions if isinstance(decision, st.End)]

@@ -1,0 +1,294 @@
+"""Agents and a coordinator over real sockets, in one process: the API that the runtime builds on."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership import Agent, Ended, Stop, Timeouts
+from megatron_recycle.membership import state as st
+from tests.membership.cluster import report
+from tests.membership.service import DESCRIPTION, LIMIT, Service, agent, service
+
+NAMES = [f"{d}:{s}" for d in range(3) for s in range(2)]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Service]:
+    with service(tmp_path) as found:
+        yield found
+
+
+def _all_ready(running: Service, **options: Any) -> dict[str, Agent]:
+    agents = {name: agent(running.address, name, **options) for name in NAMES}
+    for one in agents.values():
+        one.ready(DESCRIPTION, report(attempt=0))
+    for one in agents.values():
+        go = one.wait_go(1, LIMIT)
+        assert go is not None and go.resume.next == 0
+        one.resumed(1)
+    return agents
+
+
+def _close(agents: dict[str, Agent]) -> None:
+    for one in agents.values():
+        one.close()
+
+
+def _kill(running: Service, name: str) -> None:
+    """What a launcher would say."""
+    rank = NAMES.index(name)
+    happened = st.Exited(rank, 1000 + rank, -9, time.time())
+    running.call(running.coordinator._feed, happened)
+
+
+def test_six_agents_live_through_a_failure(running: Service) -> None:
+    stops: queue.Queue[tuple[str, Stop]] = queue.Queue()
+    agents = _all_ready(running)
+    for name, one in agents.items():
+        one._on_stop = lambda stop, name=name: stops.put((name, stop))
+    for one in agents.values():
+        one.committed(0, 2.5)
+    assert running.await_event("committed", iteration=0)["loss"] == 2.5
+    _kill(running, "1:1")
+    reached = {stops.get(timeout=LIMIT)[0] for _ in range(5)}
+    assert reached == set(NAMES) - {"1:1"}
+    survivors = {name: agents[name] for name in sorted(reached)}
+    for one in survivors.values():
+        assert one.stop_generation == 2
+        one.report(2, report(iteration=1, holds=0, actions=2))
+    for one in survivors.values():
+        go = one.wait_go(2, LIMIT)
+        assert go is not None
+        assert (go.generation, go.attempt, go.resume.next, go.plan["failed"]) == (2, 2, 1, ["1:1"])
+        one.event("rebuilt", build_ms=3.0)
+        one.resumed(2)
+    assert running.await_event("resumed", generation=2)["survivors"] == 5
+    assert running.await_event("rebuilt")["worker"] in survivors
+    with pytest.raises(JobEnded, match="declared out"):
+        agents["1:1"].wait_go(2, LIMIT)
+    done = [threading.Thread(target=one.finished, args=(LIMIT,)) for one in survivors.values()]
+    for thread in done:
+        thread.start()
+    for thread in done:
+        thread.join(LIMIT)
+    assert running.await_event("finished")["status"] == 0
+    _close(agents)
+
+
+def test_a_wait_for_a_go_ends_when_a_newer_stop_comes_instead(running: Service) -> None:
+    agents = _all_ready(running)
+    _kill(running, "1:1")
+    first = agents["0:0"]
+    running.await_event("decided", generation=2)
+    found: queue.Queue[Any] = queue.Queue()
+    waiting = threading.Thread(target=lambda: found.put(first.wait_go(2, LIMIT)))
+    waiting.start()
+    _kill(running, "2:0")
+    assert found.get(timeout=LIMIT) is None
+    assert first.stop_generation == 3
+    _close(agents)
+
+
+def test_a_finished_worker_is_called_back_when_another_fails(running: Service) -> None:
+    agents = _all_ready(running)
+    found: queue.Queue[bool] = queue.Queue()
+    waiting = threading.Thread(target=lambda: found.put(agents["0:0"].finished(LIMIT)))
+    waiting.start()
+    running.await_event("left", worker="0:0")
+    _kill(running, "1:1")
+    assert found.get(timeout=LIMIT) is False
+    _close(agents)
+
+
+def test_missing_heartbeats_are_found_and_named_frozen(tmp_path: Path) -> None:
+    with service(tmp_path, timeouts=Timeouts(heartbeat_interval=0.05, heartbeat_timeout=0.6)) as running:
+        agents = _all_ready(running, heartbeat_interval=0.05)
+        agents["2:1"].close()  # nobody reports an exit: only the silence tells
+        suspected = running.await_event("suspected", worker="2:1")
+        assert suspected["kind"] == "frozen" and 600 < suspected["ms"] < 3000
+        assert running.await_event("decided", generation=2)["out"] == {"2:1": "frozen"}
+        _close(agents)
+
+
+def test_without_a_launcher_the_end_of_a_connection_is_an_exit(tmp_path: Path) -> None:
+    with service(tmp_path, launched=False) as running:
+        agents = _all_ready(running)
+        agents["1:0"].close()
+        assert running.await_event("suspected")["kind"] == "exit"
+        _close(agents)
+
+
+def test_a_lost_connection_comes_back_and_hears_what_it_missed(running: Service) -> None:
+    agents = _all_ready(running)
+    connection = running.coordinator._workers["0:0/0"]
+    running.call(connection._transport.abort)
+    _kill(running, "1:1")
+    for name in NAMES:
+        if name != "1:1":
+            one = agents[name]
+            limit = time.monotonic() + LIMIT
+            while one.stop_generation < 2:
+                assert time.monotonic() < limit, name
+                os.sched_yield()
+            one.report(2, report(iteration=0))
+    assert agents["0:0"].wait_go(2, LIMIT) is not None
+    _close(agents)
+
+
+def test_different_descriptions_end_the_job_everywhere(running: Service) -> None:
+    ends: queue.Queue[Ended] = queue.Queue()
+    one = agent(running.address, "0:0", on_end=ends.put)
+    two = agent(running.address, "1:1")
+    one.ready(DESCRIPTION, report(attempt=0))
+    two.ready({**DESCRIPTION, "block": 2}, report(attempt=0))
+    assert "block" in ends.get(timeout=LIMIT).message
+    for waiting in (one, two):
+        with pytest.raises(JobEnded, match="block"):
+            waiting.wait_go(1, LIMIT)
+        waiting.close()
+
+
+def test_training_threads_wait_for_an_unreachable_coordinator_only_so_long() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        one = agent(f"127.0.0.1:{taken.getsockname()[1]}", "0:0", patience=0.2)
+        with pytest.raises(JobEnded, match="cannot be reached"):
+            one.wait_go(1, LIMIT)
+        one.close()
+
+
+def test_wait_go_has_a_limit(running: Service) -> None:
+    one = agent(running.address, "0:0")
+    with pytest.raises(TimeoutError, match="0:0"):
+        one.wait_go(1, 0.05)
+    one.close()
+
+
+def test_a_failing_callback_does_not_end_the_heartbeats(running: Service) -> None:
+    agents = _all_ready(running)
+    agents["0:0"]._on_stop = lambda stop: 1 / 0  # type: ignore[assignment]
+    _kill(running, "1:1")
+    agents["0:0"].event("still-here")
+    running.await_event("still-here", worker="0:0")
+    running.await_event("decided", generation=2)
+    agents["0:0"].event("still-here-later")
+    running.await_event("still-here-later")
+    _close(agents)
+
+
+def test_a_worker_with_a_wrong_token_is_refused_and_harms_nobody(running: Service) -> None:
+    agents = _all_ready(running)
+    stranger = Agent(running.address, "another token", "0:0", 0, "x", patience=0.3)
+    stranger.start()
+    with pytest.raises(JobEnded, match="token"):
+        stranger.wait_go(1, LIMIT)
+    stranger.close()
+    agents["0:0"].event("alive")
+    running.await_event("alive")
+    _close(agents)
+
+
+def test_strangers_are_refused_and_logged_once(running: Service) -> None:
+    host, _, port = running.address.rpartition(":")
+    for noise in (b"GET / HTTP/1.1\r\n\r\n" * 10, struct.pack(">I", 10) + bytes(42), b"\xff" * 64):
+        with closing(socket.create_connection((host, int(port)), timeout=LIMIT)) as connection:
+            connection.sendall(noise)
+            while connection.recv(1 << 16):
+                continue  # the greeting, then the end
+    assert len([event for event in running.events if event["event"] == "refused"]) == 1
+
+
+def test_a_silent_stranger_is_closed(tmp_path: Path) -> None:
+    with service(tmp_path, timeouts=Timeouts(hello_timeout=0.1)) as running:
+        host, _, port = running.address.rpartition(":")
+        with closing(socket.create_connection((host, int(port)), timeout=LIMIT)) as connection:
+            while connection.recv(1 << 16):
+                continue
+        assert "in time" in running.await_event("refused")["reason"]
+
+
+def test_decisions_are_on_disk_before_they_are_heard_of(running: Service, tmp_path: Path) -> None:
+    seen: queue.Queue[str] = queue.Queue()
+    agents = _all_ready(running)
+    agents["0:0"]._on_stop = lambda stop: seen.put((tmp_path / "journal.jsonl").read_text())
+    _kill(running, "1:1")
+    assert '"kind":"decided","generation":2' in seen.get(timeout=LIMIT)
+    _close(agents)
+
+
+def test_a_forked_child_does_not_keep_the_connection(tmp_path: Path) -> None:
+    """A data loader's worker process must not hide the end of its parent."""
+    with service(tmp_path, launched=False) as running:
+        agents = _all_ready(running)
+        hold, release = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(release)
+            os.read(hold, 1)
+            os._exit(0)
+        agents["0:1"].close()
+        assert running.await_event("suspected")["worker"] == "0:1"
+        os.close(release)
+        os.waitpid(child, 0)
+        os.close(hold)
+        _close(agents)
+
+
+def test_a_planner_that_fails_ends_the_job(tmp_path: Path) -> None:
+    def broken(description: Any, failed: Any) -> dict[str, Any]:
+        raise ValueError("no plan today")
+
+    with service(tmp_path, plan=broken) as running:
+        one = [agent(running.address, name) for name in NAMES]
+        for item in one:
+            item.ready(DESCRIPTION, report(attempt=0))
+        with pytest.raises(JobEnded, match="no plan today"):
+            one[0].wait_go(1, LIMIT)
+        for item in one:
+            item.close()
+
+
+def test_a_better_plan_reaches_the_workers_and_a_failure_cancels_the_search(tmp_path: Path) -> None:
+    cancelled: queue.Queue[bool] = queue.Queue()
+
+    def improve(description: Any, failed: Any, plan: Any, stop: threading.Event) -> dict[str, Any] | None:
+        if failed:
+            cancelled.put(stop.wait(LIMIT))
+            return None
+        return {"source": "cpsat", "digest": "sha256:better"}
+
+    with service(tmp_path, improve=improve) as running:
+        agents = _all_ready(running)
+        running.await_event("planned", source="cpsat")
+        limit = time.monotonic() + LIMIT
+        while agents["0:0"].offer is None:
+            assert time.monotonic() < limit
+            os.sched_yield()
+        assert agents["0:0"].offer.plan["digest"] == "sha256:better"
+        for one in agents.values():
+            one.adopted(1, 4, "sha256:better")
+        assert running.await_event("adopted")["iteration"] == 4
+        _kill(running, "1:1")
+        running.await_event("decided", generation=2)
+        del agents["1:1"]
+        for one in agents.values():
+            one.report(2, report(iteration=5, holds=4))
+        for one in agents.values():
+            assert one.wait_go(2, LIMIT) is not None
+            one.resumed(2)
+        running.await_event("resumed", generation=2)
+        _kill(running, "0:0")
+        assert cancelled.get(timeout=LIMIT)
+        _close(agents)

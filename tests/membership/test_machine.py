@@ -1,0 +1,328 @@
+"""Stories of the pure membership machine: nobody is started, nobody is killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.machine import group_prefix
+from tests.membership.cluster import Cluster, endings, events, report, told
+
+
+def test_generation_one_forms_when_the_last_worker_is_ready() -> None:
+    cluster = Cluster()
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names[:-1]:
+        assert cluster.ready(name) == []
+    decisions = cluster.ready(cluster.names[-1])
+    assert isinstance(decisions[0], st.Store)
+    assert st.MakePlan(1, frozenset()) in decisions
+    ((to, go),) = told(cluster.plan(), "go")
+    assert to == set(cluster.names)
+    assert go["generation"] == 1
+    assert go["resume"] == {"target": -1, "next": 0, "attempt": 1, "verdict": None, "copies": {}, "redone": 0}
+
+
+def test_workers_that_disagree_on_the_job_end_it_and_the_key_is_named() -> None:
+    cluster = Cluster()
+    for name in cluster.names:
+        cluster.hello(name)
+    cluster.ready("0:0")
+    (end,) = endings(cluster.ready("1:1", block=3))
+    assert end.status == 1
+    assert "block = 2" in end.message and "3" in end.message and "1:1" in end.message
+
+
+def test_a_wrong_number_of_processes_is_told() -> None:
+    cluster = Cluster()
+    cluster.grid = {"stages": 2, "microbatches": [4, 4]}
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names[:-1]:
+        cluster.ready(name)
+    (end,) = endings(cluster.ready(cluster.names[-1]))
+    assert "start 4 processes" in end.message
+
+
+def test_an_exit_stops_all_survivors_at_once_and_planning_starts_before_the_reports() -> None:
+    cluster = Cluster().train()
+    decisions = cluster.exit("1:1")
+    kinds = [type(decision) for decision in decisions]
+    assert kinds.index(st.Store) < kinds.index(st.Tell) < kinds.index(st.MakePlan)
+    ((to, stop),) = told(decisions, "stop")
+    assert to == set(cluster.names) - {"1:1"} == set(stop["members"])
+    assert stop["generation"] == 2 and stop["out"] == {"1:1": "exit"}
+    (suspected,) = events(decisions, "suspected")
+    assert (suspected["worker"], suspected["kind"], suspected["ms"]) == ("1:1", "exit", pytest.approx(10))
+    ((to, _),) = told(decisions, "end")
+    assert to == {"1:1"}
+
+
+def test_go_needs_both_the_plan_and_all_reports_in_any_order() -> None:
+    for plan_first in (True, False):
+        cluster = Cluster().train()
+        cluster.exit("1:1")
+        if plan_first:
+            assert not told(cluster.plan(), "go")
+            decisions = cluster.reports(iteration=0, actions=3)
+        else:
+            decisions = cluster.reports(iteration=0, actions=3)
+            assert len(events(decisions, "stopped")) == 1 and not told(decisions, "go")
+            decisions = cluster.plan()
+        ((to, go),) = told(decisions, "go")
+        assert len(to) == 5 and go["resume"]["redone"] == 15 and go["attempt"] == 2
+        assert go["prefix"] == group_prefix(2, go["members"])
+        (reconciled,) = events(decisions, "reconciled")
+        assert (reconciled["target"], reconciled["iteration"]) == (-1, 0)
+
+
+def test_resumed_counts_when_the_last_survivor_begins_and_only_then_a_better_plan_is_sought() -> None:
+    cluster = Cluster().train()
+    failed_at = cluster.now
+    cluster.exit("1:1", since=failed_at)
+    cluster.plan()
+    cluster.reports()
+    members = list(cluster.state.members)
+    for index, name in enumerate(members):
+        decisions = cluster.feed(st.Resumed(f"{name}/0", 2, failed_at + 0.1 * (index + 1)))
+        if name != members[-1]:
+            assert decisions == []
+    (resumed,) = events(decisions, "resumed")
+    assert resumed["ms"] == pytest.approx(500)
+    assert any(isinstance(d, st.Improve) and d.failed == {"1:1"} for d in decisions)
+
+
+def test_a_second_kill_while_reports_come_in_starts_again_with_fresh_reports() -> None:
+    cluster = Cluster().train()
+    first = cluster.now
+    cluster.exit("1:1", since=first)
+    cluster.reports("0:0", "0:1")
+    decisions = cluster.exit("2:0")
+    ((to, stop),) = told(decisions, "stop")
+    assert stop["generation"] == 3 and to == {"0:0", "0:1", "1:0", "2:1"}
+    assert stop["out"] == {"1:1": "exit", "2:0": "exit"}
+    for name in ("1:0", "2:1"):  # their reports for generation 2 are still on the way
+        assert cluster.feed(st.Reported(f"{name}/0", 2, report())) == []
+    assert cluster.plan(generation=2) == []  # and so is its plan
+    cluster.plan()
+    ((_, go),) = told(cluster.reports(), "go")
+    assert go["generation"] == 3
+    (resumed,) = events(cluster.resume_all(), "resumed")
+    assert resumed["ms"] > (cluster.now - first - 1) * 1000
+
+
+def test_two_exits_in_one_verdict_are_one_decision() -> None:
+    cluster = Cluster().train()
+    losses = (st.Loss("0:1/0", "unreachable"), st.Loss("1:0/0", "unreachable"))
+    decisions = cluster.feed(st.Lost(losses, cluster.now - 10))
+    assert cluster.state.generation == 2
+    assert len(events(decisions, "suspected")) == 2 and len(told(decisions, "stop")) == 1
+
+
+def test_the_last_worker_of_a_stage_ends_the_job_and_the_stage_is_named() -> None:
+    cluster = Cluster().train()
+    cluster.commit_all(7)
+    cluster.exit("0:1")
+    cluster.exit("1:1")
+    decisions = cluster.exit("2:1")
+    (end,) = endings(decisions)
+    assert end.status != 0
+    assert "stage 1" in end.message and "0:1 exit" in end.message and "checkpoint" in end.message
+    assert "7" in end.message
+    assert not told(decisions, "stop")
+    assert cluster.exit("0:0") == []
+
+
+def test_who_does_not_report_in_time_is_out() -> None:
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    cluster.reports("0:0", "0:1", "1:0", "2:0")
+    decisions = cluster.feed(st.ReportsLate(2))
+    ((to, stop),) = told(decisions, "stop")
+    assert stop["generation"] == 3 and "2:1" not in to and stop["out"]["2:1"] == "stalled"
+    assert cluster.feed(st.ReportsLate(2)) == []
+
+
+def test_the_limit_for_reports_does_nothing_once_all_are_in() -> None:
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    cluster.reports()
+    assert cluster.feed(st.ReportsLate(2)) == []
+    cluster.plan()
+    assert cluster.feed(st.ReportsLate(2)) == []
+    assert cluster.state.phase is st.Phase.TRAINING
+
+
+def test_nothing_that_a_fenced_worker_says_has_an_effect() -> None:
+    cluster = Cluster().train()
+    cluster.feed(st.Lost((st.Loss("1:1/0", "frozen"),), cluster.now - 2))
+    before = cluster.state
+    for happened in (
+        st.Reported("1:1/0", 2, report(holds=40)),
+        st.Resumed("1:1/0", 2, cluster.now),
+        st.Committed("1:1/0", 40, 0.0),
+        st.Adopted("1:1/0", 2, 3, "sha256:1"),
+        st.Finished("1:1/0", 2),
+        st.Ready("1:1/0", {}, report()),
+    ):
+        assert cluster.feed(happened) == []
+    assert cluster.state == before
+    ((to, end),) = told(cluster.hello("1:1"), "end")
+    assert to == {"1:1"} and end["status"] == 3 and "declared out" in end["message"]
+    assert cluster.exit("1:1") == []
+
+
+def test_a_late_resumed_of_the_last_generation_does_not_count() -> None:
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    cluster.plan()
+    cluster.reports()
+    cluster.feed(st.Resumed("0:0/0", 2, cluster.now))
+    cluster.exit("2:0")
+    for name in cluster.state.members:
+        assert cluster.feed(st.Resumed(f"{name}/0", 2, cluster.now)) == []
+    assert cluster.state.resumed == {}
+
+
+def test_an_attempt_that_was_announced_is_never_announced_again() -> None:
+    """A second failure before anybody has begun: reports still name the attempt before."""
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    cluster.plan()
+    ((_, first),) = told(cluster.reports(iteration=0, attempt=1), "go")
+    cluster.exit("2:0")
+    cluster.plan()
+    ((_, second),) = told(cluster.reports(iteration=0, attempt=1), "go")
+    assert (first["attempt"], second["attempt"]) == (2, 3)
+
+
+def test_an_iteration_is_committed_once_when_all_live_members_say_so() -> None:
+    cluster = Cluster().train()
+    assert cluster.state.committed == -1
+    for name in cluster.names[:-1]:
+        assert cluster.feed(st.Committed(f"{name}/0", 0, 2.0)) == []
+    decisions = cluster.exit("2:1")  # the only one that had not
+    (committed,) = events(decisions, "committed")
+    assert committed["iteration"] == 0 and committed["loss"] == 2.0
+    cluster.plan()
+    cluster.reports(iteration=1, holds=0)
+    assert events(cluster.resume_all(), "committed") == []
+
+
+def test_an_iteration_finished_by_the_recovery_is_committed_too() -> None:
+    cluster = Cluster().train()
+    cluster.feed(st.Committed("0:0/0", 0, 1.5))
+    cluster.exit("1:1")
+    cluster.plan()
+    cluster.reports(holds=0, stepped=-1)
+    (committed,) = events(cluster.resume_all(), "committed")
+    assert committed["iteration"] == 0 and committed["loss"] == 1.5
+
+
+def test_losses_that_differ_between_workers_are_shown() -> None:
+    cluster = Cluster(pipelines=2, stages=1).train()
+    cluster.feed(st.Committed("0:0/0", 0, 1.5))
+    (committed,) = events(cluster.feed(st.Committed("1:0/0", 0, 1.25)), "committed")
+    assert committed["loss"] == 1.5 and committed["losses"] == {"0:0": 1.5, "1:0": 1.25}
+
+
+def test_a_better_plan_is_offered_once_and_adopted_by_all() -> None:
+    cluster = Cluster().train()
+    better = {"source": "cpsat", "digest": "sha256:2"}
+    ((to, offer),) = told(cluster.feed(st.Improved(1, better, 900.0)), "offer")
+    assert to == set(cluster.names) and offer["number"] == 1
+    found = []
+    for name in cluster.names:
+        found += events(cluster.feed(st.Adopted(f"{name}/0", 1, 5, "sha256:2")), "adopted")
+    assert [event["iteration"] for event in found] == [5]
+    cluster.exit("0:0")
+    assert cluster.feed(st.Improved(1, better, 900.0)) == []
+
+
+def test_a_failed_planner_ends_the_job_with_its_message() -> None:
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    (end,) = endings(cluster.feed(st.PlanFailed(2, "no worker left for stage 1")))
+    assert "no worker left for stage 1" in end.message and "1:1" in end.message
+
+
+@pytest.mark.parametrize("status", [1, -9, 0])
+def test_an_exit_before_training_began_ends_the_job_and_names_the_log(status: int) -> None:
+    cluster = Cluster()
+    cluster.hello("0:0")
+    cluster.hello("1:0")
+    (end,) = endings(cluster.exit("1:0", status))
+    assert end.status == 1 and "rank 2" in end.message and "worker.log" in end.message
+
+
+def test_a_process_that_never_said_hello_and_failed_is_a_start_failure() -> None:
+    cluster = Cluster()
+    (end,) = endings(cluster.exit("0:1", 1))
+    assert "rank 1" in end.message and "status 1" in end.message
+
+
+def test_a_script_without_the_plugin_may_end_well() -> None:
+    cluster = Cluster()
+    for name in cluster.names[:-1]:
+        assert cluster.exit(name, 0) == []
+    (end,) = endings(cluster.exit(cluster.names[-1], 0))
+    assert end.status == 0
+
+
+def test_the_job_ends_well_when_all_have_finished() -> None:
+    cluster = Cluster().train()
+    for name in cluster.names[:-1]:
+        decisions = cluster.feed(st.Finished(f"{name}/0", 1))
+        assert len(events(decisions, "left")) == 1 and not endings(decisions)
+    decisions = cluster.feed(st.Finished("2:1/0", 1))
+    (end,) = endings(decisions)
+    assert end.status == 0
+    ((to, _),) = told(decisions, "end")
+    assert to == set(cluster.names)
+
+
+def test_a_worker_that_has_finished_still_serves_the_others_when_one_fails() -> None:
+    cluster = Cluster().train()
+    cluster.feed(st.Finished("0:0/0", 1))
+    decisions = cluster.exit("2:1")
+    ((to, _),) = told(decisions, "stop")
+    assert "0:0" in to and cluster.state.finished == frozenset()
+
+
+def test_an_exit_with_status_zero_while_others_train_is_a_failure_unless_it_has_finished() -> None:
+    cluster = Cluster().train()
+    assert events(cluster.exit("1:0", 0), "suspected")[0]["kind"] == "exit"
+    cluster = Cluster().train()
+    cluster.feed(st.Finished("1:0/0", 1))
+    assert events(cluster.exit("1:0", 0), "suspected")[0]["kind"] == "leave"
+
+
+def test_a_member_that_reconnects_hears_what_it_may_have_missed() -> None:
+    cluster = Cluster().train()
+    assert not told(cluster.hello("0:0"), "stop")
+    cluster.exit("1:1")
+    decisions = cluster.hello("0:0")
+    assert told(decisions, "stop") and not told(decisions, "go")
+    cluster.plan()
+    cluster.reports()
+    decisions = cluster.hello("0:0")
+    assert told(decisions, "stop") and told(decisions, "go")
+
+
+def test_a_stranger_cannot_take_a_position() -> None:
+    cluster = Cluster()
+    cluster.hello("0:0")
+    assert "already" in told(cluster.hello("0:0", life=1), "end")[0][1]["message"]
+    stranger = st.Member("9:9", 77, "x/0", 1, "host")
+    assert "not of this job" in told(cluster.feed(st.Hello(stranger)), "end")[0][1]["message"]
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    assert "cannot join" in told(cluster.hello("1:1", life=1), "end")[0][1]["message"]
+
+
+def test_an_interrupt_ends_the_job_with_its_status() -> None:
+    cluster = Cluster().train()
+    (end,) = endings(cluster.feed(st.Interrupted(130, "interrupted")))
+    assert end.status == 130
+    assert told(cluster.hello("0:0"), "end")
