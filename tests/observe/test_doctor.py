@@ -1,0 +1,71 @@
+"""`recycle doctor` says what would make a job fail, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_recycle import RecycleConfig, cli
+from megatron_recycle.observe import doctor
+
+torch = pytest.importorskip("torch")
+
+
+def test_this_host_is_fit_and_the_findings_are_also_json(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in (
+        "settings",
+        "python",
+        "torch",
+        "deepspeed",
+        "threads",
+        "devices",
+        "determinism",
+        "fingerprint",
+    ):
+        assert any(line.split()[1] == name for line in lines), name
+    assert cli.main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] and {check["state"] for check in found["checks"]} <= {"ok", "warn"}
+
+
+def test_impossible_settings_and_a_foreign_interface_are_failures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RECYCLE_TRANSPORT_TIMEOUT", "1")
+    assert cli.main(["doctor"]) == 1
+    assert (
+        "fail  settings       transport_timeout (from RECYCLE_TRANSPORT_TIMEOUT)" in capsys.readouterr().out
+    )
+    monkeypatch.delenv("RECYCLE_TRANSPORT_TIMEOUT")
+    assert cli.main(["doctor", "--recycle-interface", "192.0.2.7"]) == 1
+    assert "cannot listen on 192.0.2.7" in capsys.readouterr().out
+
+
+def test_listening_everywhere_is_pointed_out():
+    (check,) = doctor.check_interface(RecycleConfig(interface="0.0.0.0"))
+    assert check.state == "warn"
+
+
+def test_unset_threads_matter_only_to_exact():
+    for reduction, state in (("exact", "warn"), ("fast", "ok")):
+        found = {check.name: check for check in doctor.check_torch(RecycleConfig(reduction=reduction), {})}
+        assert found["threads"].state == state
+    found = {check.name: check for check in doctor.check_torch(RecycleConfig(), {"OMP_NUM_THREADS": "1"})}
+    assert found["threads"].state == "ok"
+
+
+def test_kernels_that_change_bits_fail_exact_and_warn_fast(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "_same_twice", lambda torch, device: False)
+    for reduction, state in (("exact", "fail"), ("fast", "warn")):
+        found = doctor.check_torch(RecycleConfig(reduction=reduction))
+        assert state in {check.state for check in found if check.name == "determinism"}
+
+
+def test_a_version_outside_the_declared_range_is_pointed_out(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "_declared", lambda: {"torch": ">=99", "no-such-package": ""})
+    found = {check.name: check for check in doctor.check_versions(RecycleConfig())}
+    assert found["torch"].state == "warn" and ">=99" in found["torch"].text
+    assert "not installed" in found["no-such-package"].text
