@@ -213,7 +213,7 @@ def _same_twice(torch: Any, device: str) -> bool:
 
 
 def _fingerprint(torch: Any, environ: Mapping[str, str], devices: list[str]) -> str:
-    """Short digest of what peers must share: libraries, device kind, processor features, threads per worker."""
+    """Short digest of what peers must share: libraries, devices, processor features, threads."""
     threads = environ.get("OMP_NUM_THREADS", "1")  # the launcher's default, not this process's count
     processor = (
         torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else platform.machine()

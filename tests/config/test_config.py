@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,3 +193,8 @@ def test_blocks_default_to_what_spreads_a_dead_pipeline_over_all_peers():
 def test_settings_cannot_be_changed_after_they_were_printed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         RecycleConfig().seed = 1  # type: ignore[misc]
+
+
+def test_the_documented_table_is_the_one_of_the_code():
+    documented = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert config.docs_table() in documented, "paste the output of python -m megatron_recycle.config"
