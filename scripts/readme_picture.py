@@ -1,0 +1,28 @@
+#!/usr/bin/env python3
+"""Draws docs/plan.png, the picture in README.md: a plan without failures and with one failed worker."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from megatron_recycle.observe.timeline import draw_pair
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.planner import improve, quick
+
+PIPELINES, STAGES, MICROBATCHES, CAP, BUDGET = 3, 4, 6, 6, 5.0
+
+
+def planned(*failed: Worker) -> Plan:
+    """The better of the planner's two answers, unit costs, at most `CAP` activations on a worker."""
+    grid = Grid(STAGES, (MICROBATCHES,) * PIPELINES)
+    caps = dict.fromkeys(grid.workers(), CAP)
+    problem = Problem(grid, Costs.uniform(STAGES, 1, 1, 1, step=1), failed, cap=caps)
+    first = quick(problem)
+    return improve(problem, first, BUDGET) or first
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/plan.png")
+    draw_pair(planned(), planned(Worker(1, 2)), target, ("all workers", "after worker 1:2 was killed"))
+    print(target)
