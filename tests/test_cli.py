@@ -1,0 +1,72 @@
+"""The `recycle` command: finds subcommands, turns errors into one line and a status."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from types import ModuleType
+
+import pytest
+
+from megatron_recycle import __version__, cli
+from megatron_recycle.errors import ConfigError, JobEnded
+from megatron_recycle.plan import PlanError
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A subcommand `try` whose `run` a test can replace."""
+    module = ModuleType("a_subcommand")
+    module.add_arguments = lambda parser: parser.add_argument("--value", type=int, default=0)  # type: ignore
+    module.run = lambda args: args.value  # type: ignore
+    monkeypatch.setitem(sys.modules, "a_subcommand", module)
+    monkeypatch.setitem(cli.COMMANDS, "try", ("a_subcommand", "only for this test"))
+    return module
+
+
+def test_a_subcommand_gets_its_arguments_and_its_result_is_the_exit_status(command: ModuleType):
+    assert cli.main(["try"]) == 0
+    assert cli.main(["try", "--value", "3"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("no such key"), 2),
+        (PlanError("stage 1 has no worker"), 2),
+        (JobEnded("stage 1 is lost", 7), 7),
+    ],
+)
+def test_an_expected_error_is_one_line_and_a_status(
+    command: ModuleType, capsys: pytest.CaptureFixture[str], error: Exception, status: int
+):
+    def run(args: argparse.Namespace) -> int:
+        raise error
+
+    command.run = run  # type: ignore
+    assert cli.main(["try"]) == status
+    assert capsys.readouterr().err == f"recycle try: {error}\n"
+
+
+def test_an_unexpected_error_keeps_its_trace(command: ModuleType):
+    command.run = lambda args: 1 // 0  # type: ignore
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["try"])
+
+
+def test_help_lists_every_subcommand_without_importing_any(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in cli.COMMANDS)
+    assert cli.main([]) == 2
+
+
+def test_version_and_unknown_subcommands(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"megatron-recycle {__version__}\n"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trian"])
+    assert ended.value.code == 2 and "trian" in capsys.readouterr().err
