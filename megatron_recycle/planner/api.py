@@ -1,33 +1,56 @@
-"""The two calls the job makes: ``quick`` for a legal plan at once, ``improve`` for a better one within a
+"""The calls the job makes: ``quick`` for a legal plan at once, ``improve`` for a better one within a
 budget."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from ..plan import Plan, Problem, lower_bound
+from ..plan import Plan, Problem, lower_bound, violations
+from . import background
+from .align import aligned
 from .evaluate import figures
-from .greedy import Rules, schedule
-from .instance import Schedule, build, plan_of
+from .greedy import schedule
+from .instance import Schedule, build, plan_of, schedule_of
+from .portfolio import TEMPLATES
 from .route import route
 
 
 def quick(problem: Problem, seed: int = 0) -> Plan:
-    """A legal plan at once (``source`` "greedy"). The seed is for symmetry with improve; nothing here is
-    random.
+    """A legal plan at once (``source`` "greedy"); ``stats.first_seconds`` is the time to its orders.
 
-    Raises PlanError, naming the stage, if a stage has no worker left.
+    Nothing here is random; the seed is only recorded. Raises PlanError, naming the stage, if a stage has no
+    worker left.
     """
     begin = time.perf_counter()
     instance = build(problem)
-    table = route(instance)
-    trace = schedule(instance, table, Rules())
+    table = route(instance, aligned(instance))
+    trace = schedule(instance, table, TEMPLATES[:1] * instance.stages)
     first = time.perf_counter() - begin
-    period, makespan = figures(instance, table, trace)
-    return plan_of(instance, Schedule(table, trace, period, makespan), lower_bound(problem), "greedy",
-                   {"first_seconds": round(first, 6), "seed": seed})
+    return plan_of(instance, Schedule(table, trace, *figures(instance, table, trace)), lower_bound(problem),
+                   "greedy", {"first_seconds": round(first, 6), "seed": seed})
 
 
-def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0) -> Plan | None:
-    """A better legal plan within ``budget_s`` seconds of wall-clock, or None."""
-    return None
+def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
+            cancelled: Callable[[], bool] = lambda: False) -> Plan | None:
+    """A better legal plan, found within ``budget_s`` seconds by a niced process that is then killed; else
+    None.
+
+    Portfolio first, then CP-SAT where the plan is small and OR-Tools is there. The search is limited by work
+    that follows from the budget, so the same call gives the same plan; ``stats.cut`` is true where the clock
+    ended it. ``cancelled`` is polled, so that a newer membership can end the search early.
+    """
+    begin = time.monotonic()
+    if incumbent.objective_value <= lower_bound(problem):
+        return None
+    instance = build(problem)
+    table, trace = schedule_of(instance, incumbent)
+    request = {"problem": problem.to_json(), "route": table, "trace": trace, "budget": budget_s, "seed": seed}
+    found, stats = background.run(request, instance.actions, budget_s, cancelled)
+    if found is None:
+        return None
+    stats = {**incumbent.stats, **stats, "best_seconds": round(time.monotonic() - begin, 3), "seed": seed}
+    plan = plan_of(instance, Schedule(found["route"], found["trace"],
+                                      *figures(instance, found["route"], found["trace"])),
+                   incumbent.lower_bound, found["source"], stats)
+    return plan if plan.objective_value < incumbent.objective_value and not violations(plan) else None

@@ -84,7 +84,8 @@ def makespan_of(instance: Instance, route: list[int], trace: list[int]) -> int:
 
 
 def phases(instance: Instance, route: list[int], trace: list[int], period: int) -> list[int]:
-    """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true one."""
+    """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true
+    one."""
     begin = [0] * instance.groups
     while True:
         fresh = stepping(instance, route, trace, begin)

@@ -3,9 +3,11 @@ rules."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from .align import Layout
 from .instance import Instance
 
 
@@ -15,27 +17,54 @@ class Rules:
 
     ``forward_first``: a forward before a backward whenever memory allows. ``drain``: a weight gradient first
     when a forward waits for memory. ``wait_b``/``wait_f``: leave a worker idle, rather than start a W, when a
-    B (an F) arrives within this percentage of W's duration. ``spare``: memory units per worker left unused.
+    B (an F) arrives within this percentage of W's duration. ``backlog``: a weight gradient first when this
+    many wait (0: never). ``spare``: memory units per worker left unused.
     """
 
     forward_first: bool = False
     drain: bool = False
     wait_b: int = 0
     wait_f: int = 0
+    give_way: int = 0
+    ways: int = 0
+    backlog: int = 0
     spare: int = 0
 
 
-def schedule(instance: Instance, route: list[int], rules: Rules,
-             release: list[int] | None = None) -> list[int]:
-    """A legal trace for these routes. ``release[s]``: when stage ``s`` may begin (default 0).
+def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
+             keys: tuple[list[int], list[int]] | None = None) -> list[int]:
+    """A legal trace for these routes; ``rules[s]`` is for stage ``s``, ``keys`` order the ready F and B
+    queues.
 
     Every legal problem gets one: should orders that must be kept and full memories block each other, the
     simulation is run again with every worker's forwards in one global order, in which nothing can block.
     """
-    trace = _simulate(instance, route, rules, release, strict=False)
+    plain = list(range(len(route)))
+    trace = _simulate(instance, route, rules, keys or (plain, plain), strict=False)
     if len(trace) < instance.actions:
-        trace = _simulate(instance, route, rules, release, strict=True)
+        trace = _simulate(instance, route, rules, (plain, plain), strict=True)
     return trace
+
+
+def guests(instance: Instance, layout: Layout, route: list[int]) -> set[int]:
+    """Jobs that visit a worker other than their logical pipeline's at some stage."""
+    count, label = len(instance.jobs), layout.label
+    return {j for s, home in enumerate(layout.home) for j in range(count) if route[s * count + j] != home[label[j]]}
+
+
+def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
+    """What a ready queue is sorted by, per node: ``jobs`` come ``lead`` micro-batches earlier than the
+    others."""
+    count = len(instance.jobs)
+    nodes = count * instance.stages
+    if lead == 0 or not jobs:
+        return list(range(nodes))
+    place = sorted(range(count), key=lambda j: (instance.jobs[j][1] - (lead if j in jobs else 0), j))
+    rank = [0] * count
+    for r, j in enumerate(place):
+        rank[j] = r
+    bits = nodes.bit_length()
+    return [(rank[node % count] << bits) | node for node in range(nodes)]
 
 
 def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[int], list[int]]:
@@ -58,7 +87,7 @@ def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[in
     return after_f, after_b
 
 
-def _simulate(instance: Instance, route: list[int], rules: Rules, release: list[int] | None,
+def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys: tuple[list[int], list[int]],
               strict: bool) -> list[int]:
     """The event loop: ``agenda`` wakes workers; ``soon_*`` are known arrivals, ``*_queue`` what is ready.
 
@@ -73,9 +102,11 @@ def _simulate(instance: Instance, route: list[int], rules: Rules, release: list[
     d_forward, d_backward, d_weight = instance.forward, instance.backward, instance.weight
     hold, keep = instance.hold, instance.keep
     freed = [h - k for h, k in zip(hold, keep)]
-    left = [max(cap - rules.spare, h) for cap, h in zip(instance.cap, hold)]
+    mine = [rules[s] for s in stage]
+    left = [max(cap - rule.spare, h) for cap, h, rule in zip(instance.cap, hold, mine)]
     shift, job_bits = workers.bit_length(), nodes.bit_length()
     mask, job_mask = (1 << shift) - 1, (1 << job_bits) - 1
+    key_f, key_b = keys
     gated = instance.ordered or strict
     after_f, after_b = _chains(instance, route, strict) if gated else ([], [])
     shut_f, shut_b = _shut(after_f, nodes), _shut(after_b, nodes)
@@ -88,20 +119,27 @@ def _simulate(instance: Instance, route: list[int], rules: Rules, release: list[
     w_queue: list[list[int]] = [[] for _ in range(workers)]
     w_next = [0] * workers
     busy = [0] * workers
-    start = release or [0] * instance.stages
+    ahead = [0] * workers  # forwards still to do
+    for w in route:
+        ahead[w] += 1
     for node in range(count):
         w = route[node]
         if shut_f[node]:
             early.add(node)
         else:
-            f_queue[w].append(node)
-    agenda = [(start[stage[w]] << shift) | w for w in range(workers)]
-    heapify(agenda)
+            f_queue[w].append(key_f[node])
+    for queue in f_queue:
+        heapify(queue)
+    agenda = list(range(workers))
     trace: list[int] = []
-    forward_first, drain = rules.forward_first, rules.drain
-    waits = rules.wait_b > 0 or rules.wait_f > 0
-    slack_b = [rules.wait_b * x // 100 for x in d_weight]
-    slack_f = [rules.wait_f * x // 100 for x in d_weight]
+    forward_first, drain = [rule.forward_first for rule in mine], [rule.drain for rule in mine]
+    backlog = [rule.backlog or nodes + 1 for rule in mine]
+    slack_b = [rule.wait_b * x // 100 for rule, x in zip(mine, d_weight)]
+    slack_w = [rule.give_way * x // 100 for rule, x in zip(mine, d_forward)]
+    ways = [rule.ways for rule in mine]
+    b_done = [0] * workers
+    slack_f = [rule.wait_f * x // 100 for rule, x in zip(mine, d_weight)]
+    waits = any(slack_b) or any(slack_f)
 
     while agenda:
         code = heappop(agenda)
@@ -115,18 +153,23 @@ def _simulate(instance: Instance, route: list[int], rules: Rules, release: list[
             if shut_b[node]:
                 early.add(nodes + node)
             else:
-                heappush(bs, node)
+                heappush(bs, key_b[node])
         while coming_f and coming_f[0] < limit:
             node = heappop(coming_f) & job_mask
             if shut_f[node]:
                 early.add(node)
             else:
-                heappush(fs, node)
+                heappush(fs, key_f[node])
         room = left[w] >= hold[w]
-        pending = w_next[w] < len(w_queue[w])
-        if fs and room and (forward_first or not bs):
+        pending = len(w_queue[w]) - w_next[w]
+        if pending >= backlog[w] and ahead[w]:
+            kind = 2
+        elif fs and room and (forward_first[w] or not bs):
             kind = 0
-        elif pending and drain and fs and not room:
+            if slack_w[w] and coming_b and (coming_b[0] >> job_bits) - t < slack_w[w] and b_done[w] < ways[w]:
+                heappush(agenda, ((coming_b[0] >> job_bits) << shift) | w)
+                continue
+        elif pending and drain[w] and fs and not room:
             kind = 2
         elif bs:
             kind = 1
@@ -152,9 +195,10 @@ def _simulate(instance: Instance, route: list[int], rules: Rules, release: list[
             continue
 
         if kind == 0:
-            node = heappop(fs)
+            node = heappop(fs) & job_mask
             end = t + d_forward[w]
             left[w] -= hold[w]
+            ahead[w] -= 1
             trace.append(node)
             if node < edge:
                 to, entry, box = route[node + count], node + count, soon_f
@@ -166,11 +210,12 @@ def _simulate(instance: Instance, route: list[int], rules: Rules, release: list[
                 if follow >= 0:
                     shut_f[follow] = 0
                     if follow in early:
-                        heappush(fs, follow)
+                        heappush(fs, key_f[follow])
         elif kind == 1:
-            node = heappop(bs)
+            node = heappop(bs) & job_mask
             end = t + d_backward[w]
             left[w] += freed[w]
+            b_done[w] += 1
             trace.append(nodes + node)
             if split:
                 w_queue[w].append(node)
@@ -184,7 +229,7 @@ def _simulate(instance: Instance, route: list[int], rules: Rules, release: list[
                 if follow >= 0:
                     shut_b[follow] = 0
                     if nodes + follow in early:
-                        heappush(bs, follow)
+                        heappush(bs, key_b[follow])
         else:
             node = w_queue[w][w_next[w]]
             w_next[w] += 1

@@ -3,73 +3,60 @@
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
 
+from .align import Layout, Unit
 from .instance import Instance
 
 #: ways to deal the guests of a stage to its peers; the portfolio tries all
 DEALS = ("spread", "runs", "late")
 
 
-@dataclass(frozen=True)
-class Unit:
-    """Micro-batches of one pipeline that stay together at a stage: one of them, or a block."""
-
-    pipeline: int
-    jobs: tuple[int, ...]
-
-
-def route(instance: Instance, deal: str = "spread", spare: int = 0) -> list[int]:
+def route(instance: Instance, layout: Layout, deal: str = "spread", spare: int = 0) -> list[int]:
     """The worker of every node. ``spare``: how many micro-batches fewer than possible a slower worker
     keeps."""
     count = len(instance.jobs)
     table = [-1] * (count * instance.stages)
-    plain = [[j for j, job in enumerate(instance.jobs) if job[0] == d]
-             for d in range(instance.problem.grid.pipelines)]
+    sizes = [sum(len(unit.jobs) for unit in crew) for crew in layout.crews]
     for s in range(instance.stages):
         base = s * count
-        homes = instance.home[s]
-        if _even(instance, s):
-            for j, (d, _) in enumerate(instance.jobs):
+        if _even(instance, layout, s, sizes):
+            homes = layout.home[s]
+            for j, d in enumerate(layout.label):
                 table[base + j] = homes[d]
             continue
-        for unit, w in _stage(instance, s, plain, deal, spare):
+        for unit, w in _stage(instance, layout, s, sizes, deal, spare):
             for j in unit.jobs:
                 table[base + j] = w
     return table
 
 
-def _even(instance: Instance, s: int) -> bool:
-    """Whether every pipeline is best served at home: all homes live, alike, and with equal work."""
-    homes = instance.home[s]
-    counts = instance.problem.grid.microbatches
-    if -1 in homes or len(instance.at[s]) != len(homes) or len(set(counts)) > 1:
-        return False
-    return len({_cost(instance, w) for w in homes}) == 1
-
-
-def _cost(instance: Instance, w: int) -> int:
+def cost(instance: Instance, w: int) -> int:
+    """Time that a worker needs for one micro-batch."""
     return instance.forward[w] + instance.backward[w] + instance.weight[w]
 
 
-def _stage(instance: Instance, s: int, plain: list[list[int]], deal: str,
+def _even(instance: Instance, layout: Layout, s: int, sizes: list[int]) -> bool:
+    """Whether every micro-batch is best served at home: all homes live, alike, and their work level."""
+    homes = [w for d, w in enumerate(layout.home[s]) if sizes[d]]
+    level = [n for n in sizes if n]
+    if -1 in homes or len(instance.at[s]) != len(homes) or max(level) - min(level) > 1:
+        return False
+    return len({cost(instance, w) for w in homes}) == 1
+
+
+def _stage(instance: Instance, layout: Layout, s: int, sizes: list[int], deal: str,
            spare: int) -> list[tuple[Unit, int]]:
     """Units of a stage with their workers: homes keep what the best possible slowest load allows."""
-    block = instance.problem.block
-    units: list[list[Unit]] = []
-    for d, jobs in enumerate(plain):
-        size = block or 1
-        units.append([Unit(d, tuple(jobs[i:i + size])) for i in range(0, len(jobs), size)])
-    loads = _targets(instance, s, spare)
+    keep = _targets(instance, s, spare)
     placed: list[tuple[Unit, int]] = []
     guests: list[Unit] = []
     load = dict.fromkeys(instance.at[s], 0)
-    for d, own in enumerate(units):
-        w = instance.home[s][d]
+    for d, own in enumerate(layout.crews):
+        w = layout.home[s][d]
         if w < 0:
             guests.extend(own)
             continue
-        surplus = len(plain[d]) - loads[w]
+        surplus = sizes[d] - keep[w]
         away = _evenly(own, surplus) if surplus > 0 else set()
         for i, unit in enumerate(own):
             if i in away:
@@ -92,53 +79,52 @@ def _evenly(own: list[Unit], surplus: int) -> set[int]:
 def _targets(instance: Instance, s: int, spare: int) -> dict[int, int]:
     """Most micro-batches each worker of a stage may run when the slowest load is as small as it can be."""
     workers = instance.at[s]
-    cost = {w: max(1, _cost(instance, w)) for w in workers}
+    each = {w: max(1, cost(instance, w)) for w in workers}
     total = len(instance.jobs)
-    low, high = 0, total * max(cost.values())
+    low, high = 0, total * max(each.values())
     while low < high:  # smallest load at which everything fits
         middle = (low + high) // 2
-        if sum(middle // cost[w] for w in workers) >= total:
+        if sum(middle // each[w] for w in workers) >= total:
             high = middle
         else:
             low = middle + 1
-    quickest = min(cost.values())
-    return {w: max(0, low // cost[w] - (spare if cost[w] > quickest else 0)) for w in workers}
+    quickest = min(each.values())
+    return {w: max(0, low // each[w] - (spare if each[w] > quickest else 0)) for w in workers}
 
 
 def _deal(instance: Instance, guests: list[Unit], load: dict[int, int], deal: str) -> list[tuple[Unit, int]]:
-    """Deal guests so that loads end level: first how many micro-batches each peer takes, then which."""
+    """Deal guests so that loads end level: first how many each peer takes, then which."""
     if not guests:
         return []
     size = max(len(unit.jobs) for unit in guests)
-    heap = [((n + size) * _cost(instance, w), w) for w, n in load.items()]
+    if any(len(unit.jobs) < size for unit in guests):
+        return _by_size(instance, guests, load)
+    heap = [((n + size) * cost(instance, w), w) for w, n in load.items()]
     heapq.heapify(heap)
     now = dict(load)
     share: dict[int, int] = {}
-    for unit in sorted(guests, key=lambda unit: (-len(unit.jobs), unit.jobs[0])):
+    for _ in guests:
         _, w = heap[0]
-        now[w] += len(unit.jobs)
+        now[w] += size
         share[w] = share.get(w, 0) + 1
-        heapq.heapreplace(heap, ((now[w] + size) * _cost(instance, w), w))
-    if len({len(unit.jobs) for unit in guests}) > 1:
-        return _by_size(instance, guests, load, size)
+        heapq.heapreplace(heap, ((now[w] + size) * cost(instance, w), w))
     peers = sorted(share)
     if deal == "runs":
         turn = [w for w in peers for _ in range(share[w])]
     else:
         # every peer's turns are spread evenly over the sequence; "late" starts with those that have fewer
-        first = -1 if deal == "late" else 1
-        slots = sorted(((2 * i + 1) / share[w], first * -share[w], w) for w in peers for i in range(share[w]))
+        first = 1 if deal == "late" else -1
+        slots = sorted(((2 * i + 1) / share[w], first * share[w], w) for w in peers for i in range(share[w]))
         turn = [w for _, _, w in slots]
     return list(zip(guests, turn))
 
 
-def _by_size(instance: Instance, guests: list[Unit], load: dict[int, int],
-             size: int) -> list[tuple[Unit, int]]:
+def _by_size(instance: Instance, guests: list[Unit], load: dict[int, int]) -> list[tuple[Unit, int]]:
     """Blocks of unequal size: largest first to whoever ends least loaded."""
     now = dict(load)
     dealt = []
     for unit in sorted(guests, key=lambda unit: (-len(unit.jobs), unit.jobs[0])):
-        w = min(now, key=lambda w: ((now[w] + len(unit.jobs)) * _cost(instance, w), w))
+        w = min(now, key=lambda w: ((now[w] + len(unit.jobs)) * cost(instance, w), w))
         now[w] += len(unit.jobs)
         dealt.append((unit, w))
     return dealt

@@ -1,0 +1,242 @@
+"""The same problem as a CP-SAT model: fixed routes, a complete hint, and only the orders left to choose.
+
+This is the one module that imports OR-Tools, and only inside its functions: it runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .evaluate import makespan_of, phases, times
+from .instance import NO_CAP, Instance
+
+#: called with the trace of each better solution, as it is found
+Found = Callable[[list[int]], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``bound`` holds for these routes (and the symmetries removed), ``proven`` says that the last trace
+    found (or the hint) is optimal for them; ``work`` is CP-SAT's deterministic time; ``cut`` says that the
+    wall clock ended it."""
+
+    proven: bool
+    bound: int
+    work: float
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``work``: CP-SAT's deterministic time, the limit meant to bind; ``wall``: seconds, the safety net."""
+
+    work: float
+    wall: float
+    seed: int = 0
+    interleave: bool = True
+
+
+def available() -> bool:
+    """Whether OR-Tools can be imported."""
+    try:
+        import ortools.sat.python.cp_model  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def solve(instance: Instance, route: list[int], hint: list[int], bound: int, limits: Limits,
+          found: Found) -> Outcome:
+    """Search for better orders than ``hint``'s for the same routes; ``bound`` is a known lower bound."""
+    from ortools.sat.python import cp_model
+
+    model = _Model(instance, route, hint, bound, cp_model.CpModel())
+    solver = cp_model.CpSolver()
+    parameters = solver.parameters
+    parameters.max_deterministic_time = limits.work
+    parameters.max_time_in_seconds = limits.wall
+    parameters.random_seed = limits.seed
+    if limits.interleave:
+        parameters.interleave_search = True
+        parameters.num_workers = 1
+        parameters.interleave_batch_size = 1
+    else:
+        parameters.num_workers = 1
+
+    class Callback(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            found(model.trace(self.value))
+
+    status = solver.solve(model.model, Callback())
+    proven = status == cp_model.OPTIMAL or status == cp_model.INFEASIBLE
+    work = solver.response_proto.deterministic_time
+    reached = model.top if status == cp_model.INFEASIBLE else int(solver.best_objective_bound)
+    return Outcome(proven, max(bound, reached), round(work, 3), not proven and work < limits.work)
+
+
+class _Model:
+    """Variables, then constraints, then objective; start times are shifted so that each stage has its
+    phase."""
+
+    def __init__(self, instance: Instance, route: list[int], hint: list[int], bound: int, model: Any) -> None:
+        self.instance, self.route, self.model = instance, route, model
+        problem = instance.problem
+        self.count = len(instance.jobs)
+        self.nodes = self.count * instance.stages
+        self.period = problem.objective == "period"
+        makespan = makespan_of(instance, route, hint)
+        if self.period:
+            from .evaluate import period_of
+
+            self.top = -int(-period_of(instance, route, hint) // 1)
+            begin = phases(instance, route, hint, self.top)
+        else:
+            self.top = makespan
+            begin = [0] * instance.stages
+        self.ends, self.done = times(instance, route, hint, begin)
+        low = min(begin)
+        self.ends, self.done = [e - low for e in self.ends], [e - low for e in self.done]
+        longest = max(problem.costs.step)
+        self.horizon = max(max(self.done, default=0) + longest, makespan) + 2 * max(self._durations())
+        self.starts: list[Any] = [None] * (3 * self.nodes)
+        self.kinds = (0, 1, 2) if problem.split_backward else (0, 1)
+        self._variables(hint)
+        self._flow()
+        self._workers(hint)
+        self._objective(bound, hint)
+
+    def _durations(self) -> list[int]:
+        instance = self.instance
+        return [*instance.forward, *instance.backward, *instance.weight, 1]
+
+    def length(self, code: int) -> int:
+        """Duration of an action."""
+        kind, node = divmod(code, self.nodes)
+        w = self.route[node]
+        return (self.instance.forward, self.instance.backward, self.instance.weight)[kind][w]
+
+    def end(self, code: int) -> Any:
+        """End of an action, as an expression."""
+        return self.starts[code] + self.length(code)
+
+    def _variables(self, hint: list[int]) -> None:
+        for code in sorted(hint):
+            self.starts[code] = self.model.new_int_var(0, self.horizon, "")
+            self.model.add_hint(self.starts[code], self.ends[code] - self.length(code))
+
+    def _flow(self) -> None:
+        hop = self.instance.problem.costs.hop
+        nodes, count = self.nodes, self.count
+        for node in range(nodes):
+            if node >= count:
+                self.model.add(self.starts[node] >= self.end(node - count) + hop)
+            if node + count < nodes:
+                self.model.add(self.starts[nodes + node] >= self.end(nodes + node + count) + hop)
+            else:
+                self.model.add(self.starts[nodes + node] >= self.end(node))
+            if 2 in self.kinds:
+                self.model.add(self.starts[2 * nodes + node] >= self.end(nodes + node))
+
+    def _chains(self) -> list[tuple[int, int]]:
+        """Pairs of nodes whose F, B and W come in this order: equal routes (a symmetry), or the rule of
+        order."""
+        instance, count = self.instance, self.count
+        pairs = set()
+        last: dict[tuple[int, ...], int] = {}
+        for j in range(count):
+            way = tuple(self.route[s * count + j] for s in range(instance.stages))
+            if way in last:
+                pairs |= {(s * count + last[way], s * count + j) for s in range(instance.stages)}
+            last[way] = j
+        if instance.ordered:
+            latest: dict[tuple[int, int], int] = {}
+            for node, w in enumerate(self.route):
+                key = (w, instance.jobs[node % count][0])
+                if key in latest:
+                    pairs.add((latest[key], node))
+                latest[key] = node
+        return sorted(pairs)
+
+    def _workers(self, hint: list[int]) -> None:
+        instance, model, nodes = self.instance, self.model, self.nodes
+        chained = self._chains()
+        for first, then in chained:
+            for kind in self.kinds:
+                model.add(self.starts[kind * nodes + then] >= self.end(kind * nodes + first))
+        linked = set(chained)
+        mine: dict[int, list[int]] = {}
+        for node, w in enumerate(self.route):
+            mine.setdefault(w, []).append(node)
+        self.firsts = {w: [node for node in own if not any((o, node) in linked for o in own)]
+                       if len(own) < 200 else own for w, own in mine.items()}
+        for w, own in mine.items():
+            model.add_no_overlap([model.new_fixed_size_interval_var(self.starts[kind * nodes + node],
+                                                                    self.length(kind * nodes + node), "")
+                                  for kind in self.kinds for node in own])
+            self._memory(w, own, linked)
+
+    def _memory(self, w: int, own: list[int], linked: set[tuple[int, int]]) -> None:
+        instance, model, nodes = self.instance, self.model, self.nodes
+        stage = instance.stage[w]
+        before = instance.problem.before_b[stage]
+        after = instance.problem.after_b[stage] if 2 in self.kinds else 0
+        cap = instance.cap[w]
+        if cap >= NO_CAP or cap >= len(own) * max(before, after):
+            return
+        whole = before == after or 2 not in self.kinds
+        release = self.kinds[-1]
+        if whole and all(pair in linked for pair in zip(own, own[1:])):
+            room = cap // before
+            for late, early in zip(own[room:], own):
+                model.add(self.starts[late] >= self.end(release * nodes + early))
+            return
+        intervals, weights = [], []
+        spans = [(0, release, before)] if whole else [(0, 1, before), (1, 2, after)]
+        for node in own:
+            for opening, closing, weight in spans:
+                start = self.starts[node] if opening == 0 else self.end(nodes + node)
+                close = closing * nodes + node
+                size = model.new_int_var(0, self.horizon, "")
+                opened = self.ends[node] - self.length(node) if opening == 0 else self.ends[nodes + node]
+                model.add_hint(size, self.ends[close] - opened)
+                intervals.append(model.new_interval_var(start, size, self.end(close), ""))
+                weights.append(weight)
+        model.add_cumulative(intervals, weights, cap)
+
+    def _objective(self, bound: int, hint: list[int]) -> None:
+        instance, model, nodes = self.instance, self.model, self.nodes
+        step = instance.problem.costs.step
+        goal = model.new_int_var(min(bound, self.top), self.top, "")
+        model.add_hint(goal, self.top)
+        ready = [model.new_int_var(0, self.horizon, "") for _ in range(instance.groups)]
+        for g, variable in enumerate(ready):
+            model.add_hint(variable, max(self.done[s] for s, of in enumerate(instance.group) if of == g))
+        release = self.kinds[-1]
+        for node in range(nodes):
+            model.add(ready[instance.group[node // self.count]] >= self.end(release * nodes + node))
+        if not self.period:
+            for s, g in enumerate(instance.group):
+                model.add(goal >= ready[g] + step[s])
+        else:
+            for w, own in self.firsts.items():
+                s = instance.stage[w]
+                begin = model.new_int_var(0, self.horizon, "")
+                model.add_hint(begin, min(self.ends[node] - self.length(node) for node in own))
+                for node in own:
+                    model.add(begin <= self.starts[node])
+                model.add(goal >= ready[instance.group[s]] + step[s] - begin)
+        model.minimize(goal)
+
+    def trace(self, value: Callable[[Any], int]) -> list[int]:
+        """The solution's actions in an order in which each can be timed, also where durations are zero."""
+        count, nodes = self.count, self.nodes
+
+        def place(code: int) -> tuple[int, int, int, int, int]:
+            kind, node = divmod(code, nodes)
+            start = value(self.starts[code])
+            stage = node // count
+            return start, start + self.length(code), kind, -stage if kind == 1 else stage, node
+
+        return sorted((code for code, start in enumerate(self.starts) if start is not None), key=place)

@@ -1,0 +1,209 @@
+"""Many greedy schedules, the best kept: rules that are known to do well, then a climb over the rules per
+stage.
+
+The search is limited by work (actions scheduled), not by the clock, so that it is the same on every machine.
+Every smaller cap is searched as if it were the problem's own, so that a raised cap never makes the outcome
+worse: a level is left out only where its lower bound shows that it cannot win.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from ..plan import Problem, lower_bound
+from .align import Layout, aligned, natural
+from .evaluate import makespan_of, period_of
+from .greedy import Rules, guests, leading, schedule
+from .instance import NO_CAP, Instance, Schedule
+from .route import DEALS, cost, route
+
+#: rules for all stages that do well on the benchmark's grids, best first; the first is the quick plan's
+TEMPLATES = (
+    Rules(wait_b=50, wait_f=50, give_way=50, ways=2),
+    Rules(),
+    Rules(wait_b=50, wait_f=50),
+    Rules(wait_b=50, wait_f=50, give_way=75, ways=2),
+    Rules(wait_f=50),
+    Rules(wait_b=50, wait_f=50, give_way=50, ways=1),
+    Rules(wait_b=50, wait_f=100),
+    Rules(wait_b=50),
+    Rules(forward_first=True),
+    Rules(wait_b=50, wait_f=50, give_way=50, ways=3),
+    Rules(drain=True),
+    Rules(give_way=100, ways=1),
+)
+_DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("forward_first", (0, 1)), ("drain", (0, 1)), ("wait_b", (0, 50, 100)), ("wait_f", (0, 50, 100)),
+    ("give_way", (0, 50, 75, 100)), ("ways", (1, 2, 3, 1000)), ("backlog", (0, 1, 2, 3, 4, 6, 8)),
+    ("spare", (0, 1, 2, 4)),
+)
+_LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
+
+#: True when the search should end now (the clock's safety net, or a newer membership)
+Stop = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One point of the search: layout, deal, spare of slow workers, leads of guest jobs, and rules per
+    stage."""
+
+    layout: int
+    deal: str
+    spare: int
+    lead_f: int
+    lead_b: int
+    rules: tuple[Rules, ...]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best schedule of a search, the trials it took, and whether the clock cut it short."""
+
+    best: Schedule | None
+    trials: int
+    cut: bool
+
+
+def value(instance: Instance, table: list[int], trace: list[int]) -> float:
+    """The problem's objective for a trace."""
+    if instance.problem.objective == "makespan":
+        return makespan_of(instance, table, trace)
+    return period_of(instance, table, trace)
+
+
+def search(instance: Instance, work: int, seed: int = 0, stop: Stop = lambda: False,
+           better: Callable[[Schedule], None] | None = None) -> Found:
+    """Search every cap level within ``work`` scheduled actions per level; the given caps' level comes
+    first."""
+    best: Schedule | None = None
+    goal = 0.0
+    trials, cut = 0, False
+    floor = lower_bound(instance.problem)
+    for level in levels(instance):
+        if best is not None and (goal <= floor or _floor(instance.problem, level) >= goal):
+            continue
+        climb = _Climb(level, max(len(TEMPLATES) + 2, work // instance.actions), seed, floor)
+        for choice_value, found in climb.run():
+            if stop():
+                cut = True
+                break
+            if best is None or choice_value < goal:
+                goal = choice_value
+                best = Schedule(*found, period_of(instance, *found), makespan_of(instance, *found))
+                if better:
+                    better(best)
+        trials += climb.trials
+        if cut:
+            break
+    return Found(best, trials, cut)
+
+
+def levels(instance: Instance) -> Iterator[Instance]:
+    """The instance with its caps, then with every cap cut to each smaller number that holds a micro-batch."""
+    count = len(instance.jobs)
+    most = [min(cap, hold * count) for cap, hold in zip(instance.cap, instance.hold)]
+    top = max(most)
+    yield instance
+    for limit in range(top - 1, max(instance.hold, default=1) - 1, -1):
+        yield replace(instance, cap=[min(cap, limit) for cap in instance.cap])
+
+
+def _floor(problem: Problem, level: Instance) -> int:
+    """Lower bound of a level."""
+    caps = {worker: cap for worker, cap in zip(level.workers, level.cap) if cap < NO_CAP}
+    return lower_bound(replace(problem, cap={**problem.cap, **caps}))
+
+
+class _Climb:
+    """Trials on one instance: templates first, then seeded changes of the best choice so far."""
+
+    def __init__(self, instance: Instance, limit: int, seed: int, floor: int) -> None:
+        self.instance, self.limit, self.floor = instance, limit, floor
+        self.random = random.Random(seed)
+        self.layouts: list[Layout] = [aligned(instance)]
+        other = natural(instance)
+        if other.home != self.layouts[0].home:
+            self.layouts.append(other)
+        self.uneven = any(len({cost(instance, w) for w in row}) > 1 for row in instance.at)
+        self.routes: dict[tuple[int, str, int], tuple[list[int], set[int]]] = {}
+        self.seen: set[Choice] = set()
+        self.trials = 0
+
+    def run(self) -> Iterator[tuple[float, tuple[list[int], list[int]]]]:
+        """Value and (route, trace) of every trial that is as good as the best so far."""
+        best, at = float("inf"), None
+        for choice in self._choices():
+            outcome = self._try(choice)
+            if outcome is None:
+                continue
+            result, found = outcome
+            if result <= best:
+                best, at = result, choice
+                yield result, found
+            if best <= self.floor:
+                return
+        while at is not None and self.trials < self.limit and self.idle < 200:
+            choice = self._change(at)
+            outcome = self._try(choice)
+            if outcome is None:
+                continue
+            result, found = outcome
+            if result <= best:
+                yield result, found
+                best, at = result, choice
+            if best <= self.floor:
+                return
+
+    idle = 0
+
+    def _choices(self) -> Iterator[Choice]:
+        """The starting points, a fixed list whose length the limit may cut."""
+        stages = self.instance.stages
+        for rules in TEMPLATES:
+            for deal in DEALS[:2]:
+                for spare in (0, 1, 2) if self.uneven else (0,):
+                    for layout in range(len(self.layouts)):
+                        if self.trials < self.limit:
+                            yield Choice(layout, deal, spare, 0, 0, (rules,) * stages)
+
+    def _change(self, at: Choice) -> Choice:
+        draw = self.random
+        kind = draw.random()
+        if kind < 0.2:
+            at = replace(at, deal=draw.choice(DEALS), lead_f=draw.choice(_LEADS), lead_b=draw.choice(_LEADS))
+            if kind < 0.05:
+                at = replace(at, layout=draw.randrange(len(self.layouts)),
+                             spare=draw.choice((0, 1, 2, 3)) if self.uneven else 0)
+        rules = list(at.rules)
+        if kind < 0.35:
+            name, domain = draw.choice(_DOMAIN)
+            setting = draw.choice(domain)
+            rules = [replace(rule, **{name: setting}) for rule in rules]
+        else:
+            for _ in range(draw.choice((1, 1, 2, 3))):
+                s = draw.randrange(len(rules))
+                name, domain = draw.choice(_DOMAIN)
+                rules[s] = replace(rules[s], **{name: draw.choice(domain)})
+        return replace(at, rules=tuple(rules))
+
+    def _try(self, choice: Choice) -> tuple[float, tuple[list[int], list[int]]] | None:
+        """Schedule a choice, unless it was tried before."""
+        if choice in self.seen:
+            self.idle += 1
+            return None
+        self.idle = 0
+        self.seen.add(choice)
+        self.trials += 1
+        instance = self.instance
+        key = (choice.layout, choice.deal, choice.spare)
+        if key not in self.routes:
+            layout = self.layouts[choice.layout]
+            table = route(instance, layout, choice.deal, choice.spare)
+            self.routes[key] = table, guests(instance, layout, table)
+        table, away = self.routes[key]
+        keys = leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)
+        trace = schedule(instance, table, choice.rules, keys)
+        return value(instance, table, trace), (table, trace)
