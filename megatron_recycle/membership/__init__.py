@@ -6,7 +6,7 @@ Standard library, `megatron_recycle.plan` and the leaves only; the planner comes
 from megatron_recycle.membership.agent import Agent, Ended, Go, Offer, Stop
 from megatron_recycle.membership.coordinator import Coordinator, Timeouts
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.store import Journal, JournalError
+from megatron_recycle.membership.store import Journal, JournalError, JournalInUse
 from megatron_recycle.membership.wire import WireError
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Go",
     "Journal",
     "JournalError",
+    "JournalInUse",
     "Offer",
     "Resume",
     "Stop",

@@ -141,8 +141,8 @@ class Coordinator:
         assert self._ended is not None, "start() comes first"
         return await self._ended
 
-    async def wait_quiet(self, linger: float) -> None:
-        """Until nobody is connected any more, at most `linger` seconds: others must still hear of the end."""
+    async def wait_quiet(self, linger: float | None) -> None:
+        """Until nobody is connected any more, at most `linger` seconds (None: no limit)."""
         try:
             await asyncio.wait_for(self._quiet.wait(), linger)
         except asyncio.TimeoutError:

@@ -165,6 +165,7 @@ def _form(state: State, now: float) -> Step:
         "t": now,
         "generation": 1,
         "members": state.incarnations(),
+        "ranks": {name: state.members[name].rank for name in in_order(state.members)},
         "grid": dict(description["grid"]),
     }
     return state, (Store(_decided_record(state)), Emit(started), MakePlan(1, frozenset()))

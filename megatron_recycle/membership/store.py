@@ -20,6 +20,10 @@ class JournalError(RuntimeError):
     """The journal is missing, taken by another coordinator, or damaged: this coordinator must not lead."""
 
 
+class JournalInUse(JournalError):
+    """Another coordinator of the same job lives."""
+
+
 class Journal:
     """An append-only file: `create` it for a new job, `reopen` it for a coordinator that comes back."""
 
@@ -51,7 +55,8 @@ class Journal:
         dropped.
 
         Raises:
-            JournalError: no such file, another coordinator lives, or a line that is not the last is damaged.
+            JournalInUse: another coordinator lives.
+            JournalError: no such file, or a line that is not the last is damaged.
         """
         path = Path(path)
         try:
@@ -89,7 +94,7 @@ def _lock(path: Path, descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise JournalError(f"{path} is in use: another coordinator of this job lives") from error
+        raise JournalInUse(f"{path} is in use: another coordinator of this job lives") from error
 
 
 def _sync_folder(folder: Path) -> None:

@@ -1,0 +1,143 @@
+"""`recycle run`: starts a training script on this host so that it survives the death of its workers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import time
+from pathlib import Path
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch.launcher import (
+    Job,
+    Launcher,
+    default_nproc,
+    python_command,
+    say_to,
+    torchrun_environment,
+)
+from megatron_recycle.launch.rundir import prepare
+from megatron_recycle.launch.service import Services, start_coordinator
+from megatron_recycle.launch.summary import print_table
+from megatron_recycle.membership.machine import describe_status
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `recycle run`; all that follows the script is the script's."""
+    parser.add_argument(
+        "--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)"
+    )
+    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="hosts (default 1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
+    parser.add_argument(
+        "--master-addr", metavar="HOST", help="address of host 0, the only one that its services listen on"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="control port on host 0; torch's store takes the next one (default on one host: any)",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)"
+    )
+    parser.add_argument(
+        "--show",
+        choices=("first", "all", "none"),
+        default="first",
+        help="whose output is shown (default: the first live rank's); all of it is in RUN_DIR",
+    )
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the job; returns its exit status.
+
+    Raises:
+        ConfigError: options that contradict each other.
+        RecycleError: the coordinator did not start.
+    """
+    return launch(args, python_command(args.script, args.arguments))
+
+
+def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> int:
+    """Like `run`, with the workers' command given; without `store` there is none of torch.distributed's."""
+    config = RecycleConfig.resolve()
+    _check(args)
+    folder = args.run_dir or config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    run_dir = Path(folder).absolute()
+    nproc = args.nproc or default_nproc(os.environ)
+    token = os.environ.get("RECYCLE_TOKEN") or secrets.token_hex(32)
+    host = args.master_addr or config.interface
+    say = say_to(sys.stderr)
+    coordinator = None
+    if args.node_rank == 0:
+        prepare(run_dir)
+        store_port = (args.master_port + 1 if args.master_port else 0) if store else -1
+        coordinator, services = start_coordinator(
+            size=nproc * args.nnodes,
+            run_dir=run_dir,
+            token=token,
+            interface=host,
+            environ=os.environ,
+            port=args.master_port,
+            store_port=store_port,
+        )
+    else:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        services = Services(f"{host}:{args.master_port}", args.master_port + 1)
+    environ = torchrun_environment(os.environ, host, services.store or 0, args.nnodes, args.node_rank)
+    environ |= {
+        "RECYCLE_COORDINATOR": services.control,
+        "RECYCLE_TOKEN": token,
+        "RECYCLE_RUN_DIR": str(run_dir),
+    }
+    job = Job(
+        command=command,
+        environ=environ,
+        run_dir=run_dir,
+        nproc=nproc,
+        size=nproc * args.nnodes,
+        first_rank=nproc * args.node_rank,
+        show=args.show,
+        heartbeat_interval=config.heartbeat_interval,
+    )
+    say(f"recycle: {nproc} workers, logs and events in {run_dir}")
+    launcher = Launcher(job, services.control, token, say)
+    try:
+        status = launcher.run()
+    finally:
+        if coordinator is not None:
+            # It ends by itself once nobody is connected any more.
+            if coordinator.wait(2.0) is None:
+                coordinator.signal(signal.SIGKILL)
+                coordinator.wait(5.0)
+            coordinator.release()
+    rows = [
+        (worker.rank, worker.child.pid, describe_status(worker.status))
+        for worker in launcher.workers.values()
+    ]
+    print_table(launcher.summary, rows, launcher.message)
+    return status
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
+    if not 0 <= args.node_rank < args.nnodes:
+        raise ConfigError(
+            f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes} give 0 to {args.nnodes - 1}"
+        )
+    if args.nnodes > 1:
+        missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
+        if missing:
+            flags = " and ".join("--" + name.replace("_", "-") for name in missing)
+            raise ConfigError(f"several hosts need {flags}, the same on each")
+        if not os.environ.get("RECYCLE_TOKEN"):
+            raise ConfigError("several hosts need a token: set RECYCLE_TOKEN to the same random text on each")

@@ -1,0 +1,100 @@
+"""The coordinator's process: the control server and torch's store, side by side and on one interface only.
+
+Run by `recycle run`, and by `embedded` under other launchers, as its own process. The token comes in the
+environment, never as an argument: arguments are public. The first line on standard output says where the two
+services listen; everything after it goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.launch.planning import Planning
+from megatron_recycle.membership import Coordinator, Journal, Timeouts
+from megatron_recycle.observe.events import EventLog
+
+LINGER = 30.0
+"""Seconds that the services outlive a job without a launcher, for processes that still have to end."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m megatron_recycle.launch.coordinate", description=__doc__)
+    made.add_argument("--size", type=int, required=True, help="number of workers")
+    made.add_argument("--run-dir", type=Path, required=True)
+    made.add_argument("--interface", default="127.0.0.1", help="the only address to listen on")
+    made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
+    made.add_argument("--store-port", type=int, default=0, help="of torch's store; 0: any, -1: no store")
+    made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
+    return made
+
+
+def start_store(listener: socket.socket) -> Any:
+    """Torch's store on a socket that is bound already: left alone, it would listen on all interfaces."""
+    from torch.distributed import TCPStore
+
+    host, port = listener.getsockname()[:2]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig) -> int:
+    """Serve until the job is over; returns its status."""
+    log = EventLog(args.run_dir / "events.jsonl")
+
+    def emit(event: Mapping[str, Any]) -> None:
+        fields = dict(event)
+        log.emit(fields.pop("event"), **fields)
+
+    planning = Planning()
+    coordinator = Coordinator(
+        size=args.size,
+        token=token,
+        journal=Journal.create(args.run_dir / "journal.jsonl"),
+        plan=planning.plan,
+        improve=planning.improve,
+        emit=emit,
+        timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
+        host=args.interface,
+        port=args.port,
+        launched=not args.embedded,
+    )
+    listener = None if args.store_port < 0 else socket.create_server((args.interface, args.store_port))
+    store_port = None if listener is None else listener.getsockname()[1]
+    control = await coordinator.start()
+    _announce({"control": control, "store": store_port})
+    store = None
+    if listener is not None:
+        # Clients that come before torch is loaded wait in the listener's queue.
+        store = await asyncio.get_running_loop().run_in_executor(None, start_store, listener)
+    end = await coordinator.wait_ended()
+    # A launcher stays connected until its workers have ended; they may use the store to the last.
+    await coordinator.wait_quiet(LINGER if args.embedded else None)
+    await coordinator.close()
+    log.close()
+    del store
+    return end.status
+
+
+def _announce(services: Mapping[str, Any]) -> None:
+    """One line to whoever started this process; then standard output joins standard error, the log file."""
+    sys.stdout.write(json.dumps(services) + "\n")
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+
+def main() -> int:
+    args = parser().parse_args()
+    config = RecycleConfig.resolve()
+    return asyncio.run(coordinate(args, os.environ["RECYCLE_TOKEN"], config))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

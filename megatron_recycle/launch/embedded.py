@@ -1,0 +1,45 @@
+"""A coordinator for jobs that another launcher has started (torchrun, deepspeed).
+
+There is no launcher of ours then that sees processes end: the end of a worker's control connection counts.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.launch.rundir import prepare
+from megatron_recycle.launch.service import start_coordinator
+
+
+def start(settings: RecycleConfig) -> tuple[str, str]:
+    """Start a coordinator beside this process (global rank 0); returns its address and the job's token.
+
+    It is not tied to this process, which may be the one that dies, and ends by itself when the job is over.
+    Needs WORLD_SIZE in the environment.
+    """
+    token = os.environ.get("RECYCLE_TOKEN") or secrets.token_hex(32)
+    run_dir = Path(settings.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    prepare(run_dir)
+    environ = {
+        **os.environ,
+        "RECYCLE_HEARTBEAT_INTERVAL": str(settings.heartbeat_interval),
+        "RECYCLE_HEARTBEAT_TIMEOUT": str(settings.heartbeat_timeout),
+        "RECYCLE_TRANSPORT_TIMEOUT": str(settings.transport_timeout),
+        "RECYCLE_REPORT_TIMEOUT": str(settings.report_timeout),
+    }
+    child, services = start_coordinator(
+        size=int(os.environ["WORLD_SIZE"]),
+        run_dir=run_dir,
+        token=token,
+        interface=settings.interface,
+        environ=environ,
+        store_port=-1,
+        options=("--embedded",),
+        tied=False,
+    )
+    child.release()
+    return services.control, token

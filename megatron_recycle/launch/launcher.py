@@ -1,0 +1,332 @@
+"""Starts a host's workers, reports their ends to the coordinator, and never ends one because another died.
+
+One thread waits for everything: process ends (pidfd), messages of the coordinator, signals. What the
+coordinator is to hear is queued and sent by the link's thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.launch.child import Child
+from megatron_recycle.launch.follow import Follower
+from megatron_recycle.launch.summary import Summary
+from megatron_recycle.membership.link import Link
+from megatron_recycle.membership.machine import describe_status
+from megatron_recycle.membership.messages import TO_LAUNCHER
+from megatron_recycle.membership.wire import Message
+
+_GLANCE = 0.25
+"""Seconds between looks at log files and deadlines."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Grace:
+    """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM."""
+
+    well: float = 60.0
+    failed: float = 10.0
+    terminated: float = 5.0
+
+
+@dataclass
+class Worker:
+    """A rank's process, and what became of it."""
+
+    rank: int
+    child: Child
+    status: int | None = None
+    out: str | None = None
+    """How it failed, once the coordinator has declared it out."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the launcher runs. `command` is a worker's; `environ` its environment but for the ranks.
+
+    `first_rank` is the global rank of this host's first worker, `size` the number of workers of all hosts.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    run_dir: Path
+    nproc: int
+    size: int
+    first_rank: int = 0
+    show: str = "first"
+    heartbeat_interval: float = 0.5
+    grace: Grace = field(default_factory=Grace)
+
+
+class Launcher:
+    """One host's part of a job. `run` returns the exit status.
+
+    Args:
+        control, token: of the coordinator.
+        say: gets each line for the user.
+    """
+
+    def __init__(self, job: Job, control: str, token: str, say: Callable[[str], None]) -> None:
+        self.job = job
+        self.workers: dict[int, Worker] = {}
+        self.summary = Summary()
+        self._say = say
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._selector = selectors.DefaultSelector()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ, None)
+        self._signals: deque[int] = deque()
+        self._interrupted = False
+        self._end: Message | None = None
+        self._kill_at: tuple[float, int] | None = None
+        self._exits: list[Message] = []
+        self._follower = Follower(job.run_dir, job.show, say)
+        self._link = Link(
+            control,
+            token,
+            hello=self._hello,
+            handle=self._heard,
+            beat=lambda: {"type": "heartbeat", "progress": None},
+            interval=job.heartbeat_interval,
+            known=TO_LAUNCHER,
+            name="recycle-launcher",
+        )
+
+    def run(self) -> int:
+        """Start all workers and stay until all have ended; Ctrl-C and SIGTERM end them."""
+        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        descriptor = signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
+        try:
+            self._link.start()
+            for local in range(self.job.nproc):
+                self._spawn(local)
+            while any(worker.status is None for worker in self.workers.values()) or self._awaits_end():
+                self._wait()
+        finally:
+            self._kill_all()
+            self._follower.poll(self._shown())
+            self._link.close()
+            signal.set_wakeup_fd(descriptor)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for worker in self.workers.values():
+                worker.child.release()
+            self._selector.close()
+        return self._status()
+
+    @property
+    def message(self) -> str:
+        """How the job ended, in words."""
+        return "the coordinator did not say how the job ended" if self._end is None else self._end["message"]
+
+    # Workers
+
+    def _spawn(self, local: int) -> None:
+        rank = self.job.first_rank + local
+        environ = {
+            **self.job.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local),
+            "WORLD_SIZE": str(self.job.size),
+            "LOCAL_WORLD_SIZE": str(self.job.nproc),
+        }
+        child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
+        self.workers[rank] = Worker(rank, child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, self.workers[rank])
+
+    def _ended(self, worker: Worker) -> None:
+        moment = time.time()
+        self._selector.unregister(worker.child.pidfd)
+        worker.status = worker.child.collect()
+        exit_message: Message = {
+            "type": "exit",
+            "rank": worker.rank,
+            "pid": worker.child.pid,
+            "status": worker.status,
+            "t": moment,
+            "log": str(worker.child.log),
+        }
+        self._exits.append(exit_message)
+        self._link.send(exit_message)
+        if worker.status and self._end is None and not self._interrupted:
+            self._say(
+                f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}"
+            )
+
+    # The loop
+
+    def _wait(self) -> None:
+        for key, _ in self._selector.select(_GLANCE):
+            if key.data is None:
+                self._drain()
+            else:
+                self._ended(key.data)
+        while not self._inbox.empty():
+            self._receive(self._inbox.get())
+        while self._signals:
+            self._interrupt(self._signals.popleft())
+        self._follower.poll(self._shown())
+        self._check_deadline()
+
+    def _drain(self) -> None:
+        try:
+            self._wake_in.recv(4096)
+        except BlockingIOError:
+            return
+
+    def _awaits_end(self) -> bool:
+        """All workers have ended: the coordinator still has to say what that means, unless it is gone."""
+        if self._end is not None:
+            return False
+        lost = self._link.lost_since
+        return lost is None or time.monotonic() - lost < self.job.grace.failed
+
+    def _shown(self) -> list[int]:
+        """Ranks in the order in which one would be shown as the first."""
+        live = [rank for rank, worker in self.workers.items() if worker.status is None and worker.out is None]
+        return live or list(self.workers)
+
+    def _receive(self, message: Message) -> None:
+        if message["type"] == "end":
+            self._finish(message)
+            return
+        event = message["event"]
+        line = self.summary.add(event)
+        if line is not None:
+            self._say(line)
+        worker = self.workers.get(event.get("rank", -1)) if event.get("event") == "suspected" else None
+        if worker is not None and worker.child.pid == event.get("pid"):
+            worker.out = event.get("kind")
+            if self._end is not None:
+                worker.child.signal(signal.SIGKILL)
+
+    def _finish(self, message: Message) -> None:
+        if self._end is not None:
+            return
+        self._end = message
+        grace = self.job.grace.failed if message["status"] else self.job.grace.well
+        self._deadline(grace, signal.SIGTERM)
+        for worker in self.workers.values():
+            # What was declared out may be stopped for good; nobody waits for it.
+            if worker.out is not None:
+                worker.child.signal(signal.SIGKILL)
+
+    def _interrupt(self, number: int) -> None:
+        """The first signal asks the workers to end, the second does not ask."""
+        name = signal.Signals(number).name
+        if not self._interrupted:
+            self._interrupted = True
+            self._say(f"{name}: ending all workers")
+            self._link.send(
+                {"type": "interrupt", "status": 128 + number, "message": f"interrupted by {name}"}
+            )
+            self._signal_all(signal.SIGTERM)
+            self._deadline(self.job.grace.terminated, signal.SIGKILL)
+        else:
+            self._signal_all(signal.SIGKILL)
+
+    def _deadline(self, seconds: float, number: int) -> None:
+        moment = time.monotonic() + seconds
+        if self._kill_at is None or moment < self._kill_at[0] or number == signal.SIGKILL:
+            self._kill_at = (moment, number)
+
+    def _check_deadline(self) -> None:
+        if self._kill_at is None or time.monotonic() < self._kill_at[0]:
+            return
+        number, self._kill_at = self._kill_at[1], None
+        live = [str(worker.rank) for worker in self.workers.values() if worker.status is None]
+        if live:
+            name = signal.Signals(number).name
+            self._say(f"rank {', '.join(live)} still running after the end of the job: {name}")
+            self._signal_all(number)
+            self._deadline(self.job.grace.terminated, signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        for worker in self.workers.values():
+            if worker.status is None:
+                worker.child.signal(number)
+
+    def _kill_all(self) -> None:
+        """Whatever happened: nothing stays behind."""
+        self._signal_all(signal.SIGKILL)
+        for worker in self.workers.values():
+            if worker.status is None:
+                worker.status = worker.child.wait(10.0)
+
+    def _status(self) -> int:
+        """The job's status; a worker that failed after the end of the training fails the job too."""
+        if self._end is None:
+            return 1
+        failed = [worker for worker in self.workers.values() if worker.status and worker.out is None]
+        return int(self._end["status"]) or (1 if failed else 0)
+
+    # Called by others: the link's thread, the signal handler
+
+    def _hello(self) -> list[Message]:
+        hello = {"type": "hello", "role": "launcher", "host": socket.gethostname()}
+        ranks = list(range(self.job.first_rank, self.job.first_rank + self.job.nproc))
+        return [{**hello, "ranks": ranks}, *self._exits]
+
+    def _heard(self, message: Message) -> None:
+        self._inbox.put(message)
+        self._wake_out.send(b"m")
+
+    def _signalled(self, number: int, frame: object) -> None:
+        self._signals.append(number)
+
+
+def torchrun_environment(
+    environ: Mapping[str, str], host: str, store_port: int, nodes: int, node: int
+) -> dict[str, str]:
+    """What torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        **environ,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(store_port),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "recycle",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def default_nproc(environ: Mapping[str, str]) -> int:
+    """Visible CUDA devices, or 1 without any."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    found = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    return max(1, len(found))
+
+
+def say_to(stream: Any) -> Callable[[str], None]:
+    """A `say` that writes lines at once."""
+
+    def say(line: str) -> None:
+        print(line, file=stream, flush=True)
+
+    return say
+
+
+def python_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """A worker's command: the script with the plugin on."""
+    return [sys.executable, "-m", "megatron_recycle", script, *arguments]

@@ -1,0 +1,71 @@
+"""The planner as the coordinator wants it: two callables over a job's description."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.planner import improve, quick
+
+
+def problem_of(description: Mapping[str, Any], failed: frozenset[str]) -> Problem:
+    """What the planner is asked for a job without its `failed` workers.
+
+    The description's `costs` are a plan file's (default: 1 for each kind of work). Its `cap` is a number of
+    activations for every worker, or an object with one for each; without it a worker may hold twice what 1F1B
+    holds at most.
+    """
+    grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
+    costs = description.get("costs")
+    cap = description.get("cap") or 2 * grid.stages
+    caps = cap if isinstance(cap, dict) else {str(worker): cap for worker in grid.workers()}
+    return Problem(
+        grid=grid,
+        costs=Costs.uniform(grid.stages, 1, 1, 1) if costs is None else Costs.from_json(costs),
+        failed=tuple(Worker.parse(name) for name in failed),
+        cap={Worker.parse(name): value for name, value in caps.items() if name not in failed},
+        block=description.get("block") or 0,
+        tied=tuple(tuple(group) for group in description.get("tied", ())),
+        split_backward=description.get("split_backward", True),
+        objective=description.get("objective", "period"),
+    )
+
+
+class Planning:
+    """`plan` at once and `improve` in the background, with the best plan of each membership kept."""
+
+    def __init__(self) -> None:
+        self._best: dict[frozenset[str], Plan] = {}
+        self._lock = threading.Lock()
+
+    def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
+        """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
+        with self._lock:
+            known = self._best.get(failed)
+        if known is None:
+            known = quick(problem_of(description, failed), seed=int(description.get("seed") or 0))
+            with self._lock:
+                self._best[failed] = known
+        return known.to_json()
+
+    def improve(
+        self,
+        description: Mapping[str, Any],
+        failed: frozenset[str],
+        plan: Mapping[str, Any],
+        cancelled: threading.Event,
+    ) -> dict[str, Any] | None:
+        """A better plan within the job's `planner_budget`, or None. It is kept for later in any case."""
+        budget = float(description.get("planner_budget") or 0)
+        if budget <= 0 or cancelled.is_set():
+            return None
+        problem = problem_of(description, failed)
+        seed = int(description.get("seed") or 0)
+        better = improve(problem, Plan.from_json(dict(plan)), budget, seed=seed)
+        if better is None:
+            return None
+        with self._lock:
+            self._best[failed] = better
+        return better.to_json()

@@ -1,0 +1,103 @@
+"""What the launcher tells of a job: a line when something happens, a table at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.observe.events import format_event
+
+_TOLD = ("started", "suspected", "decided", "reconciled", "resumed", "finished", "refused", "hint")
+_EVERY = 1.0
+"""Seconds between two lines about committed iterations."""
+
+
+@dataclass
+class Failure:
+    """One worker's failure as it is shown; times in milliseconds since the failure."""
+
+    worker: str
+    rank: int
+    kind: str
+    generation: int
+    iteration: int
+    detected_ms: float
+    resumed_ms: float | None = None
+    plan: str = ""
+
+
+class Summary:
+    """Collects events; `add` returns the line to show now, if any."""
+
+    def __init__(self) -> None:
+        self.failures: list[Failure] = []
+        self.committed = 0
+        self.loss: float | str | None = None
+        self.names: dict[int, str] = {}
+        self._last = 0.0
+
+    def add(self, event: Mapping[str, Any]) -> str | None:
+        name = event["event"]
+        if name == "started":
+            self.names = {rank: name for name, rank in event["ranks"].items()}
+        elif name == "suspected":
+            self._suspected(event)
+        elif name == "planned":
+            for failure in self._open():
+                failure.plan = str(event.get("source", ""))
+        elif name == "resumed":
+            for failure in self._open():
+                failure.resumed_ms = event.get("ms")
+        elif name == "committed":
+            self.committed += 1
+            self.loss = event.get("loss", self.loss)
+            if time.monotonic() - self._last < _EVERY:
+                return None
+            self._last = time.monotonic()
+            return format_event(dict(event))
+        return format_event(dict(event)) if name in _TOLD else None
+
+    def _suspected(self, event: Mapping[str, Any]) -> None:
+        self.failures.append(
+            Failure(
+                event["worker"],
+                event["rank"],
+                event["kind"],
+                event["generation"],
+                event["iteration"],
+                event.get("ms", 0.0),
+            )
+        )
+
+    def _open(self) -> list[Failure]:
+        return [failure for failure in self.failures if failure.resumed_ms is None]
+
+
+def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str) -> None:
+    """The closing table on standard output: `rows` are (rank, pid, end), `closing` is the last line."""
+    from rich.console import Console
+    from rich.table import Table
+
+    # A file or pipe has no width; 100 columns hold the table.
+    width = None if sys.stdout.isatty() else 100
+    console = Console(file=sys.stdout, highlight=False, width=width)
+    table = Table(
+        "rank", "worker", "pid", "end", "failure", "iteration", "detected", "training again", "plan"
+    )
+    by_rank = {failure.rank: failure for failure in summary.failures}
+    for rank, pid, end in rows:
+        failure = by_rank.get(rank)
+        cells = [""] * 5
+        if failure is not None:
+            resumed = "never" if failure.resumed_ms is None else f"{failure.resumed_ms:.0f} ms"
+            detected = f"{failure.detected_ms:.0f} ms"
+            cells = [failure.kind, str(failure.iteration), detected, resumed, failure.plan]
+        table.add_row(str(rank), summary.names.get(rank, ""), str(pid), end, *cells)
+    console.print(table)
+    loss = "" if summary.loss is None else f", last loss {summary.loss}"
+    survived = sum(failure.resumed_ms is not None for failure in summary.failures)
+    lost = f"{len(summary.failures)} workers lost, {survived} of them survived"
+    print(f"recycle: {closing} ({summary.committed} iterations committed{loss}; {lost})", flush=True)

@@ -1,0 +1,136 @@
+"""Stands for a training process: follows the protocol with an Agent, computes nothing, needs no torch.
+
+Workers agree through files in the run directory, as a real job does through its groups: a worker holds k when
+all members have computed it, and steps k when all members hold it. Told what to do by RECYCLE_FAKE (JSON):
+`iterations`, and `pause`: {rank: iteration} where a worker says so in a file and waits for it to go away.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership import Agent, Go, Stop
+
+STAGES = 2
+
+
+class FakeWorker:
+    def __init__(self) -> None:
+        self.orders = json.loads(os.environ["RECYCLE_FAKE"])
+        self.folder = Path(os.environ["RECYCLE_RUN_DIR"])
+        self.rank = int(os.environ["RANK"])
+        pipelines = int(os.environ["WORLD_SIZE"]) // STAGES
+        # Not rank = d * S + s: the launcher must not assume an order.
+        self.name = f"{self.rank % pipelines}:{self.rank // pipelines}"
+        self.holds = self.done = -1
+        self.agent = Agent(
+            os.environ["RECYCLE_COORDINATOR"],
+            os.environ["RECYCLE_TOKEN"],
+            self.name,
+            self.rank,
+            f"{self.name}/{os.getpid()}",
+            heartbeat_interval=self.orders.get("heartbeat_interval", 0.1),
+            on_stop=self.on_stop,
+        )
+        self.description = {
+            "grid": {"stages": STAGES, "microbatches": [2] * pipelines},
+            "block": 1,
+            "reduction": "exact",
+            "cap": None,
+            "planner_budget": 0,
+            **self.orders.get("description", {}),
+        }
+
+    def on_stop(self, stop: Stop) -> None:
+        self.agent.event("heard", generation=stop.generation, heard=time.time())
+
+    def report(self, attempt: int = 0) -> dict[str, Any]:
+        return {
+            "iteration": self.done + 1,
+            "attempt": attempt,
+            "holds": self.holds,
+            "stepped": self.done,
+            "verdict": None,
+            "actions": 3,
+        }
+
+    def train(self) -> None:
+        self.agent.start()
+        self.agent.ready(self.description, self.report())
+        go = self.agent.wait_go(1)
+        while True:
+            if go is not None:
+                self.holds = self.done = go.resume.target
+                self.agent.resumed(go.generation)
+                if self.run(go) and self.agent.finished():
+                    return
+            generation = self.agent.stop_generation
+            if self.rank in self.orders.get("mute", ()):
+                threading.Event().wait()
+            self.agent.report(generation, self.report(1 if go is None else go.attempt))
+            go = self.agent.wait_go(generation)
+
+    def run(self, go: Go) -> bool:
+        """All remaining iterations; False if a stop came."""
+        while self.done + 1 < self.orders["iterations"]:
+            iteration = self.done + 1
+            self.pause(go, iteration)
+            if not self.agreed(go, f"computed-{iteration}"):
+                return False
+            self.holds = iteration
+            if not self.agreed(go, f"held-{iteration}"):
+                return False
+            self.done = iteration
+            self.agent.committed(iteration, 1.0 / (iteration + 1))
+        return True
+
+    def agreed(self, go: Go, what: str) -> bool:
+        """Put a mark and wait for those of all members; False if a stop came."""
+        marks = self.folder / "marks" / f"{go.generation}-{what}"
+        marks.mkdir(parents=True, exist_ok=True)
+        (marks / self.name).touch()
+        while not all((marks / name).exists() for name in go.members):
+            if self.agent.stop_generation > go.generation:
+                return False
+            if self.agent.ended is not None:
+                raise JobEnded(self.agent.ended.message, self.agent.ended.status)
+            time.sleep(0.002)  # a stand-in for work
+        return True
+
+    def pause(self, go: Go, iteration: int) -> None:
+        """Stand still at the moment that a test wants, until the file goes away or a stop comes."""
+        if self.orders.get("pause", {}).get(str(self.rank)) != iteration:
+            return
+        file = self.folder / f"paused-{self.rank}"
+        file.write_text(str(os.getpid()))
+        self.agent.event("paused", rank=self.rank, iteration=iteration)
+        while file.exists() and self.agent.stop_generation <= go.generation and self.agent.ended is None:
+            time.sleep(0.002)
+
+
+def main() -> int:
+    worker = FakeWorker()
+    print(f"rank {worker.rank} is worker {worker.name}", flush=True)
+    if worker.rank in worker.orders.get("fail_at_start", ()):
+        print("no such model", flush=True)
+        return 7
+    try:
+        worker.train()
+    except JobEnded as end:
+        print(f"ended: {end}", flush=True)
+        return end.status
+    finally:
+        worker.agent.close()
+    print("finished", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

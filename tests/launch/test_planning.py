@@ -1,0 +1,54 @@
+"""What the coordinator asks the planner."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from megatron_recycle.launch.planning import Planning, problem_of
+from megatron_recycle.plan import Plan, PlanError, Worker, violations
+
+DESCRIPTION = {
+    "grid": {"stages": 2, "microbatches": [4, 4, 4]},
+    "block": 2,
+    "cap": None,
+    "split_backward": True,
+    "planner_budget": 0.0,
+}
+
+
+def test_a_legal_plan_for_every_membership_that_training_survives() -> None:
+    planning = Planning()
+    for failed in (frozenset(), frozenset({"1:1"}), frozenset({"1:1", "0:0"})):
+        plan = Plan.from_json(planning.plan(DESCRIPTION, failed))
+        assert violations(plan) == []
+        assert {str(worker) for worker in plan.problem.failed} == failed
+
+
+def test_a_stage_without_workers_is_an_error_that_names_it() -> None:
+    with pytest.raises(PlanError, match="stage 1"):
+        Planning().plan(DESCRIPTION, frozenset({"0:1", "1:1", "2:1"}))
+
+
+def test_a_cap_for_all_or_for_each() -> None:
+    assert set(problem_of(DESCRIPTION, frozenset()).cap.values()) == {4}
+    assert set(problem_of({**DESCRIPTION, "cap": 6}, frozenset()).cap.values()) == {6}
+    each = problem_of({**DESCRIPTION, "cap": {"0:0": 3, "1:1": 5}}, frozenset({"1:1"}))
+    assert each.cap == {Worker(0, 0): 3}
+
+
+def test_a_plan_is_made_once_for_each_membership() -> None:
+    planning = Planning()
+    first = planning.plan(DESCRIPTION, frozenset({"1:1"}))
+    planning._best[frozenset({"1:1"})] = Plan.from_json({**first, "source": "cpsat"})
+    assert planning.plan(DESCRIPTION, frozenset({"1:1"}))["source"] == "cpsat"
+
+
+def test_no_search_without_a_budget_or_after_it_was_cancelled() -> None:
+    planning = Planning()
+    plan = planning.plan(DESCRIPTION, frozenset())
+    cancelled = threading.Event()
+    assert planning.improve(DESCRIPTION, frozenset(), plan, cancelled) is None
+    cancelled.set()
+    assert planning.improve({**DESCRIPTION, "planner_budget": 60.0}, frozenset(), plan, cancelled) is None

@@ -1,0 +1,168 @@
+"""`recycle run` from outside: real processes, real signals, workers that compute nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.running import Running, launched
+
+
+def _committed(job: Running) -> list[int]:
+    return [event["iteration"] for event in job.events if event["event"] == "committed"]
+
+
+def _out(job: Running) -> dict[str, str]:
+    decided = [event for event in job.events if event["event"] == "decided"]
+    return decided[-1]["out"] if decided else {}
+
+
+def _no_process_is_left(job: Running) -> None:
+    assert job.children() == []
+
+
+def test_a_job_without_failures_ends_well_with_a_table(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {}) as job:
+        assert job.wait() == 0, job.where()
+        assert _committed(job) == [0, 1, 2, 3]
+        _no_process_is_left(job)
+    output = job.output.read_text()
+    assert "finished" in output and "4 iterations committed" in output
+    assert "rank 0 is worker 0:0" in output and "rank 1 is worker" not in output
+    assert (job.folder / "worker-5.log").read_text().startswith("rank 5 is worker 2:1")
+
+
+def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path) -> None:
+    """Rank 4 is worker 1:1: the launcher does not know that, the worker says so."""
+    with launched(tmp_path / "run", {"pause": {"4": 2}}) as job:
+        killed = job.kill(4)
+        assert job.wait() == 0, job.where()
+        assert _committed(job) == [0, 1, 2, 3]
+        suspected = job.event("suspected")
+        assert (suspected["worker"], suspected["kind"], suspected["rank"]) == ("1:1", "exit", 4)
+        heard = [event for event in job.events if event["event"] == "heard"]
+        assert {event["worker"] for event in heard} == {"0:0", "0:1", "1:0", "2:0", "2:1"}
+        assert max(event["heard"] for event in heard) - killed < 2.0  # a few ms; see docs for measurements
+        assert job.event("resumed")["t"] - killed < 5.0
+        assert job.event("reconciled")["iteration"] == 2
+        _no_process_is_left(job)
+    output = job.output.read_text()
+    assert "signal SIGKILL" in output and "1 workers lost, 1 of them survived" in output
+
+
+def test_two_workers_of_different_stages_killed_at_once(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"pause": {"1": 2, "5": 2}}) as job:
+        job.kill(1, 5)
+        assert job.wait() == 0, job.where()
+        assert _committed(job) == [0, 1, 2, 3]
+        assert _out(job) == {"1:0": "exit", "2:1": "exit"}
+        generations = [event["generation"] for event in job.events if event["event"] == "decided"]
+        assert generations == [2, 3]
+        _no_process_is_left(job)
+
+
+def test_a_stage_without_workers_ends_the_job_within_seconds_and_is_named(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"pause": {"3": 1, "4": 1, "5": 1}}) as job:
+        job.kill(3, 4, 5)
+        assert job.wait() == 1, job.where()
+        message = job.event("finished")["message"]
+        assert "stage 1" in message and "checkpoint" in message
+        _no_process_is_left(job)
+    output = job.output.read_text()
+    assert "stage 1 has lost its last worker" in output
+    assert "ended: stage 1" in (job.folder / "worker-0.log").read_text()
+
+
+def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_effect(tmp_path: Path) -> None:
+    times = {"RECYCLE_HEARTBEAT_TIMEOUT": "1"}
+    orders = {"pause": {"4": 2, "0": 3}, "description": {"heartbeat_timeout": 1.0}}
+    with launched(tmp_path / "run", orders, environ=times) as job:
+        (pid,) = job.paused(4)
+        stopped = job.kill(4, number=signal.SIGSTOP)
+        suspected = job.event("suspected")
+        assert (suspected["worker"], suspected["kind"]) == ("1:1", "frozen")
+        assert 0.8 < suspected["t"] - stopped < 4.0
+        job.event("paused", iteration=3)  # the others are on their way again
+        os.kill(pid, signal.SIGCONT)
+        job.until(lambda: "declared out" in (job.folder / "worker-4.log").read_text(), "the fence")
+        job.go_on(0)
+        assert job.wait() == 0, job.where()
+        assert _committed(job) == [0, 1, 2, 3]
+        assert _out(job) == {"1:1": "frozen"}
+        _no_process_is_left(job)
+
+
+def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) -> None:
+    orders = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 1.0}}
+    with launched(tmp_path / "run", orders) as job:
+        job.kill(4, number=signal.SIGSTOP)
+        assert job.wait() == 0, job.where()
+        _no_process_is_left(job)
+
+
+def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
+    orders = {"pause": {"4": 2}, "mute": [2], "description": {"report_timeout": 0.5}}
+    with launched(tmp_path / "run", orders) as job:
+        job.kill(4)
+        assert job.wait() == 0, job.where()
+        assert _out(job) == {"1:1": "exit", "2:0": "stalled"}
+        assert _committed(job) == [0, 1, 2, 3]
+        _no_process_is_left(job)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_job_and_leaves_no_orphan(tmp_path: Path, number: signal.Signals) -> None:
+    with launched(tmp_path / "run", {"pause": {"4": 1}}) as job:
+        job.paused(4)
+        job.process.send_signal(number)
+        assert job.wait() == 128 + number, job.where()
+        assert job.event("finished")["status"] == 128 + number
+        _no_process_is_left(job)
+
+
+def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"pause": {"4": 1}}) as job:
+        job.paused(4)
+        job.process.kill()
+        job.until(lambda: not job.children(), "end of all processes")
+
+
+def test_a_worker_that_fails_at_the_start_ends_the_job_and_its_log_is_named(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"fail_at_start": [3]}) as job:
+        assert job.wait() == 1, job.where()
+        _no_process_is_left(job)
+    output = job.output.read_text()
+    assert "rank 3 ended with status 7 before training began" in output
+    assert str(job.folder / "worker-3.log") in output
+
+
+def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
+    for _ in range(2):
+        with launched(tmp_path / "run", {"iterations": 1}, nproc=2) as job:
+            assert job.wait() == 0, job.where()
+            assert _committed(job) == [0]
+    (aside,) = (tmp_path / "run").glob("before-*")
+    assert {path.name for path in aside.iterdir()} >= {"events.jsonl", "journal.jsonl", "worker-0.log"}
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"pause": {"0": 0}}, nproc=2) as first:
+        first.paused(0)
+        with launched(tmp_path / "run", {}, nproc=2) as second:
+            assert second.wait() != 0
+            assert "choose another --run-dir" in second.output.read_text()
+            second.folder = tmp_path / "none"  # the first job's processes are not the second's
+        first.go_on(0)
+        assert first.wait() == 0, first.where()
+
+
+def test_a_script_without_the_plugin_runs_and_meets_at_the_store(tmp_path: Path) -> None:
+    """Nobody says hello to the coordinator; the store of torch.distributed is there all the same."""
+    script = Path(__file__).with_name("store_worker.py")
+    with launched(tmp_path / "run", {}, nproc=2, script=script, environ={"RECYCLE_TEST_STORE": "1"}) as job:
+        assert job.wait() == 0, job.where()
+        assert "none of them trained with the plugin" in job.event("finished")["message"]
+        assert (job.folder / "worker-1.log").read_text() == "all met\n"
