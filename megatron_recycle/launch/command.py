@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import signal
 import sys
 import time
 from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch import service
 from megatron_recycle.launch.launcher import (
     Job,
     Launcher,
@@ -21,16 +21,13 @@ from megatron_recycle.launch.launcher import (
     torchrun_environment,
 )
 from megatron_recycle.launch.rundir import prepare
-from megatron_recycle.launch.service import Services, start_coordinator
 from megatron_recycle.launch.summary import print_table
-from megatron_recycle.membership.machine import describe_status
+from megatron_recycle.membership.notices import describe_status
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `recycle run`; all that follows the script is the script's."""
-    parser.add_argument(
-        "--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)"
-    )
+    parser.add_argument("--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)")
     parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="hosts (default 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
     parser.add_argument(
@@ -76,25 +73,19 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     token = os.environ.get("RECYCLE_TOKEN") or secrets.token_hex(32)
     host = args.master_addr or config.interface
     say = say_to(sys.stderr)
-    coordinator = None
+    coordinator: service.Service | None = None
+    control, store_at = f"{host}:{args.master_port}", args.master_port + 1
     if args.node_rank == 0:
         prepare(run_dir)
         store_port = (args.master_port + 1 if args.master_port else 0) if store else -1
-        coordinator, services = start_coordinator(
-            size=nproc * args.nnodes,
-            run_dir=run_dir,
-            token=token,
-            interface=host,
-            environ=os.environ,
-            port=args.master_port,
-            store_port=store_port,
-        )
+        order = service.Order(nproc * args.nnodes, run_dir, token, host, os.environ, args.master_port, store_port)
+        coordinator = service.start(order)
+        control, store_at = coordinator.control, coordinator.store or 0
     else:
         run_dir.mkdir(parents=True, exist_ok=True)
-        services = Services(f"{host}:{args.master_port}", args.master_port + 1)
-    environ = torchrun_environment(os.environ, host, services.store or 0, args.nnodes, args.node_rank)
+    environ = torchrun_environment(os.environ, host, store_at, args.nnodes, args.node_rank)
     environ |= {
-        "RECYCLE_COORDINATOR": services.control,
+        "RECYCLE_COORDINATOR": control,
         "RECYCLE_TOKEN": token,
         "RECYCLE_RUN_DIR": str(run_dir),
     }
@@ -109,20 +100,9 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         heartbeat_interval=config.heartbeat_interval,
     )
     say(f"recycle: {nproc} workers, logs and events in {run_dir}")
-    launcher = Launcher(job, services.control, token, say)
-    try:
-        status = launcher.run()
-    finally:
-        if coordinator is not None:
-            # It ends by itself once nobody is connected any more.
-            if coordinator.wait(2.0) is None:
-                coordinator.signal(signal.SIGKILL)
-                coordinator.wait(5.0)
-            coordinator.release()
-    rows = [
-        (worker.rank, worker.child.pid, describe_status(worker.status))
-        for worker in launcher.workers.values()
-    ]
+    launcher = Launcher(job, control, token, say, coordinator)
+    status = launcher.run()
+    rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in launcher.workers.values()]
     print_table(launcher.summary, rows, launcher.message)
     return status
 
@@ -131,9 +111,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
     if not 0 <= args.node_rank < args.nnodes:
-        raise ConfigError(
-            f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes} give 0 to {args.nnodes - 1}"
-        )
+        raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes} give 0 to {args.nnodes - 1}")
     if args.nnodes > 1:
         missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
         if missing:

@@ -20,7 +20,9 @@ from typing import Any
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.launch.planning import Planning
 from megatron_recycle.membership import Coordinator, Journal, Timeouts
-from megatron_recycle.observe.events import EventLog
+from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.state import State
+from megatron_recycle.observe.events import EventLog, read_events
 
 LINGER = 30.0
 """Seconds that the services outlive a job without a launcher, for processes that still have to end."""
@@ -33,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--interface", default="127.0.0.1", help="the only address to listen on")
     made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
     made.add_argument("--store-port", type=int, default=0, help="of torch's store; 0: any, -1: no store")
+    made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
     made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
     return made
 
@@ -45,9 +48,22 @@ def start_store(listener: socket.socket) -> Any:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
+def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, State | None]:
+    """A new journal, or that of a coordinator that has died with the state that follows from it."""
+    path = args.run_dir / "journal.jsonl"
+    if not args.resume:
+        return Journal.create(path), None
+    journal = Journal.reopen(path)
+    told = read_events(events) if events.exists() else []
+    committed = max((event["iteration"] for event in told if event["event"] == "committed"), default=-1)
+    return journal, restore(args.size, journal.records, committed)
+
+
 async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig) -> int:
     """Serve until the job is over; returns its status."""
-    log = EventLog(args.run_dir / "events.jsonl")
+    events = args.run_dir / "events.jsonl"
+    journal, state = open_journal(args, events)
+    log = EventLog(events)
 
     def emit(event: Mapping[str, Any]) -> None:
         fields = dict(event)
@@ -57,7 +73,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     coordinator = Coordinator(
         size=args.size,
         token=token,
-        journal=Journal.create(args.run_dir / "journal.jsonl"),
+        journal=journal,
         plan=planning.plan,
         improve=planning.improve,
         emit=emit,
@@ -65,6 +81,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         host=args.interface,
         port=args.port,
         launched=not args.embedded,
+        state=state,
     )
     listener = None if args.store_port < 0 else socket.create_server((args.interface, args.store_port))
     store_port = None if listener is None else listener.getsockname()[1]

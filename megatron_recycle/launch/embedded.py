@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.launch import service
 from megatron_recycle.launch.rundir import prepare
-from megatron_recycle.launch.service import start_coordinator
 
 
 def start(settings: RecycleConfig) -> tuple[str, str]:
@@ -31,15 +31,16 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
         "RECYCLE_TRANSPORT_TIMEOUT": str(settings.transport_timeout),
         "RECYCLE_REPORT_TIMEOUT": str(settings.report_timeout),
     }
-    child, services = start_coordinator(
+    order = service.Order(
         size=int(os.environ["WORLD_SIZE"]),
         run_dir=run_dir,
         token=token,
         interface=settings.interface,
         environ=environ,
         store_port=-1,
-        options=("--embedded",),
         tied=False,
+        embedded=True,
     )
-    child.release()
-    return services.control, token
+    started = service.start(order)
+    started.child.release()
+    return started.control, token

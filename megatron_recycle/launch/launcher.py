@@ -19,12 +19,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.follow import Follower
+from megatron_recycle.launch.service import Service
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.membership.link import Link
-from megatron_recycle.membership.machine import describe_status
 from megatron_recycle.membership.messages import TO_LAUNCHER
+from megatron_recycle.membership.notices import describe_status
 from megatron_recycle.membership.wire import Message
 
 _GLANCE = 0.25
@@ -76,13 +78,22 @@ class Launcher:
     Args:
         control, token: of the coordinator.
         say: gets each line for the user.
+        coordinator: its process, if this launcher is to look after it.
     """
 
-    def __init__(self, job: Job, control: str, token: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        control: str,
+        token: str,
+        say: Callable[[str], None],
+        coordinator: Service | None = None,
+    ) -> None:
         self.job = job
         self.workers: dict[int, Worker] = {}
         self.summary = Summary()
         self._say = say
+        self._coordinator = coordinator
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -112,6 +123,8 @@ class Launcher:
         descriptor = signal.set_wakeup_fd(self._wake_out.fileno(), warn_on_full_buffer=False)
         try:
             self._link.start()
+            if self._coordinator is not None:
+                self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
             for local in range(self.job.nproc):
                 self._spawn(local)
             while any(worker.status is None for worker in self.workers.values()) or self._awaits_end():
@@ -125,6 +138,8 @@ class Launcher:
                 signal.signal(number, handler)
             for worker in self.workers.values():
                 worker.child.release()
+            if self._coordinator is not None:
+                self._coordinator.end()
             self._selector.close()
         return self._status()
 
@@ -163,9 +178,7 @@ class Launcher:
         self._exits.append(exit_message)
         self._link.send(exit_message)
         if worker.status and self._end is None and not self._interrupted:
-            self._say(
-                f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}"
-            )
+            self._say(f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}")
 
     # The loop
 
@@ -173,6 +186,8 @@ class Launcher:
         for key, _ in self._selector.select(_GLANCE):
             if key.data is None:
                 self._drain()
+            elif isinstance(key.data, Service):
+                self._coordinator_died(key.data)
             else:
                 self._ended(key.data)
         while not self._inbox.empty():
@@ -181,6 +196,19 @@ class Launcher:
             self._interrupt(self._signals.popleft())
         self._follower.poll(self._shown())
         self._check_deadline()
+
+    def _coordinator_died(self, service: Service) -> None:
+        """Training goes on meanwhile; the new one reads the journal and finds the workers where they are."""
+        self._selector.unregister(service.child.pidfd)
+        if self._end is not None or self._interrupted:
+            return
+        self._say(f"the coordinator (pid {service.child.pid}) has died; starting it again")
+        try:
+            self._coordinator = service.restart()
+        except RecycleError as error:
+            self._finish({"type": "end", "status": 1, "message": f"no coordinator any more: {error}"})
+            return
+        self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
 
     def _drain(self) -> None:
         try:
@@ -231,9 +259,7 @@ class Launcher:
         if not self._interrupted:
             self._interrupted = True
             self._say(f"{name}: ending all workers")
-            self._link.send(
-                {"type": "interrupt", "status": 128 + number, "message": f"interrupted by {name}"}
-            )
+            self._link.send({"type": "interrupt", "status": 128 + number, "message": f"interrupted by {name}"})
             self._signal_all(signal.SIGTERM)
             self._deadline(self.job.grace.terminated, signal.SIGKILL)
         else:

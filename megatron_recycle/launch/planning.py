@@ -63,7 +63,7 @@ class Planning:
             return None
         problem = problem_of(description, failed)
         seed = int(description.get("seed") or 0)
-        better = improve(problem, Plan.from_json(dict(plan)), budget, seed=seed)
+        better = improve(problem, Plan.from_json(dict(plan)), budget, seed, cancelled.is_set)
         if better is None:
             return None
         with self._lock:

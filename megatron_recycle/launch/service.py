@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,48 +18,87 @@ from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 
 _START_LIMIT = 60.0
+_END_LIMIT = 2.0
+_MAX_RESTARTS = 5
 _TOLD_LINES = 5
 
 
 @dataclass(frozen=True)
-class Services:
-    """Addresses of a job: "host:port" of its coordinator, and the port of torch's store, if it has one."""
+class Order:
+    """A coordinator to be started. Ports: 0 is any; `store_port` -1 is no store of torch's.
 
+    `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits.
+    """
+
+    size: int
+    run_dir: Path
+    token: str
+    interface: str
+    environ: Mapping[str, str]
+    port: int = 0
+    store_port: int = 0
+    tied: bool = True
+    embedded: bool = False
+    resume: bool = False
+
+    def command(self) -> list[str]:
+        command = [sys.executable, "-m", "megatron_recycle.launch.coordinate"]
+        command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
+        command += ["--port", str(self.port), "--store-port", str(self.store_port)]
+        return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
+
+
+@dataclass
+class Service:
+    """A coordinator's process and where it listens: "host:port", and the port of torch's store, if it has one."""
+
+    child: Child
     control: str
     store: int | None
+    order: Order
+    restarts: int = 0
+
+    def restart(self) -> Service:
+        """Start the coordinator of the same job again, at the same addresses, after it has died.
+
+        Raises:
+            RecycleError: it does not start, or has died too often.
+        """
+        if self.restarts >= _MAX_RESTARTS:
+            raise RecycleError(f"the coordinator has died {self.restarts + 1} times: see {self.child.log}")
+        self.child.release()
+        port = int(self.control.rpartition(":")[2])
+        store = -1 if self.store is None else self.store
+        again = start(dataclasses.replace(self.order, port=port, store_port=store, resume=True))
+        again.restarts = self.restarts + 1
+        return again
+
+    def end(self) -> None:
+        """It ends by itself once nobody is connected any more; what does not is killed."""
+        if self.child.wait(_END_LIMIT) is None:
+            self.child.signal(signal.SIGKILL)
+            self.child.wait(_END_LIMIT)
+        self.child.release()
 
 
-def start_coordinator(
-    *,
-    size: int,
-    run_dir: Path,
-    token: str,
-    interface: str,
-    environ: Mapping[str, str],
-    port: int = 0,
-    store_port: int = 0,
-    options: Sequence[str] = (),
-    tied: bool = True,
-) -> tuple[Child, Services]:
+def start(order: Order) -> Service:
     """Start the process and wait until it listens.
 
     Raises:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
-    command = [sys.executable, "-m", "megatron_recycle.launch.coordinate"]
-    command += ["--size", str(size), "--run-dir", str(run_dir), "--interface", interface]
-    command += ["--port", str(port), "--store-port", str(store_port), *options]
-    environ = {**environ, "RECYCLE_TOKEN": token, "OMP_NUM_THREADS": "1"}
-    child = Child(command, environ, run_dir / "coordinator.log", stdout=subprocess.PIPE, tied=tied)
+    environ = {**order.environ, "RECYCLE_TOKEN": order.token, "OMP_NUM_THREADS": "1"}
+    log = order.run_dir / "coordinator.log"
+    child = Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied)
     line = _first_line(child)
     if line is None:
-        child.signal(9)
-        child.wait(5)
+        child.signal(signal.SIGKILL)
+        child.wait(_END_LIMIT)
         child.release()
-        tail = "\n".join(child.log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
-        raise RecycleError(f"the coordinator did not start; the end of {child.log}:\n{tail}")
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
+        raise RecycleError(f"the coordinator did not start; the end of {log}:\n{tail}")
     services = json.loads(line)
-    return child, Services(services["control"], services["store"])
+    return Service(child, services["control"], services["store"], order)
 
 
 def _first_line(child: Child) -> bytes | None:

@@ -84,9 +84,7 @@ def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing:
     # A file or pipe has no width; 100 columns hold the table.
     width = None if sys.stdout.isatty() else 100
     console = Console(file=sys.stdout, highlight=False, width=width)
-    table = Table(
-        "rank", "worker", "pid", "end", "failure", "iteration", "detected", "training again", "plan"
-    )
+    table = Table("rank", "worker", "pid", "end", "failure", "iteration", "detected", "training again", "plan")
     by_rank = {failure.rank: failure for failure in summary.failures}
     for rank, pid, end in rows:
         failure = by_rank.get(rank)

@@ -172,9 +172,7 @@ class Agent:
 
     def committed(self, iteration: int, loss: float | None = None) -> None:
         """`iteration` is validated and stepped here."""
-        self._send_kept(
-            {"type": "committed", "iteration": iteration, "generation": self.generation, "loss": loss}
-        )
+        self._send_kept({"type": "committed", "iteration": iteration, "generation": self.generation, "loss": loss})
 
     def event(self, name: str, **fields: Any) -> None:
         """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""

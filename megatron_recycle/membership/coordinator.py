@@ -42,6 +42,7 @@ from megatron_recycle.membership.state import (
     Ready,
     Reported,
     ReportsLate,
+    Restarted,
     Resumed,
     State,
     Store,
@@ -85,6 +86,7 @@ class Coordinator:
         emit: gets every event, see observe.events; called in the event loop.
         host, port: the only address to listen on; port 0 chooses one.
         launched: whether launchers report exits. If not, the end of a worker's connection is its exit.
+        state: what `restart.restore` has read from the journal of a coordinator that has died.
     """
 
     def __init__(
@@ -100,8 +102,9 @@ class Coordinator:
         host: str = "127.0.0.1",
         port: int = 0,
         launched: bool = True,
+        state: State | None = None,
     ) -> None:
-        self.state = State(size=size)
+        self.state = State(size=size) if state is None else state
         self.token = token
         self.timeouts = timeouts or Timeouts()
         self.hello_timeout = self.timeouts.hello_timeout
@@ -132,12 +135,22 @@ class Coordinator:
         self._ended = self._loop.create_future()
         self._server = await self._loop.create_server(lambda: Connection(self), self._host, self._port)
         self._loop.call_later(self.timeouts.start_timeout, self._start_late)
+        if self.state.phase is not Phase.FORMING:
+            self._come_back()
         self._tick()
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 
+    def _come_back(self) -> None:
+        """Begin from a restored state: members have as long as a heartbeat may take to connect again."""
+        if self.state.ended is not None:
+            self._announce_end(End(*self.state.ended))
+            return
+        self._new_generation()
+        self._feed(Restarted())
+
     async def wait_ended(self) -> End:
-        """How the job ended."""
+        """How the job ended. Raises OSError if a decision could not be written to the journal."""
         assert self._ended is not None, "start() comes first"
         return await self._ended
 
@@ -202,7 +215,7 @@ class Coordinator:
         if before is not None and before is not connection:
             before.close()
         self._heartbeats.beat(member.incarnation, time.monotonic())
-        self._feed(Hello(member))
+        self._feed(Hello(member, message["generation"]))
 
     def _from_worker(self, incarnation: str, message: Message) -> None:
         kind = message["type"]
@@ -261,9 +274,7 @@ class Coordinator:
     def _start_late(self) -> None:
         if self.state.phase is not Phase.FORMING:
             return
-        ready = {
-            member.rank for member in self.state.known.values() if member.worker in self.state.descriptions
-        }
+        ready = {member.rank for member in self.state.known.values() if member.worker in self.state.descriptions}
         missing = ", ".join(str(rank) for rank in range(self.state.size) if rank not in ready)
         limit = f"{self.timeouts.start_timeout:.0f} s"
         self._feed(Interrupted(1, f"not ready within {limit}: rank {missing}; see their logs"))
@@ -282,14 +293,14 @@ class Coordinator:
         """Timers and searches of the last generation are void."""
         self._cancelled.set()
         self._cancelled = threading.Event()
-        if self.state.generation == 1 and self.state.description is not None:
+        if self.state.description is not None:
             self.timeouts = self.timeouts.overridden(self.state.description)
             self._heartbeats.timeout = self.timeouts.heartbeat_timeout
         self._heartbeats.watch(self.state.incarnations().values(), time.monotonic())
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Store):
-            self._journal.append(decision.record)
+            self._store(decision)
         elif isinstance(decision, Tell):
             for incarnation in decision.to:
                 if (connection := self._workers.get(incarnation)) is not None:
@@ -307,6 +318,16 @@ class Coordinator:
                 self._in_thread("recycle-improve", self._look_for_better, decision, self._cancelled)
         else:
             self._announce_end(decision)
+
+    def _store(self, decision: Store) -> None:
+        """A coordinator that cannot remember must not lead: its process ends before anything is announced."""
+        assert self._ended is not None
+        try:
+            self._journal.append(decision.record)
+        except OSError as error:
+            if not self._ended.done():
+                self._ended.set_exception(error)
+            raise
 
     def _tell_event(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "suspected":

@@ -7,13 +7,10 @@ generations that are over change nothing.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import signal
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_recycle.membership import progress
+from megatron_recycle.membership import forming, notices, progress
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import (
     Adopted,
@@ -21,7 +18,6 @@ from megatron_recycle.membership.state import (
     Committed,
     Decision,
     Emit,
-    End,
     Exited,
     Finished,
     Hello,
@@ -31,13 +27,13 @@ from megatron_recycle.membership.state import (
     Loss,
     Lost,
     MakePlan,
-    Member,
     Phase,
     PlanFailed,
     Planned,
     Ready,
     Reported,
     ReportsLate,
+    Restarted,
     Resumed,
     State,
     Step,
@@ -45,10 +41,6 @@ from megatron_recycle.membership.state import (
     Tell,
     in_order,
 )
-from megatron_recycle.plan.grid import Grid
-
-FENCED_STATUS = 3
-"""Exit status of a worker that was declared out and notices."""
 
 
 def step(state: State, happened: Input, now: float) -> Step:
@@ -58,117 +50,61 @@ def step(state: State, happened: Input, now: float) -> Step:
     return _HANDLERS[type(happened)](state, happened, now)
 
 
-def group_prefix(generation: int, members: Mapping[str, str]) -> str:
-    """The store prefix of a generation's groups: workers that disagree on the members never meet."""
-    text = json.dumps(dict(members), sort_keys=True, separators=(",", ":"))
-    return f"g{generation}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def describe_status(status: int | None) -> str:
-    """An exit status in words; None where nobody could see it."""
-    if status is None:
-        return "an unknown status"
-    if status >= 0:
-        return f"status {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
-
-
 # Coming in
 
 
 def _hello(state: State, happened: Hello, now: float) -> Step:
     member = happened.member
     if state.phase is Phase.ENDED:
-        return state, (_end_message((member.incarnation,), 1, "the job has ended"),)
+        return state, (notices.ended(state, member.incarnation),)
     if member.incarnation in state.fenced:
-        return state, (_fence(state, member),)
+        return state, (notices.fence(state, member),)
     if state.member(member.incarnation) is not None:
-        return state, _remind(state, member.incarnation)
+        return _came_back(state, happened, now)
     if state.phase is not Phase.FORMING:
         text = f"worker {member.worker} cannot join: the job runs in generation {state.generation} already"
-        return state, (_refuse(member, text),)
-    if member.incarnation in state.known:
-        return state, ()
-    for other in state.known.values():
-        if member.worker == other.worker or member.rank == other.rank:
-            text = f"rank {member.rank} as {member.worker}: rank {other.rank} is {other.worker} already"
-            return state, (_refuse(member, text),)
-    if not 0 <= member.rank < state.size:
-        return state, (_refuse(member, f"rank {member.rank} is not of this job of {state.size} workers"),)
-    state = state.with_(known={**state.known, member.incarnation: member})
-    if state.gone:
-        return _end(state, 1, _left_early(min(state.gone), 0, ""), now)
-    return state, ()
+        return state, (notices.refuse(member, text),)
+    return forming.hello(state, member, now)
 
 
-def _remind(state: State, incarnation: str) -> tuple[Decision, ...]:
-    """What a member must know that may have missed it; what it has heard before does it no harm."""
+def _came_back(state: State, happened: Hello, now: float) -> Step:
+    """A member has a new connection. What it may have missed is told again; hearing it twice does no harm."""
+    if happened.generation > state.generation:
+        # The journal has lost its end: start above what was announced.
+        return _regenerate(state.with_(generation=happened.generation), {}, now, now)
+    if state.phase is Phase.RETURNING:
+        return _returned(state, happened, now)
     told: list[Decision] = []
+    to = (happened.member.incarnation,)
     if state.generation > 1:
-        told.append(Tell((incarnation,), _stop_message(state)))
+        told.append(Tell(to, notices.stop_message(state)))
     if state.phase is Phase.TRAINING and state.go is not None:
-        told.append(Tell((incarnation,), state.go))
-    return tuple(told)
+        told.append(Tell(to, state.go))
+    return state, tuple(told)
 
 
-def _ready(state: State, happened: Ready, now: float) -> Step:
-    member = state.known.get(happened.incarnation)
-    if member is None or state.phase is not Phase.FORMING:
+# A coordinator that comes back
+
+
+def _restarted(state: State, happened: Restarted, now: float) -> Step:
+    """A recovery found half done is begun again; otherwise the members say where they stand first."""
+    if state.phase is not Phase.RETURNING:
         return state, ()
-    for other, description in state.descriptions.items():
-        if difference := _difference(description, happened.description):
-            key, ours, theirs = difference
-            text = (
-                f"worker {other} has {key} = {ours} but worker {member.worker} has {theirs}: give all "
-                f"workers the same configuration and the same model"
-            )
-            return _end(state, 1, text, now)
-    state = state.with_(
-        descriptions={**state.descriptions, member.worker: happened.description},
-        reports={**state.reports, member.worker: happened.report},
-    )
-    return _form(state, now) if len(state.descriptions) == state.size else (state, ())
+    event = Emit({"event": "restarted", "t": now, "generation": state.generation})
+    if state.resume is not None and state.went == state.generation:
+        return state, (event,)
+    state, decisions = _regenerate(state, {}, now, now)
+    return state, (event, *decisions)
 
 
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first key, with both values, in which two descriptions differ."""
-    for key in sorted({*one, *other}):
-        ours, theirs = (json.dumps(item.get(key), sort_keys=True) for item in (one, other))
-        if ours != theirs:
-            return key, ours, theirs
-    return None
-
-
-def _form(state: State, now: float) -> Step:
-    """All workers are ready: generation 1."""
-    description = next(iter(state.descriptions.values()))
-    grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
-    wanted = {str(worker) for worker in grid.workers()}
-    if wanted != set(state.descriptions):
-        text = (
-            f"the grid has {grid.pipelines} pipelines x {grid.stages} stages, but the workers are "
-            f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
-        )
-        return _end(state, 1, text, now)
-    state = state.with_(
-        phase=Phase.RECOVERING,
-        generation=1,
-        members={member.worker: member for member in state.known.values()},
-        description=description,
-        descriptions={},
-    )
-    started = {
-        "event": "started",
-        "t": now,
-        "generation": 1,
-        "members": state.incarnations(),
-        "ranks": {name: state.members[name].rank for name in in_order(state.members)},
-        "grid": dict(description["grid"]),
-    }
-    return state, (Store(_decided_record(state)), Emit(started), MakePlan(1, frozenset()))
+def _returned(state: State, happened: Hello, now: float) -> Step:
+    """If all members are in the generation that was announced last, training has never stopped."""
+    if happened.generation < state.generation:
+        return _regenerate(state, {}, now, now)
+    state = state.with_(returned=state.returned | {happened.member.worker})
+    if len(state.returned) < len(state.members):
+        return state, ()
+    return state.with_(phase=Phase.TRAINING), ()
 
 
 # Losing workers
@@ -185,27 +121,11 @@ def _lost(state: State, happened: Lost, now: float) -> Step:
 def _exited(state: State, happened: Exited, now: float) -> Step:
     member = next((m for m in state.known.values() if (m.rank, m.pid) == (happened.rank, happened.pid)), None)
     if state.phase is Phase.FORMING:
-        return _exited_early(state, member, happened, now)
+        return forming.exited_early(state, member, happened, now)
     if member is None or state.member(member.incarnation) is None:
         return state, ()
     left = not happened.status and member.worker in state.finished
     return _lost(state, Lost((Loss(member.incarnation, "leave" if left else "exit"),), happened.since), now)
-
-
-def _exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:
-    """An exit before generation 1 ends the job, unless nobody uses the plugin and all end well."""
-    well = not happened.status and (member is None or member.worker in state.finished)
-    if not well or (member is None and state.known):
-        return _end(state, 1, _left_early(happened.rank, happened.status, happened.log), now)
-    state = state.with_(gone=state.gone | {happened.rank})
-    if len(state.gone) < state.size:
-        return state, ()
-    return _end(state, 0, "all workers ended well; none of them trained with the plugin", now)
-
-
-def _left_early(rank: int, status: int | None, log: str) -> str:
-    where = f": see {log}" if log else ""
-    return f"rank {rank} ended with {describe_status(status)} before training began{where}"
 
 
 def _reports_late(state: State, happened: ReportsLate, now: float) -> Step:
@@ -246,6 +166,7 @@ def _regenerate(state: State, lost: Mapping[str, str], since: float, now: float)
         resumed={},
         finished=frozenset(),
         adopted={},
+        returned=frozenset(),
     )
     decided = {
         "event": "decided",
@@ -255,19 +176,19 @@ def _regenerate(state: State, lost: Mapping[str, str], since: float, now: float)
         "members": state.incarnations(),
         "out": dict(state.out),
     }
-    store = Store(_decided_record(state))
+    store = Store(notices.decided_record(state))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [
-        Tell(tuple(state.incarnations().values()), _stop_message(state)),
+        Tell(tuple(state.incarnations().values()), notices.stop_message(state)),
         MakePlan(state.generation, state.failed),
         Await(state.generation),
     ]
     tell: list[Decision] = [Emit(event) for event in (*suspected, decided)]
-    tell += [_fence(state, member) for member in removed]
+    tell += [notices.fence(state, member) for member in removed]
     empty = next((s for s, names in enumerate(by_stage(state.stages, members)) if not names), None)
     state, commits = progress.committed_by_all(state, now)
     if empty is not None:
-        state, ending = _end(state, 1, _stage_gone(state, empty), now)
+        state, ending = notices.end(state, 1, _stage_gone(state, empty), now)
         return state, (store, *tell, *commits, *ending)
     return state, (store, *announce, *tell, *commits)
 
@@ -318,7 +239,7 @@ def _plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
     out = ", ".join(in_order(state.out)) or "nobody"
-    return _end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now)
+    return notices.end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now)
 
 
 def _go(state: State, now: float) -> Step:
@@ -330,7 +251,7 @@ def _go(state: State, now: float) -> Step:
     incarnations = state.incarnations()
     resume = decide(state.stages, incarnations, state.reports, announced=announced)
     if isinstance(resume, Stop):
-        return _end(state, 1, resume.message, now)
+        return notices.end(state, 1, resume.message, now)
     go = {
         "type": "go",
         "generation": state.generation,
@@ -338,7 +259,7 @@ def _go(state: State, now: float) -> Step:
         "members": incarnations,
         "plan": state.plan,
         "resume": resume.to_json(),
-        "prefix": group_prefix(state.generation, incarnations),
+        "prefix": notices.group_prefix(state.generation, incarnations),
     }
     record = {
         "kind": "go",
@@ -346,7 +267,7 @@ def _go(state: State, now: float) -> Step:
         "resume": go["resume"],
         "digest": state.plan.get("digest"),
     }
-    state = progress.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
+    state = progress.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume, went=state.generation))
     decisions: list[Decision] = [Store(record)]
     if state.generation > 1:
         decisions.append(Emit(progress.reconciled_event(state, resume, now)))
@@ -369,79 +290,18 @@ def _finished(state: State, happened: Finished, now: float) -> Step:
     left = Emit({**event, "kind": "leave"})
     if len(state.finished) < (len(state.members) or state.size):
         return state, (left,)
-    state, ending = _end(state, 0, "the job has finished", now)
+    state, ending = notices.end(state, 0, "the job has finished", now)
     return state, (left, *ending)
 
 
 def _interrupted(state: State, happened: Interrupted, now: float) -> Step:
-    return _end(state, happened.status, happened.message, now)
-
-
-def _end(state: State, status: int, message: str, now: float) -> Step:
-    told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
-    event = {
-        "event": "finished",
-        "t": now,
-        "generation": state.generation,
-        "iteration": state.committed if state.committed >= 0 else None,
-        "status": status,
-        "message": message,
-        "out": dict(state.out),
-    }
-    decisions = (
-        Store({"kind": "end", "generation": state.generation, "status": status, "message": message}),
-        Emit(event),
-        _end_message(told, status, message),
-        End(status, message),
-    )
-    return state.with_(phase=Phase.ENDED), decisions
-
-
-# Messages and records
-
-
-def _stop_message(state: State) -> dict[str, Any]:
-    return {
-        "type": "stop",
-        "generation": state.generation,
-        "members": state.incarnations(),
-        "out": dict(state.out),
-    }
-
-
-def _end_message(to: tuple[str, ...], status: int, message: str) -> Tell:
-    return Tell(to, {"type": "end", "status": status, "message": message})
-
-
-def _refuse(member: Member, text: str) -> Tell:
-    return _end_message((member.incarnation,), 1, text)
-
-
-def _fence(state: State, member: Member) -> Tell:
-    kind = state.out.get(member.worker, "exit")
-    text = (
-        f"worker {member.worker} was declared out ({kind}); the job goes on without it in generation "
-        f"{state.generation}, and nothing this process does counts any more"
-    )
-    return _end_message((member.incarnation,), FENCED_STATUS, text)
-
-
-def _decided_record(state: State) -> dict[str, Any]:
-    """What a restarted coordinator needs to know of a generation."""
-    return {
-        "kind": "decided",
-        "generation": state.generation,
-        "members": {name: vars(member) for name, member in state.members.items()},
-        "out": dict(state.out),
-        "fenced": sorted(state.fenced),
-        "committed": state.committed,
-        "description": dict(state.description or {}),
-    }
+    return notices.end(state, happened.status, happened.message, now)
 
 
 _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Hello: _hello,
-    Ready: _ready,
+    Ready: forming.ready,
+    Restarted: _restarted,
     Lost: _lost,
     Exited: _exited,
     Reported: _reported,

@@ -53,9 +53,7 @@ class Stop:
 RESTART = "Restart the job from its last checkpoint with the same command."
 
 
-def by_stage(
-    stages: int, members: Iterable[str], stage_of: Mapping[str, int] | None = None
-) -> list[list[str]]:
+def by_stage(stages: int, members: Iterable[str], stage_of: Mapping[str, int] | None = None) -> list[list[str]]:
     """The members of each stage, in worker order."""
     moved = stage_of or {}
     found: list[list[str]] = [[] for _ in range(stages)]

@@ -17,9 +17,13 @@ Message = Mapping[str, Any]
 
 
 class Phase(Enum):
-    """FORMING until all are ready; RECOVERING from a decision until its go; TRAINING; ENDED for good."""
+    """FORMING until all are ready; RECOVERING from a decision until its go; TRAINING; ENDED for good.
+
+    RETURNING: a restarted coordinator that waits until its members say where they stand.
+    """
 
     FORMING = "forming"
+    RETURNING = "returning"
     RECOVERING = "recovering"
     TRAINING = "training"
     ENDED = "ended"
@@ -62,6 +66,13 @@ class State:
     go: Message | None = None
     """The last announced go, to be told again to a worker that lost its connection."""
     resume: Resume | None = None
+    """The last resume point that was announced."""
+    went: int = 0
+    """The generation that it was announced for."""
+    returned: frozenset[str] = frozenset()
+    """RETURNING: members that have said they are in the current generation."""
+    ended: tuple[int, str] | None = None
+    """Status and message of the end."""
     since: float | None = None
     """When the failure happened that is being recovered from; of several, the first."""
     resumed: Mapping[str, float] = field(default_factory=dict)
@@ -110,9 +121,13 @@ def in_order(names: Any) -> list[str]:
 
 @dataclass(frozen=True)
 class Hello:
-    """A process presents itself, or comes back after it lost its connection."""
+    """A process presents itself, or comes back after it lost its connection.
+
+    `generation` is the last one that it was told to go in, 0 for none.
+    """
 
     member: Member
+    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -208,6 +223,11 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Restarted:
+    """The coordinator has come back; its state is from `restart.restore`."""
+
+
+@dataclass(frozen=True)
 class Interrupted:
     """Somebody outside (a signal, a limit of time, the launcher) ends the job."""
 
@@ -229,6 +249,7 @@ Input = (
     | Committed
     | Adopted
     | Finished
+    | Restarted
     | Interrupted
 )
 

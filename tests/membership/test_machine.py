@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership.machine import group_prefix
+from megatron_recycle.membership.notices import group_prefix
 from tests.membership.cluster import Cluster, endings, events, report, told
 
 

@@ -1,0 +1,112 @@
+"""From the first hello to generation 1. Pure, like `machine`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.membership import notices
+from megatron_recycle.membership.state import (
+    Emit,
+    Exited,
+    MakePlan,
+    Member,
+    Phase,
+    Ready,
+    State,
+    Step,
+    Store,
+    in_order,
+)
+from megatron_recycle.plan.grid import Grid
+
+
+def hello(state: State, member: Member, now: float) -> Step:
+    """A process presents itself for the first time, or again after it lost its connection."""
+    if member.incarnation in state.known:
+        return state, ()
+    for other in state.known.values():
+        if member.worker == other.worker or member.rank == other.rank:
+            text = f"rank {member.rank} as {member.worker}: rank {other.rank} is {other.worker} already"
+            return state, (notices.refuse(member, text),)
+    if not 0 <= member.rank < state.size:
+        text = f"rank {member.rank} is not of this job of {state.size} workers"
+        return state, (notices.refuse(member, text),)
+    state = state.with_(known={**state.known, member.incarnation: member})
+    if state.gone:
+        return notices.end(state, 1, _left_early(min(state.gone), 0, ""), now)
+    return state, ()
+
+
+def ready(state: State, happened: Ready, now: float) -> Step:
+    member = state.known.get(happened.incarnation)
+    if member is None or state.phase is not Phase.FORMING:
+        return state, ()
+    for other, description in state.descriptions.items():
+        if difference := _difference(description, happened.description):
+            key, ours, theirs = difference
+            text = (
+                f"worker {other} has {key} = {ours} but worker {member.worker} has {theirs}: give all "
+                f"workers the same configuration and the same model"
+            )
+            return notices.end(state, 1, text, now)
+    state = state.with_(
+        descriptions={**state.descriptions, member.worker: happened.description},
+        reports={**state.reports, member.worker: happened.report},
+    )
+    return _form(state, now) if len(state.descriptions) == state.size else (state, ())
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """The first key, with both values, in which two descriptions differ."""
+    for key in sorted({*one, *other}):
+        ours, theirs = (json.dumps(item.get(key), sort_keys=True) for item in (one, other))
+        if ours != theirs:
+            return key, ours, theirs
+    return None
+
+
+def _form(state: State, now: float) -> Step:
+    """All workers are ready: generation 1."""
+    description = next(iter(state.descriptions.values()))
+    grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
+    wanted = {str(worker) for worker in grid.workers()}
+    if wanted != set(state.descriptions):
+        text = (
+            f"the grid has {grid.pipelines} pipelines x {grid.stages} stages, but the workers are "
+            f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
+        )
+        return notices.end(state, 1, text, now)
+    state = state.with_(
+        phase=Phase.RECOVERING,
+        generation=1,
+        members={member.worker: member for member in state.known.values()},
+        description=description,
+        descriptions={},
+    )
+    started = {
+        "event": "started",
+        "t": now,
+        "generation": 1,
+        "members": state.incarnations(),
+        "ranks": {name: state.members[name].rank for name in in_order(state.members)},
+        "grid": dict(description["grid"]),
+    }
+    return state, (Store(notices.decided_record(state)), Emit(started), MakePlan(1, frozenset()))
+
+
+def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:
+    """An exit before generation 1 ends the job, unless nobody uses the plugin and all end well."""
+    well = not happened.status and (member is None or member.worker in state.finished)
+    if not well or (member is None and state.known):
+        return notices.end(state, 1, _left_early(happened.rank, happened.status, happened.log), now)
+    state = state.with_(gone=state.gone | {happened.rank})
+    if len(state.gone) < state.size:
+        return state, ()
+    return notices.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
+
+
+def _left_early(rank: int, status: int | None, log: str) -> str:
+    where = f": see {log}" if log else ""
+    return f"rank {rank} ended with {notices.describe_status(status)} before training began{where}"

@@ -1,0 +1,97 @@
+"""What the machine tells, stores and emits: messages, records, and the end of a job. Pure, like `machine`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.membership.state import Emit, End, Member, Phase, State, Step, Store, Tell
+
+FENCED_STATUS = 3
+"""Exit status of a worker that was declared out and notices."""
+
+
+def group_prefix(generation: int, members: Mapping[str, str]) -> str:
+    """The store prefix of a generation's groups: workers that disagree on the members never meet."""
+    text = json.dumps(dict(members), sort_keys=True, separators=(",", ":"))
+    return f"g{generation}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def describe_status(status: int | None) -> str:
+    """An exit status in words; None where nobody could see it."""
+    if status is None:
+        return "an unknown status"
+    if status >= 0:
+        return f"status {status}"
+    try:
+        return f"signal {signal.Signals(-status).name}"
+    except ValueError:
+        return f"signal {-status}"
+
+
+def stop_message(state: State) -> dict[str, Any]:
+    return {
+        "type": "stop",
+        "generation": state.generation,
+        "members": state.incarnations(),
+        "out": dict(state.out),
+    }
+
+
+def end_message(to: tuple[str, ...], status: int, message: str) -> Tell:
+    return Tell(to, {"type": "end", "status": status, "message": message})
+
+
+def ended(state: State, incarnation: str) -> Tell:
+    """How the job ended, for one that comes too late."""
+    status, message = state.ended or (1, "the job has ended")
+    return end_message((incarnation,), status, message)
+
+
+def refuse(member: Member, text: str) -> Tell:
+    return end_message((member.incarnation,), 1, text)
+
+
+def fence(state: State, member: Member) -> Tell:
+    kind = state.out.get(member.worker, "exit")
+    text = (
+        f"worker {member.worker} was declared out ({kind}); the job goes on without it in generation "
+        f"{state.generation}, and nothing this process does counts any more"
+    )
+    return end_message((member.incarnation,), FENCED_STATUS, text)
+
+
+def decided_record(state: State) -> dict[str, Any]:
+    """What a restarted coordinator needs to know of a generation."""
+    return {
+        "kind": "decided",
+        "generation": state.generation,
+        "members": {name: vars(member) for name, member in state.members.items()},
+        "out": dict(state.out),
+        "fenced": sorted(state.fenced),
+        "committed": state.committed,
+        "description": dict(state.description or {}),
+    }
+
+
+def end(state: State, status: int, message: str, now: float) -> Step:
+    told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
+    event = {
+        "event": "finished",
+        "t": now,
+        "generation": state.generation,
+        "iteration": state.committed if state.committed >= 0 else None,
+        "status": status,
+        "message": message,
+        "out": dict(state.out),
+    }
+    decisions = (
+        Store({"kind": "end", "generation": state.generation, "status": status, "message": message}),
+        Emit(event),
+        end_message(told, status, message),
+        End(status, message),
+    )
+    return state.with_(phase=Phase.ENDED, ended=(status, message)), decisions

@@ -1,0 +1,40 @@
+"""What a restarted coordinator knows: a pure function of its journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.state import Member, Phase, State
+
+
+def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1) -> State:
+    """The state to start from; feed `Restarted` to it once.
+
+    `records` are the journal's, in order; `committed` is the last iteration that was told to be committed, if
+    that is known from elsewhere (events.jsonl). Before generation 1 nothing was decided: the workers say
+    hello and ready again.
+    """
+    decided = next((record for record in reversed(records) if record["kind"] == "decided"), None)
+    went = next((record for record in reversed(records) if record["kind"] == "go"), None)
+    ended = next((record for record in reversed(records) if record["kind"] == "end"), None)
+    state = State(size=size)
+    if decided is not None:
+        members = {name: Member(**fields) for name, fields in decided["members"].items()}
+        last = max(committed, decided["committed"])
+        state = state.with_(
+            phase=Phase.RETURNING,
+            generation=decided["generation"],
+            known={member.incarnation: member for member in members.values()},
+            members=members,
+            out=decided["out"],
+            fenced=frozenset(decided["fenced"]),
+            description=decided["description"],
+            committed=last,
+        )
+    if went is not None:
+        state = state.with_(resume=Resume.from_json(went["resume"]), went=went["generation"])
+    if ended is not None:
+        state = state.with_(phase=Phase.ENDED, ended=(ended["status"], ended["message"]))
+    return state
