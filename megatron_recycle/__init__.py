@@ -17,9 +17,17 @@ if TYPE_CHECKING:
     import argparse
 
     from megatron_recycle.config import RecycleConfig as RecycleConfig
+    from megatron_recycle.runtime.data import Factory
+    from megatron_recycle.runtime.interpreter import Observer
 
 
-def enable(config: RecycleConfig | None = None, *, flags: argparse.Namespace | None = None) -> None:
+def enable(
+    config: RecycleConfig | None = None,
+    *,
+    flags: argparse.Namespace | None = None,
+    data: Factory | None = None,
+    observer: Observer | None = None,
+) -> None:
     """Switch the plugin on: from now on `deepspeed.initialize()` returns an engine that survives failures.
 
     Call it before the framework's engine is built. Calling it again replaces the earlier settings.
@@ -28,6 +36,9 @@ def enable(config: RecycleConfig | None = None, *, flags: argparse.Namespace | N
         config: the settings, as they are. None: they are resolved when the engine is built, from the JSON
             section "recycle", environment variables and `flags`.
         flags: the namespace of a parser that `add_arguments` was applied to; it may still be in the making.
+        data: `factory(pipeline) -> iterator` over that pipeline's micro-batches, the same sequence each time it
+            is called; for scripts that have no dataset to give to `deepspeed.initialize(training_data=...)`.
+        observer: told of every phase of this process's training (see `runtime.interpreter.Observer`).
 
     Raises:
         ImportError: no supported framework is installed.
@@ -35,7 +46,12 @@ def enable(config: RecycleConfig | None = None, *, flags: argparse.Namespace | N
     """
     from megatron_recycle import backends
 
-    backends.enable(config, flags=flags)
+    def embed(settings: RecycleConfig) -> tuple[str, str]:
+        from megatron_recycle.launch import embedded
+
+        return embedded.start(settings)
+
+    backends.enable(config, flags=flags, data=data, observer=observer, embed=embed)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,299 @@
+"""DeepSpeed: a `PipelineEngine` whose training schedule is a plan and whose iterations survive failures.
+
+`install` makes `deepspeed.initialize()` return :class:`RecyclePipelineEngine`. The engine keeps stock's
+outside (train_batch, its log lines, timers, monitors, learning-rate schedule, counters) and hands the
+inside of an iteration to the runtime; the arithmetic is stock's, operation by operation, so that results
+without failures have stock's bits.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from megatron_recycle.backends.deepspeed_support import check_buffers_unchanged, check_supported
+from megatron_recycle.backends.options import Options
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.commit import Verdict
+from megatron_recycle.runtime.data import Batch, DatasetSource, DataSource, FactorySource
+from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.link import connect
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.split import Splitter
+from megatron_recycle.runtime.stage import Forward
+from megatron_recycle.runtime.worker import StageWorker
+
+_STOCK = "recycle_stock_initialize"
+
+
+def install(options: Options) -> None:
+    """Wrap `deepspeed.initialize` so that pipeline models get our engine; again: with other options."""
+    stock = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
+    # DeepSpeed compiles a shared-memory helper at the first initialisation on CPU (most of a minute) that only
+    # its inference kernels use.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+    @functools.wraps(stock)
+    def initialize(args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
+        settings = options.resolve(_read_config(args, keywords))
+        if not settings.enabled or not isinstance(model, deepspeed.PipelineModule):
+            return stock(args, model, *rest, **keywords)
+        engine_class = functools.partial(RecyclePipelineEngine, settings, options)
+        # The name that stock initialize() looks up when it builds the engine of a PipelineModule.
+        plain, deepspeed.PipelineEngine = deepspeed.PipelineEngine, engine_class
+        try:
+            return stock(args, model, *rest, **keywords)
+        finally:
+            deepspeed.PipelineEngine = plain
+
+    setattr(initialize, _STOCK, stock)
+    deepspeed.initialize = initialize
+
+
+def _read_config(args: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The DeepSpeed configuration as `deepspeed.initialize` would find it; {} if there is none to read."""
+    config = keywords.get("config") or keywords.get("config_params") or getattr(args, "deepspeed_config", None)
+    if isinstance(config, (str, Path)):
+        path = Path(config)
+        return json.loads(path.read_text()) if path.is_file() else {}
+    return config if isinstance(config, Mapping) else {}
+
+
+class RecyclePipelineEngine(PipelineEngine):
+    """`PipelineEngine` that goes on training when workers fail.
+
+    Differences a user can see: `train_batch()` takes no bare iterator (see DataError's message), and while a
+    worker is missing `eval_batch()` and `save_checkpoint()` are refused.
+    """
+
+    def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
+        self._dataset = keywords.get("training_data")
+        super().__init__(*args, **keywords)
+        check_supported(self)
+        self._recycle = settings
+        self._options = options
+        self._stage = DeepSpeedStage(self)
+        self._splitter = Splitter(self.module.modules())
+        place = _place(self)
+        if self.global_rank == 0:
+            get_logger().info(settings.describe())
+        self._at = place
+        self._worker: StageWorker | None = None
+        self._agent = connect(place, settings, options.embed, self._abort_transport)
+        atexit.register(self._finish)
+
+    # ---- training
+
+    def train_batch(self, data_iter: Any = None) -> torch.Tensor:
+        """As stock, with the data taken from `training_data` or the factory given to `enable(data=...)`.
+
+        Raises:
+            DataError: a bare iterator was given, or none of the above was.
+            SystemExit: the job cannot go on; the message says why and what to do.
+        """
+        if data_iter is not None and self._options.data is None:
+            raise DataError(
+                "train_batch(data_iter) takes a bare iterator, which cannot give a dead worker's micro-batches to "
+                "another worker. Give the dataset to deepspeed.initialize(training_data=...) and call train_batch(), "
+                "or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an iterator that gives "
+                "that pipeline's micro-batches in the same order each time it is called")
+        if self._worker is None:
+            self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
+                                       data=self._data_source(), agent=self._agent, config=self._recycle,
+                                       observer=self._options.observer)
+        try:
+            loss = super().train_batch()
+        except JobEnded as end:
+            get_logger().error("megatron-recycle: %s", end)
+            raise SystemExit(end.status) from None
+        self._log_as_rank_zero(self._worker, loss)
+        return loss
+
+    def _abort_transport(self, generation: int) -> None:
+        """In the agent's thread."""
+        if self._worker is not None:
+            self._worker.abort(generation)
+
+    def _finish(self) -> None:
+        """At the end of the process: if the script ended well, stand by until all others have ended too."""
+        failed = getattr(sys, "last_type", None) is not None or self._agent.ended is not None
+        if self._worker is None or failed:
+            self._agent.close()
+            return
+        try:
+            self._worker.finish()
+        except JobEnded as end:
+            get_logger().error("megatron-recycle: %s", end)
+
+    def _build_data_iter(self, dataset: Any) -> None:
+        """Stock starts loader processes here; batches are read by place instead."""
+
+    def _exec_schedule(self, pipe_schedule: Any) -> None:
+        if isinstance(pipe_schedule, deepspeed.runtime.pipe.schedule.TrainSchedule):
+            assert self._worker is not None
+            self._verdict = self._worker.train(self.global_steps)
+        else:
+            super()._exec_schedule(pipe_schedule)
+
+    def _aggregate_total_loss(self) -> torch.Tensor:
+        return torch.tensor(self._verdict.loss, dtype=torch.float32, device=self.device)
+
+    def clip_fp32_gradients(self) -> None:
+        """Stock's clipping, from the verdict's norms in place of collectives over fixed groups."""
+        total = torch.zeros(1, device=self.device)
+        for value in self._stage.verdict.norm_squares:
+            total += value
+        # Stock averages the norm over data-parallel ranks, which all have the same one.
+        scaled = total.pow(1.0 / 2.0) * 1.0 / float(self.grid.data_parallel_size)
+        norm = scaled.clone()
+        for _ in range(self.grid.data_parallel_size - 1):
+            norm += scaled
+        limit = torch.tensor([float(self.gradient_clipping())], device=self.device)
+        coefficient = torch.min(torch.tensor([1.0], device=self.device), limit / (norm + 1e-6))
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(coefficient)
+
+    def _data_source(self) -> DataSource:
+        if self._options.data is not None:
+            return FactorySource(self._options.data)
+        if self._dataset is None:
+            raise DataError("there is no training data: give a dataset to deepspeed.initialize(training_data=...), or "
+                            "call megatron_recycle.enable(data=factory) with factory(pipeline) -> iterator")
+        return DatasetSource(self._dataset, self.grid.data_parallel_size, self.micro_batch_size, self.collate_fn,
+                             self.dataloader_drop_last())
+
+    def _log_as_rank_zero(self, worker: StageWorker, loss: torch.Tensor) -> None:
+        """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
+        every = self.steps_per_print()
+        if (self.global_rank == 0 or worker.live()[0] != self._at.me or every is None
+                or self.global_steps % every):
+            return
+        elapsed = self.timers("train_batch").elapsed(reset=True) / 1000.0 / every
+        print(f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {elapsed:0.3f} "
+              f"samples/sec: {self.train_batch_size() / elapsed:0.3f}")
+
+    # ---- what is not supported while a worker is missing
+
+    def eval_batch(self, *args: Any, **keywords: Any) -> Any:
+        self._refuse_when_degraded("eval_batch()", "evaluate before the failure, or from a checkpoint in another job")
+        return super().eval_batch(*args, **keywords)
+
+    def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
+        self._refuse_when_degraded("save_checkpoint()", "save with all workers alive")
+        return super().save_checkpoint(*args, **keywords)
+
+    def _refuse_when_degraded(self, what: str, remedy: str) -> None:
+        missing = set(self._at.grid.workers()) - set(self._worker.live()) if self._worker else None
+        if missing:
+            raise UnsupportedError(f"{what} while workers are missing ({', '.join(map(str, sorted(missing)))}) is not "
+                                   f"supported yet; {remedy}")
+
+
+class DeepSpeedStage:
+    """The runtime's view of the engine (`runtime.stage.Stage`)."""
+
+    def __init__(self, engine: RecyclePipelineEngine) -> None:
+        self._engine = engine
+        self.device = engine.device
+        self.parameters: Sequence[nn.Parameter] = [
+            parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
+        self.verdict: Verdict
+        self._checked_buffers = False
+
+    def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        engine = self._engine
+        if batch is not None and engine.batch_fn:
+            batch = engine.batch_fn(batch)
+        if inputs is None:
+            assert batch is not None
+            inputs = self._load(batch[0])
+        single = inputs[0] if len(inputs) == 1 else inputs
+        if self._checked_buffers:
+            outputs = engine.module(single)
+        else:
+            self._checked_buffers = True
+            outputs = check_buffers_unchanged(engine.module, lambda: engine.module(single))
+        if not engine.is_last_stage():
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            return Forward((inputs, outputs), outputs, None)
+        assert batch is not None
+        loss = engine.module.loss_fn(outputs, self._labels(batch[1])) if engine.module.loss_fn else outputs
+        if not isinstance(loss, torch.Tensor) or engine.module.get_additional_losses() is not None:
+            raise UnsupportedError("a loss of several tensors is not supported yet; return one scalar from loss_fn")
+        return Forward((inputs, (loss,)), (), loss)
+
+    def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        engine = self._engine
+        inputs, outputs = forward.saved
+        engine._running_engine_backward = True  # keeps DeepSpeed's hooks for direct .backward() calls quiet
+        try:
+            if engine.is_last_stage():
+                (outputs[0] / engine.gradient_accumulation_steps()).backward()
+            else:
+                floating = [tensor for tensor in outputs if tensor.is_floating_point()]
+                pairs = [(tensor, gradient) for tensor, gradient in zip(floating, gradients, strict=True)
+                         if tensor.requires_grad]
+                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        finally:
+            engine._running_engine_backward = False
+        return [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                for tensor in inputs if tensor.is_floating_point()]
+
+    def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
+        # Stock counts model-parallel rank 0 only, which in a pipeline is the first stage.
+        if self._engine.gradient_clipping() <= 0.0 or self._engine.grid.get_model_parallel_rank() != 0:
+            return 0.0
+        norms = [gradient.detach().float().norm(2.0) for gradient in gradients]
+        return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
+
+    def step(self, gradients: Sequence[torch.Tensor], verdict: Verdict) -> None:
+        self.verdict = verdict
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._engine._exec_optimizer_step()
+
+    def regroup(self, groups: Groups) -> None:
+        """Every handle that DeepSpeed keeps and may use during training or after it."""
+        engine, grid = self._engine, self._engine.grid
+        pipeline, = groups.lines.values()
+        grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage
+        grid.ds_model_proc_group = grid.pp_proc_group = pipeline
+        engine.module.world_group = groups.world
+
+    def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
+        """First-stage inputs as stock prepares them."""
+        tensors = [data] if torch.is_tensor(data) else list(data)
+        loaded = [tensor.clone().detach().to(self.device) for tensor in tensors]
+        if self._engine._reentrant_activation_checkpointing():
+            for tensor in loaded:
+                tensor.requires_grad = tensor.is_floating_point()
+        return tuple(loaded)
+
+    def _labels(self, data: Any) -> Any:
+        if torch.is_tensor(data):
+            return data.to(self.device)
+        return tuple(tensor.to(self.device).detach() for tensor in data)
+
+
+def _place(engine: PipelineEngine) -> Place:
+    grid, topology = engine.grid, engine.grid.topology()
+    rank_of = {Worker(pipeline, stage): topology.get_rank(pipe=stage, data=pipeline)
+               for pipeline in range(grid.data_parallel_size) for stage in range(grid.pipe_parallel_size)}
+    return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), rank_of=rank_of,
+                 grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
+                 backend=dist.get_backend())

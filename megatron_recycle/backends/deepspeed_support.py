@@ -1,0 +1,76 @@
+"""What the DeepSpeed backend does not keep correct yet, refused before training with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+
+_COMMUNICATING_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+
+
+def check_supported(engine: PipelineEngine) -> None:
+    """Raises UnsupportedError that lists everything about ``engine`` that cannot be kept correct."""
+    found = [message for unsupported, message in _features(engine) if unsupported]
+    found += [f"{name} ({type(module).__name__}) changes its buffers in forward; use a normalisation without "
+              "running statistics, such as LayerNorm" for name, module in _statistics(engine.module)]
+    if found:
+        raise UnsupportedError(
+            "megatron-recycle does not support this configuration yet:\n- " + "\n- ".join(found)
+            + '\nTo train without the plugin set "recycle": {"enabled": false} in the DeepSpeed JSON.')
+
+
+def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
+    optimizer = engine.optimizer
+    return [
+        (engine.fp16_enabled(), "fp16: remove the section from the DeepSpeed JSON (fp32 only for now)"),
+        (engine.bfloat16_enabled(), "bf16: remove the section from the DeepSpeed JSON (fp32 only for now)"),
+        (engine.torch_autocast_enabled(), "torch_autocast: remove the section (fp32 only for now)"),
+        (engine.zero_optimization_stage() > 0, "ZeRO: set zero_optimization.stage to 0"),
+        (not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ in _COMMUNICATING_OPTIMIZERS,
+         f"optimizer {type(optimizer).__name__}: use one of torch.optim, for instance "
+         '{"type": "Adam", "params": {"torch_adam": true}}'),
+        (bool(engine.module.tied_comms), "tied layers (TiedLayerSpec): untie them"),
+        (engine.has_moe_layers, "mixture-of-experts layers: use dense ones"),
+        (engine.grid.model_parallel_size > 1, "tensor parallelism: use a topology of pipe and data only"),
+        (engine.is_pipe_partitioned or engine.is_grad_partitioned, "partitioned activations: turn them off"),
+        (engine.module.dynamic_shape, "PipelineModule(dynamic_shape=True): use one shape for all micro-batches"),
+        (engine.module.seed_layers, "PipelineModule(seed_layers=True): randomness is seeded by place already"),
+        (engine.has_attention_mask or engine.has_bool_tensors, "has_attention_mask / has_bool_tensors: not needed, "
+         "boolean tensors are sent as they are"),
+        (engine.curriculum_learning_enabled() or engine.random_ltd_enabled(), "curriculum learning and random-LTD: "
+         "turn them off"),
+        (any(isinstance(part, nn.Embedding) and part.sparse for part in engine.module.modules()),
+         "sparse embedding gradients: use nn.Embedding(sparse=False)"),
+        (engine.communication_data_type not in (None, torch.float32), "communication_data_type: use fp32"),
+        (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0,
+         "prescale_gradients and gradient_predivide_factor: leave them at their defaults"),
+        (engine.flops_profiler_enabled(), "flops_profiler: turn it off"),
+    ]
+
+
+def _statistics(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    return [(name, part) for name, part in module.named_modules()
+            if isinstance(part, kinds) and part.track_running_stats]
+
+
+def check_buffers_unchanged(module: nn.Module, forward: Callable[[], Any]) -> Any:
+    """Run ``forward()``; raises UnsupportedError naming the buffers of ``module`` that it changed."""
+    def versions() -> dict[str, tuple[int, int]]:
+        return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
+
+    before = versions()
+    result = forward()
+    changed = sorted(name for name, version in versions().items() if before.get(name) != version)
+    if changed:
+        raise UnsupportedError(
+            f"these buffers change in forward: {', '.join(changed)}. What a micro-batch leaves in them would depend on "
+            "where it runs; keep such state out of the model, or train without the plugin "
+            '("recycle": {"enabled": false})')
+    return result

@@ -1,0 +1,30 @@
+"""What `enable()` was given, for the engine that is built later."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.config import SECTION, RecycleConfig
+from megatron_recycle.runtime.data import Factory
+from megatron_recycle.runtime.interpreter import Observer
+from megatron_recycle.runtime.link import Embed
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings come from ``config`` as they are, or are resolved from the framework's own configuration."""
+
+    config: RecycleConfig | None = None
+    flags: argparse.Namespace | None = None
+    data: Factory | None = None
+    observer: Observer | None = None
+    embed: Embed | None = None
+
+    def resolve(self, framework_config: Mapping[str, Any]) -> RecycleConfig:
+        """The settings of a job whose framework is configured by ``framework_config``. Raises ConfigError."""
+        if self.config is not None:
+            return self.config
+        return RecycleConfig.resolve(framework_config.get(SECTION), self.flags)

@@ -1,0 +1,131 @@
+"""Gradients summed over micro-batches, in flat buffers, in a fixed order.
+
+``fast`` keeps one sum per worker. ``exact`` keeps one per *piece*: an unbroken run of a pipeline's blocks
+(plan.pieces), so that the reduction can fold all pieces of a stage in logical order, whoever computed
+them (promise P3). A piece's first contribution is copied, not added to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+
+import torch
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.split import Contribution
+
+Piece = tuple[int, int, int]
+"""(pipeline, first block, last block), blocks inclusive."""
+
+WHOLE: Piece = (-1, 0, 0)
+"""The one piece of ``fast``: everything this worker computed."""
+
+
+class Layout:
+    """Where each parameter's gradient lies in a flat buffer: in the parameters' order, without gaps."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
+        if len(kinds) > 1:
+            raise UnsupportedError(f"parameters of one stage differ in dtype or device: {sorted(map(str, kinds))}; "
+                                   "keep them the same")
+        self.dtype, self.device = kinds.pop() if kinds else (torch.float32, torch.device("cpu"))
+        ends = list(accumulate(parameter.numel() for parameter in self.parameters))
+        self.numel = ends[-1] if ends else 0
+        self._range = {parameter: (end - parameter.numel(), end)
+                       for parameter, end in zip(self.parameters, ends)}
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        start, end = self._range[parameter]
+        return flat[start:end].view_as(parameter)
+
+
+class Accumulator:
+    """The sum of one piece: its blocks' sums, added in order.
+
+    A block is summed apart before it joins the blocks ahead of it, since that is how it is summed when it runs on
+    another worker. Each parameter keeps its own place: some get their gradients in B, some in W.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._ahead = _Sum(layout)
+        self._block = _Sum(layout)
+        self._block_of: dict[nn.Parameter, int] = {}
+
+    def add(self, block: int, contributions: Iterable[Contribution]) -> None:
+        """Add one micro-batch's gradients; micro-batches of a piece come in order."""
+        for parameter, gradient in contributions:
+            if self._block_of.setdefault(parameter, block) != block:
+                self._ahead.add(parameter, self._block.take(parameter))
+                self._block_of[parameter] = block
+            self._block.add(parameter, gradient)
+
+    def sum(self) -> torch.Tensor:
+        """The flat sum, (numel,); zero where no micro-batch gave a gradient. Nothing can be added afterwards."""
+        if not self._ahead.parameters:
+            return self._block.complete()
+        for parameter in list(self._block.parameters):
+            self._ahead.add(parameter, self._block.take(parameter))
+        return self._ahead.complete()
+
+
+class _Sum:
+    """A flat buffer of sums; the first addend of each parameter is copied, not added to zero."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._flat: torch.Tensor | None = None
+        self.parameters: set[nn.Parameter] = set()
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self._flat is None:
+            self._flat = self._layout.empty()
+        view = self._layout.view(self._flat, parameter)
+        if parameter in self.parameters:
+            view.add_(gradient)
+        else:
+            view.copy_(gradient)
+            self.parameters.add(parameter)
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This parameter's sum, which starts anew; valid until the next addition."""
+        assert self._flat is not None
+        self.parameters.remove(parameter)
+        return self._layout.view(self._flat, parameter)
+
+    def complete(self) -> torch.Tensor:
+        if self._flat is None:
+            self._flat = self._layout.empty()
+        for parameter in self._layout.parameters:
+            if parameter not in self.parameters:
+                self._layout.view(self._flat, parameter).zero_()
+        return self._flat
+
+
+class Accumulators:
+    """All sums of one worker in one attempt at an iteration.
+
+    ``place`` gives a micro-batch's piece on this worker and its block.
+    """
+
+    def __init__(self, layout: Layout, place: Callable[[int, int], tuple[Piece, int]]) -> None:
+        self.layout = layout
+        self._place = place
+        self._sums: dict[Piece, Accumulator] = {}
+
+    def add(self, pipeline: int, microbatch: int, contributions: Iterable[Contribution]) -> None:
+        piece, block = self._place(pipeline, microbatch)
+        if piece not in self._sums:
+            self._sums[piece] = Accumulator(self.layout)
+        self._sums[piece].add(block, contributions)
+
+    def sum(self, piece: Piece) -> torch.Tensor:
+        """The flat sum of ``piece``; zeros if nothing was added to it."""
+        return self._sums.setdefault(piece, Accumulator(self.layout)).sum()

@@ -1,0 +1,129 @@
+"""The training data as a function of (iteration, pipeline, micro-batch).
+
+After a failure any first- or last-stage worker may run any pipeline's micro-batch, and an iteration may
+be run again: so a batch must be found by its place, not by whose turn it is. A plain iterator cannot do
+that; a map-style dataset can, and so can a factory that gives each pipeline's iterator anew.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset, DistributedSampler, default_collate
+
+from megatron_recycle.errors import DataError
+
+Batch = Any
+Factory = Callable[[int], Iterator[Batch]]
+"""pipeline -> its iterator over micro-batches, giving the same sequence each time it is called."""
+
+
+class DataSource(Protocol):
+    """Micro-batches by place. ``number`` counts a pipeline's micro-batches from the start of training."""
+
+    def batch(self, pipeline: int, number: int) -> Batch: ...
+
+    def forget(self, pipeline: int, before: int) -> None:
+        """Micro-batches of ``pipeline`` before ``before`` are committed and will not be asked for again."""
+
+
+class DatasetSource:
+    """Micro-batches of a map-style dataset, in the order of DeepSpeed's own pipeline data loader:
+    a DistributedSampler without shuffling, repeated for ever.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``; the same on every worker.
+        pipelines: nominal number of pipelines.
+        batch_size: samples of a micro-batch.
+        collate: list of samples -> batch.
+        drop_last: leave out an epoch's last, smaller micro-batch.
+    """
+
+    def __init__(self, dataset: Dataset, pipelines: int, batch_size: int,
+                 collate: Callable[[list], Batch] | None = None, drop_last: bool = False) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise DataError("training_data must be a map-style dataset (with __len__ and __getitem__), since a batch "
+                            "may be needed again on another worker; give an iterable one as "
+                            "megatron_recycle.enable(data=lambda pipeline: iterator)")
+        self._dataset = dataset
+        self._pipelines = pipelines
+        self._batch_size = batch_size
+        self._collate = collate or default_collate
+        self._drop_last = drop_last
+        self._indices: dict[int, list[int]] = {}
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        indices = self._indices.get(pipeline)
+        if indices is None:
+            indices = self._indices[pipeline] = list(DistributedSampler(
+                self._dataset, num_replicas=self._pipelines, rank=pipeline, shuffle=False))
+        whole, rest = divmod(len(indices), self._batch_size)
+        per_epoch = whole + (1 if rest and not self._drop_last else 0)
+        if not per_epoch:
+            raise DataError(f"the dataset has {len(indices)} samples for each pipeline, fewer than one micro-batch of "
+                            f"{self._batch_size}; use more data or a smaller micro-batch")
+        start = (number % per_epoch) * self._batch_size
+        return self._collate([self._dataset[index] for index in indices[start:start + self._batch_size]])
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass  # any batch can be read again
+
+
+class FactorySource:
+    """Micro-batches of a user's ``factory(pipeline) -> iterator``; kept until they are committed."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._factory = factory
+        self._streams: dict[int, Iterator[Batch]] = {}
+        self._next: dict[int, int] = {}
+        self._floor: dict[int, int] = {}
+        self._kept: dict[tuple[int, int], Batch] = {}
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        if (pipeline, number) not in self._kept:
+            self._read(pipeline, number)
+        return self._kept[pipeline, number]
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self._floor[pipeline] = before
+        for key in [key for key in self._kept if key[0] == pipeline and key[1] < before]:
+            del self._kept[key]
+
+    def _read(self, pipeline: int, number: int) -> None:
+        """Read on to ``number``; what lies between may be asked for later in the same iteration and is kept."""
+        if pipeline not in self._streams:
+            self._streams[pipeline] = iter(self._factory(pipeline))
+            self._next[pipeline] = 0
+        floor = self._floor.get(pipeline, 0)
+        try:
+            while self._next[pipeline] <= number:
+                batch = next(self._streams[pipeline])
+                if self._next[pipeline] >= floor:
+                    self._kept[pipeline, self._next[pipeline]] = batch
+                self._next[pipeline] += 1
+        except StopIteration:
+            raise DataError(f"the data of pipeline {pipeline} ended before micro-batch {number}; the factory's "
+                            "iterator must not end before training does (deepspeed.utils.RepeatingLoader repeats "
+                            "one)") from None
+
+
+def digest(batch: Batch) -> int:
+    """CRC-32 of every tensor in a batch (nested lists, tuples and dicts), in order."""
+    crc = 0
+    for tensor in _tensors(batch):
+        crc = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
+    return crc
+
+
+def _tensors(batch: Batch) -> Iterator[torch.Tensor]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, dict):
+        for value in batch.values():
+            yield from _tensors(value)
+    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+        for value in batch:
+            yield from _tensors(value)

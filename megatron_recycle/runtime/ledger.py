@@ -1,0 +1,32 @@
+"""What this worker has done of the iteration in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megatron_recycle.plan import Action
+
+
+@dataclass
+class Ledger:
+    """Where the worker stands; written by the training thread only.
+
+    ``holds`` is the last iteration whose complete reduced gradient this worker has (stepped or not),
+    ``stepped`` the last one that it stepped; -1 for none.
+    """
+
+    iteration: int = 0
+    attempt: int = 1
+    holds: int = -1
+    stepped: int = -1
+    done: list[Action] = field(default_factory=list)
+
+    def begin(self, iteration: int, attempt: int) -> None:
+        self.iteration, self.attempt = iteration, attempt
+        self.done.clear()
+
+    def check_complete(self, planned: Sequence[Action]) -> None:
+        """Every planned action was done once, in order, before the reduction (promise P1)."""
+        if self.done != [action for action in planned if action.kind != "S"]:
+            raise AssertionError(f"iteration {self.iteration}: did {self.done}, the plan says {list(planned)}")

@@ -1,0 +1,131 @@
+"""A recovery, step by step (design section 6): one function per step.
+
+The coordinator decides who is in and where training goes on; this is what every survivor does about it.
+The steps run in the training thread. Whatever goes wrong on the way (another death, say) ends in another
+generation, and each generation starts again with fresh reports.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from megatron_recycle.errors import JobEnded, TransportAborted
+from megatron_recycle.membership import Go
+from megatron_recycle.plan import Plan, Worker
+from megatron_recycle.runtime.commit import Verdict
+from megatron_recycle.runtime.groups import build_groups
+
+if TYPE_CHECKING:
+    from megatron_recycle.runtime.worker import StageWorker
+
+_POLL_SECONDS = 0.001
+_LONGEST_CONNECT = 5.0
+
+
+def join(worker: StageWorker) -> None:
+    """Take part in the first generation: say that the model is built, and wait for all others."""
+    worker.agent.ready(worker.description(), worker.report())
+    _follow(worker, worker.agent.wait_go(1))
+
+
+def recover(worker: StageWorker, error: TransportAborted) -> None:
+    """Bring this worker from a broken generation to the next one that holds.
+
+    Raises JobEnded if training cannot go on, and ``error`` if nobody declared a failure for it.
+    """
+    await_stop(worker, error)
+    stand_still(worker)
+    _follow(worker, report(worker))
+
+
+def finish(worker: StageWorker) -> None:
+    """The script has nothing more to do: stand by until that is so everywhere, since another worker may fail
+    before it has made its last step."""
+    while not worker.agent.finished():
+        stand_still(worker)
+        _follow(worker, report(worker))
+
+
+def _follow(worker: StageWorker, go: Go | None) -> None:
+    """Rebuild, reconcile, resume; with every newer generation that comes up meanwhile, again from the report."""
+    while True:
+        try:
+            if go is not None:
+                rebuild(worker, go)
+                reconcile(worker, go)
+                resume(worker, go)
+                return
+        except TransportAborted as error:
+            await_stop(worker, error)
+            stand_still(worker)
+        go = report(worker)
+
+
+def await_stop(worker: StageWorker, error: TransportAborted) -> None:
+    """1-2. Wait until the coordinator has ended the generation in force.
+
+    A communication error is only a hint: it never names the culprit. If no decision follows within the time
+    that any failure takes to be found, the error is this worker's own and is raised.
+    """
+    if not worker.interrupted():
+        worker.agent.hint(worker.generation, str(error))
+    config = worker.config
+    limit = time.monotonic() + config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout
+    while not worker.interrupted():
+        if time.monotonic() > limit:
+            raise error
+        if worker.agent.ended is not None:
+            raise JobEnded(worker.agent.ended.message, worker.agent.ended.status)
+        time.sleep(_POLL_SECONDS)
+
+
+def stand_still(worker: StageWorker) -> None:
+    """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten."""
+    worker.observe("recovering", worker.ledger.iteration)
+    worker.uninstall()
+    worker.discard_attempt()
+
+
+def report(worker: StageWorker) -> Go | None:
+    """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first."""
+    generation = worker.agent.stop_generation
+    worker.agent.report(generation, worker.report())
+    return worker.agent.wait_go(generation)
+
+
+def rebuild(worker: StageWorker, go: Go) -> None:
+    """5. Build the new generation's groups with all its members and adopt its plan."""
+    begun = time.monotonic()
+    worker.generation = go.generation
+    plan = Plan.from_json(go.plan)
+    members = [Worker.parse(name) for name in go.members]
+    me = worker.place.me
+    groups = build_groups(
+        generation=go.generation, prefix=go.prefix, me=me, members=members, rank_of=worker.place.rank_of,
+        lines={f"pipeline{me.pipeline}": [member for member in members if member.pipeline == me.pipeline]},
+        backend=worker.place.backend, timeout=worker.config.transport_timeout,
+        connect_timeout=min(_LONGEST_CONNECT, worker.config.report_timeout / 2), interrupted=worker.interrupted)
+    worker.install(groups, plan)
+    worker.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
+
+
+def reconcile(worker: StageWorker, go: Go) -> None:
+    """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by
+    everybody, anything beyond it is forgotten."""
+    resume = go.resume
+    copies = {Worker.parse(receiver): Worker.parse(giver) for receiver, giver in resume.copies.items()}
+    worker.copy_held(copies, resume.target)
+    if worker.ledger.stepped < resume.target:
+        if resume.verdict is None:
+            worker.commit_and_step()
+        else:
+            worker.step(Verdict.from_json(resume.verdict))
+    worker.held = None
+    worker.ledger.holds = resume.target
+
+
+def resume(worker: StageWorker, go: Go) -> None:
+    """7. The next action that this worker runs is the first of the new generation."""
+    worker.next_attempt = go.resume.attempt
+    worker.announce_resumed()

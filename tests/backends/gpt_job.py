@@ -1,0 +1,107 @@
+"""The small model that the DeepSpeed tests train, and the body of their worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.dataloader import RepeatingLoader
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, DistributedSampler
+
+import megatron_recycle
+from megatron_recycle.config import RecycleConfig
+
+VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
+
+
+class Text(Dataset):
+    """Next-token prediction on fixed random tokens."""
+
+    def __len__(self) -> int:
+        return 997
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        return tokens[:-1], tokens[1:]
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.token(tokens)
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x))
+
+
+def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+
+
+def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, microbatches: int = 4,
+          iterations: int = 5, dropout: float = 0.1, optimizer: str = "Adam", plugin: bool = True,
+          clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None) -> Any:
+    """Train and return {"losses", "parameters", "state", "members"} of this worker."""
+    if plugin:
+        stage, pipeline = divmod(rank, pipelines)  # DeepSpeed's order of ranks: checked by the engine's own place
+        config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+                                  **(settings or {})})
+        megatron_recycle.enable(config, observer=observer_of(f"{pipeline}:{stage}"))
+    torch.manual_seed(7)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed("gloo", verbose=False)
+    middle = 2 * stages - 2
+    layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout) for _ in range(middle)], LayerSpec(Head)]
+    model = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform",
+                           activation_checkpoint_interval=checkpoint)
+    parameters = {"Adam": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
+    ds_config = {
+        "train_batch_size": BATCH * microbatches * pipelines, "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": microbatches, "steps_per_print": 1000,
+        "optimizer": {"type": optimizer, "params": parameters}}
+    if clipping is not None:
+        ds_config["gradient_clipping"] = clipping
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
+                                      training_data=Text() if plugin else None)
+    if not plugin:
+        # Stock would start two loader processes per rank; the same order without them.
+        sampler = DistributedSampler(Text(), pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
+        engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(Text(), data_sampler=sampler,
+                                                                  num_local_io_workers=0)))
+    losses = [engine.train_batch().item() for _ in range(iterations)]
+    result = {"losses": losses, "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
+              "parameters": {name: value.detach().numpy().copy() for name, value in engine.module.named_parameters()},
+              "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()
+                         if value is not None} for state in engine.optimizer.state_dict()["state"].values()],
+              "members": None}
+    if plugin:
+        result["members"] = [str(worker) for worker in engine._worker.live()]
+        engine._finish()
+    return result

@@ -1,0 +1,268 @@
+"""Real training jobs for tests: forked worker processes, a real coordinator, real signals, no sleeps.
+
+`Job` starts a coordinator in a thread and one process per worker, forked from a server that has imported
+torch and deepspeed once. A test holds a worker at a chosen moment by a `Hold`: the worker's observer tells the
+test that it got there and waits; the test then kills it by pid, or lets it go. Every wait has a hard limit,
+after which the test fails and says where each process stood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from megatron_recycle.launch.planning import Planning
+from megatron_recycle.membership.coordinator import Coordinator, Timeouts
+from megatron_recycle.membership.store import Journal
+
+LIMIT = 60.0
+"""Seconds after which a job counts as hung."""
+
+_PRELOAD = ("torch", "deepspeed", "deepspeed.pipe", "megatron_recycle.backends.deepspeed")
+# For the server that test workers are forked from, which is started with the first job.
+os.environ.update({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(
+    [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])})
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Hold ``worker`` at its ``nth`` (from 0) arrival at ``phase`` of ``iteration``, in its first attempt."""
+
+    worker: str
+    phase: str
+    iteration: int
+    nth: int = 0
+
+
+@dataclass
+class Result:
+    """What a worker returned, or how it ended."""
+
+    value: Any = None
+    error: str | None = None
+    status: int | None = None
+
+
+class HoldingObserver:
+    """Runs in the worker: pauses it where the test wants."""
+
+    def __init__(self, worker: str, holds: Sequence[Hold], pipe: Connection) -> None:
+        self._worker = worker
+        self._holds = {(hold.phase, hold.iteration, hold.nth) for hold in holds if hold.worker == worker}
+        self._seen: dict[tuple[str, int], int] = {}
+        self._pipe = pipe
+
+    def on(self, phase: str, iteration: int, action: Any) -> None:
+        nth = self._seen.get((phase, iteration), 0)
+        self._seen[phase, iteration] = nth + 1
+        if (phase, iteration, nth) in self._holds:
+            self._pipe.send(("held", Hold(self._worker, phase, iteration, nth)))
+            self._pipe.recv()
+
+
+def _child(body: Callable[..., Any], rank: int, size: int, port: int, coordinator: str, token: str,
+           holds: Sequence[Hold], arguments: Mapping[str, Any], pipe: Connection, log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update({
+        "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+    if coordinator:
+        os.environ.update({"RECYCLE_COORDINATOR": coordinator, "RECYCLE_TOKEN": token})
+    torch.set_num_threads(1)
+    try:
+        value = body(lambda worker: HoldingObserver(worker, holds, pipe), rank, **arguments)
+        pipe.send(("done", value))
+        status = 0
+    except SystemExit as end:
+        pipe.send(("exit", end.code))
+        status = end.code if isinstance(end.code, int) else 1
+    except Exception as error:  # noqa: BLE001  (the test reports it)
+        traceback.print_exc()
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        status = 1
+    sys.stdout.flush()
+    os._exit(status)
+
+
+@dataclass
+class Job:
+    """A job of ``size`` workers running ``body(observer_of, rank, **arguments)``."""
+
+    body: Callable[..., Any]
+    size: int
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    holds: Sequence[Hold] = ()
+    coordinated: bool = True
+    limit: float = LIMIT
+
+    def __enter__(self) -> Job:
+        self.folder = Path(tempfile.mkdtemp(prefix="recycle-test-"))
+        self.events: list[dict[str, Any]] = []
+        self.results: dict[int, Result] = {rank: Result() for rank in range(self.size)}
+        self.held: dict[Hold, int] = {}
+        self._silent: set[int] = set()
+        self._changed = threading.Condition()
+        self._deadline = time.monotonic() + self.limit
+        self._store = _store(self.size)
+        address = self._start_coordinator() if self.coordinated else ""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_PRELOAD))
+        self.processes, self._pipes = [], {}
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_child, args=(
+                self.body, rank, self.size, self._store.port, address, "token", tuple(self.holds),
+                dict(self.arguments), theirs, str(self.folder / f"worker-{rank}.log")))
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._pipes[rank] = ours
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is not None:
+            print(self.where())
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGKILL)
+            process.join()
+        if self.coordinated:
+            self._loop.call_soon_threadsafe(self._over.set)
+            self._thread.join()
+        for pipe in self._pipes.values():
+            pipe.close()
+        shutil.rmtree(self.folder)
+
+    # ---- the coordinator, in a thread
+
+    def _start_coordinator(self) -> str:
+        started: list[str] = []
+        ready = threading.Event()
+
+        async def serve() -> None:
+            self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+            journal = Journal.create(self.folder / "journal.jsonl")
+            planning = Planning()
+            coordinator = Coordinator(size=self.size, token="token", journal=journal, plan=planning.plan,
+                                      improve=planning.improve, emit=self._emit, timeouts=Timeouts(), launched=False)
+            started.append(await coordinator.start())
+            ready.set()
+            await self._over.wait()
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()), name="coordinator")
+        self._thread.start()
+        assert ready.wait(10)
+        return started[0]
+
+    def _emit(self, event: Mapping[str, Any]) -> None:
+        with self._changed:
+            self.events.append(dict(event))
+            self._changed.notify_all()
+
+    # ---- what a test does
+
+    def wait_event(self, name: str, **fields: Any) -> dict[str, Any]:
+        """The first event ``name`` with these fields."""
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.events
+                    if event["event"] == name and all(event.get(key) == value for key, value in fields.items())]
+
+        with self._changed:
+            if not self._changed.wait_for(found, max(0.0, self._deadline - time.monotonic())):
+                raise AssertionError(f"no event {name} {fields}\n{self.where()}")
+            return found()[0]
+
+    def wait_held(self, *holds: Hold) -> None:
+        """Until every one of ``holds`` is reached (all of the job's by default)."""
+        wanted = set(holds or self.holds)
+        while not wanted <= set(self.held):
+            self._pump(f"holds {wanted - set(self.held)}")
+
+    def release(self, hold: Hold) -> None:
+        self._pipes[self.held[hold]].send("go on")
+
+    def kill(self, *holds: Hold, with_signal: int = signal.SIGKILL) -> float:
+        """End the held workers at once, by pid; returns when (Unix seconds)."""
+        now = time.time()
+        for hold in holds:
+            os.kill(self.processes[self.held[hold]].pid, with_signal)
+        return now
+
+    def wait(self) -> dict[int, Result]:
+        """Until every process has ended."""
+        while any(result.status is None for result in self.results.values()):
+            self._pump("the end")
+        return self.results
+
+    def _pump(self, what: str) -> None:
+        """Take in what the workers tell, until something new has happened."""
+        running = [rank for rank, result in self.results.items() if result.status is None]
+        sources = {self._pipes[rank]: rank for rank in running if rank not in self._silent}
+        sentinels = {self.processes[rank].sentinel: rank for rank in running}
+        ready = wait([*sources, *sentinels], timeout=max(0.0, self._deadline - time.monotonic()))
+        if not ready:
+            raise AssertionError(f"waited in vain for {what}\n{self.where()}")
+        for source in ready:
+            if source in sources:
+                self._take(sources[source])
+        for source in ready:
+            rank = sentinels.get(source)
+            if rank is not None:
+                while rank not in self._silent:
+                    self._take(rank)
+                self.results[rank].status = self.processes[rank].exitcode
+
+    def _take(self, rank: int) -> None:
+        try:
+            kind, value = self._pipes[rank].recv()
+        except EOFError:
+            self._silent.add(rank)
+            return
+        if kind == "held":
+            self.held[value] = rank
+        elif kind == "done":
+            self.results[rank].value = value
+        elif kind == "error":
+            self.results[rank].error = value
+
+    def where(self) -> str:
+        """Where each process stood: for the message of a failing test."""
+        lines = [f"events: {[(e['event'], e.get('generation'), e.get('worker')) for e in self.events[-30:]]}"]
+        for process in self.processes:
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)  # its threads' stacks go to its log
+        time.sleep(0.5)
+        for rank, process in enumerate(self.processes):
+            log = self.folder / f"worker-{rank}.log"
+            tail = log.read_text(errors="replace")[-3000:] if log.exists() else ""
+            lines.append(f"--- rank {rank}: {'alive' if process.is_alive() else process.exitcode}\n{tail}")
+        return "\n".join(lines)
+
+
+def _store(size: int) -> TCPStore:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, world_size=size,
+                    master_listen_fd=listener.detach())
