@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.launch.planning import Planning
@@ -59,8 +59,8 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, State
     return journal, restore(args.size, journal.records, committed)
 
 
-async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig) -> int:
-    """Serve until the job is over; returns its status."""
+async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig, starter: IO[str]) -> int:
+    """Serve until the job is over; returns its status. `starter` is told where, once both services listen."""
     events = args.run_dir / "events.jsonl"
     journal, state = open_journal(args, events)
     log = EventLog(events)
@@ -86,7 +86,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     listener = None if args.store_port < 0 else socket.create_server((args.interface, args.store_port))
     store_port = None if listener is None else listener.getsockname()[1]
     control = await coordinator.start()
-    _announce({"control": control, "store": store_port})
+    with starter:
+        starter.write(json.dumps({"control": control, "store": store_port}) + "\n")
     store = None
     if listener is not None:
         # Clients that come before torch is loaded wait in the listener's queue.
@@ -100,17 +101,19 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     return end.status
 
 
-def _announce(services: Mapping[str, Any]) -> None:
-    """One line to whoever started this process; then standard output joins standard error, the log file."""
-    sys.stdout.write(json.dumps(services) + "\n")
+def _take_stdout() -> IO[str]:
+    """Standard output for the one line to whoever started this process; all else goes to standard error, the
+    log file."""
     sys.stdout.flush()
+    line = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return line
 
 
 def main() -> int:
     args = parser().parse_args()
-    config = RecycleConfig.resolve()
-    return asyncio.run(coordinate(args, os.environ["RECYCLE_TOKEN"], config))
+    starter = _take_stdout()
+    return asyncio.run(coordinate(args, os.environ["RECYCLE_TOKEN"], RecycleConfig.resolve(), starter))
 
 
 if __name__ == "__main__":

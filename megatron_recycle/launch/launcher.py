@@ -203,10 +203,12 @@ class Launcher:
         if self._end is not None or self._interrupted:
             return
         self._say(f"the coordinator (pid {service.child.pid}) has died; starting it again")
+        self._coordinator = None
         try:
             self._coordinator = service.restart()
         except RecycleError as error:
             self._finish({"type": "end", "status": 1, "message": f"no coordinator any more: {error}"})
+            self._deadline(0.0, signal.SIGTERM)  # nobody else tells the workers
             return
         self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
 

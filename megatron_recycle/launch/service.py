@@ -59,14 +59,15 @@ class Service:
     restarts: int = 0
 
     def restart(self) -> Service:
-        """Start the coordinator of the same job again, at the same addresses, after it has died.
+        """Start the coordinator of the same job again, at the same addresses, after it has died. This one is
+        released in any case.
 
         Raises:
             RecycleError: it does not start, or has died too often.
         """
+        self.child.release()
         if self.restarts >= _MAX_RESTARTS:
             raise RecycleError(f"the coordinator has died {self.restarts + 1} times: see {self.child.log}")
-        self.child.release()
         port = int(self.control.rpartition(":")[2])
         store = -1 if self.store is None else self.store
         again = start(dataclasses.replace(self.order, port=port, store_port=store, resume=True))

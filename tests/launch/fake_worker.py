@@ -2,7 +2,8 @@
 
 Workers agree through files in the run directory, as a real job does through its groups: a worker holds k when
 all members have computed it, and steps k when all members hold it. Told what to do by RECYCLE_FAKE (JSON):
-`iterations`, and `pause`: {rank: iteration} where a worker says so in a file and waits for it to go away.
+`iterations`; `pause`: {rank: iteration} and `pause_report`: {rank: generation}, where a worker says so in a file
+and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class FakeWorker:
             generation = self.agent.stop_generation
             if self.rank in self.orders.get("mute", ()):
                 threading.Event().wait()
+            self.pause("report", generation)
             self.agent.report(generation, self.report(1 if go is None else go.attempt))
             go = self.agent.wait_go(generation)
 
@@ -81,7 +83,7 @@ class FakeWorker:
         """All remaining iterations; False if a stop came."""
         while self.done + 1 < self.orders["iterations"]:
             iteration = self.done + 1
-            self.pause(go, iteration)
+            self.pause("iteration", iteration)
             if not self.agreed(go, f"computed-{iteration}"):
                 return False
             self.holds = iteration
@@ -104,14 +106,17 @@ class FakeWorker:
             time.sleep(0.002)  # a stand-in for work
         return True
 
-    def pause(self, go: Go, iteration: int) -> None:
-        """Stand still at the moment that a test wants, until the file goes away or a stop comes."""
-        if self.orders.get("pause", {}).get(str(self.rank)) != iteration:
+    def pause(self, before: str, number: int) -> None:
+        """Stand still before this iteration or report, if a test wants it, until the file goes away or a stop
+        comes."""
+        wanted = self.orders.get("pause" if before == "iteration" else "pause_report", {})
+        if wanted.get(str(self.rank)) != number:
             return
+        stop = self.agent.stop_generation
         file = self.folder / f"paused-{self.rank}"
         file.write_text(str(os.getpid()))
-        self.agent.event("paused", rank=self.rank, iteration=iteration)
-        while file.exists() and self.agent.stop_generation <= go.generation and self.agent.ended is None:
+        self.agent.event("paused", rank=self.rank, before=before, number=number)
+        while file.exists() and self.agent.stop_generation == stop and self.agent.ended is None:
             time.sleep(0.002)
 
 

@@ -82,6 +82,10 @@ class Running:
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs\n{self.where()}") from None
 
+    def coordinator(self) -> int:
+        """Pid of the coordinator's process."""
+        return next(pid for pid in self.children() if b"launch.coordinate" in _command(pid))
+
     def children(self) -> list[int]:
         """Live processes of this job (all of them have its folder in their environment)."""
         found = []
@@ -101,6 +105,13 @@ class Running:
         parts += [json.dumps(event) for event in self.events[-25:]]
         parts += [f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self.folder.glob("*.log"))]
         return "\n".join(parts)
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended meanwhile
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_eff
         suspected = job.event("suspected")
         assert (suspected["worker"], suspected["kind"]) == ("1:1", "frozen")
         assert 0.8 < suspected["t"] - stopped < 4.0
-        job.event("paused", iteration=3)  # the others are on their way again
+        job.event("paused", number=3)  # the others are on their way again
         os.kill(pid, signal.SIGCONT)
         job.until(lambda: "declared out" in (job.folder / "worker-4.log").read_text(), "the fence")
         job.go_on(0)
