@@ -1,0 +1,70 @@
+"""`python -m megatron_recycle SCRIPT ARGUMENTS`: runs an unchanged training script with the plugin on.
+
+`recycle run` starts its workers this way; under torchrun it is `torchrun ... -m megatron_recycle SCRIPT ...`.
+The script sees what it would see under `python SCRIPT ARGUMENTS`: its name in `sys.argv[0]`, its folder in
+`sys.path[0]`, itself as `__main__`. The plugin stays off if the DeepSpeed JSON says
+`"recycle": {"enabled": false}`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from megatron_recycle import enable
+from megatron_recycle.errors import ConfigError, JobEnded
+
+USAGE = "usage: python -m megatron_recycle SCRIPT [ARGUMENT ...]"
+USAGE_ERROR = 2
+
+
+def main(arguments: list[str]) -> int:
+    """Run the script `arguments[0]` with the other arguments; returns 0 if it ended well.
+
+    Statuses: the script's own where it calls `sys.exit`; 1 for an uncaught exception (as python does); 2 if the
+    script or a supported framework is not there; a JobEnded's own.
+
+    Raises:
+        SystemExit: the script's.
+        Exception: whatever the script does not catch.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        print(USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
+        return 0 if arguments[:1] in (["-h"], ["--help"]) else USAGE_ERROR
+    script = Path(arguments[0])
+    if not script.exists():
+        print(f"python -m megatron_recycle: there is no script {script}", file=sys.stderr)
+        return USAGE_ERROR
+    try:
+        enable()
+    except (ImportError, ConfigError) as error:
+        print(f"python -m megatron_recycle: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    sys.argv = arguments
+    # With -m this is the working directory; a script has its own folder there.
+    sys.path[0] = str(script if script.is_dir() else Path(os.path.realpath(script)).parent)
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except JobEnded as end:
+        print(f"megatron-recycle: {end}", file=sys.stderr)
+        _mark_failed(end)
+        return end.status
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            _mark_failed(end)
+        raise
+    return 0
+
+
+def _mark_failed(error: BaseException) -> None:
+    """Let what runs at the end of this process see that the script failed, as for an uncaught exception.
+
+    Otherwise the engine would stand by for the end of a job whose other workers wait for this one.
+    """
+    sys.last_type, sys.last_value = type(error), error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""`python -m megatron_recycle SCRIPT`: the script must not notice, and its end must be what it was."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_recycle import __main__ as entry
+from megatron_recycle.errors import JobEnded
+
+
+@pytest.fixture
+def enabled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Stands in for `enable`; what a script does to `sys` is put back."""
+    calls: list[str] = []
+    monkeypatch.setattr(entry, "enable", lambda: calls.append("on"))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", ["somewhere", *sys.path])
+    for name in ("last_type", "last_value"):
+        monkeypatch.delattr(sys, name, raising=False)
+    return calls
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "train.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_script_sees_what_it_would_see_under_python(tmp_path: Path, enabled: list[str]):
+    (tmp_path / "beside.py").write_text("NAME = 'found'\n")
+    path = script(
+        tmp_path,
+        "import beside, json, sys\n"
+        "from pathlib import Path\n"
+        "seen = [sys.argv, sys.path[0], __name__, __file__, beside.NAME]\n"
+        "Path(__file__).with_suffix('.json').write_text(json.dumps(seen))\n",
+    )
+    assert entry.main([path, "--lr", "1"]) == 0
+    seen = json.loads((tmp_path / "train.json").read_text())
+    assert seen == [[path, "--lr", "1"], str(tmp_path.resolve()), "__main__", path, "found"]
+    assert enabled == ["on"]
+
+
+@pytest.mark.parametrize(("code", "failed"), [("0", False), ("", False), ("3", True), ("'no data'", True)])
+def test_a_script_that_exits_with_an_error_does_not_stand_by_for_the_others(
+    tmp_path: Path, enabled: list[str], code: str, failed: bool
+):
+    with pytest.raises(SystemExit) as end:
+        entry.main([script(tmp_path, f"import sys\nsys.exit({code})\n")])
+    assert repr(end.value.code) == (code or "None")
+    assert (getattr(sys, "last_type", None) is not None) == failed
+
+
+def test_a_job_that_ended_gives_its_own_status(tmp_path: Path, enabled: list[str], capsys: pytest.CaptureFixture[str]):
+    path = script(tmp_path, "from megatron_recycle.errors import JobEnded\nraise JobEnded('stage 1 is gone', 7)\n")
+    assert entry.main([path]) == 7
+    assert capsys.readouterr().err == "megatron-recycle: stage 1 is gone\n"
+    assert sys.last_type is JobEnded
+
+
+def test_a_missing_script_and_a_missing_framework_are_told_in_one_line(
+    tmp_path: Path, enabled: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert entry.main([]) == 2
+    assert "usage:" in capsys.readouterr().err
+    assert entry.main([str(tmp_path / "none.py")]) == 2
+    assert capsys.readouterr().err.endswith("there is no script " + str(tmp_path / "none.py") + "\n")
+    assert not enabled
+
+    def no_framework() -> None:
+        raise ImportError("found no framework to plug into")
+
+    monkeypatch.setattr(entry, "enable", no_framework)
+    assert entry.main([script(tmp_path, "")]) == 2
+    assert capsys.readouterr().err == "python -m megatron_recycle: found no framework to plug into\n"
