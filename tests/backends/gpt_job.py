@@ -15,6 +15,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.runtime import reduce
+from megatron_recycle.runtime.accumulate import Accumulators
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 
@@ -65,10 +67,32 @@ def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
 
 
+def make(mistake: str) -> None:
+    """Switch on a mistake in how gradients are summed, in this process."""
+    right = Accumulators.add
+
+    def wrong(self: Accumulators, pipeline: int, microbatch: int, contributions: Any) -> None:
+        if (pipeline, microbatch) != (1, 2):
+            right(self, pipeline, microbatch, contributions)
+        elif mistake == "twice":
+            held = list(contributions)
+            right(self, pipeline, microbatch, held)
+            right(self, pipeline, microbatch, held)
+
+    if mistake == "order":
+        ordered = reduce.fold
+        reduce.fold = lambda pieces: ordered(pieces[::-1])
+    else:
+        Accumulators.add = wrong
+
+
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, microbatches: int = 4,
           iterations: int = 5, dropout: float = 0.1, optimizer: str = "Adam", plugin: bool = True,
-          clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None) -> Any:
+          clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
+          mistake: str | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members"} of this worker."""
+    if mistake:
+        make(mistake)
     if plugin:
         stage, pipeline = divmod(rank, pipelines)  # DeepSpeed's order of ranks: checked by the engine's own place
         config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,

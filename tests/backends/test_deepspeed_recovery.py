@@ -1,0 +1,184 @@
+"""Workers of a DeepSpeed job are killed at chosen moments; training goes on and ends with the same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.backends import gpt_job
+from tests.harness import Hold, Job, Result
+
+pytestmark = pytest.mark.processes
+
+PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 5, 2
+POSITIONS = [f"{pipeline}:{stage}" for pipeline in range(PIPELINES) for stage in range(STAGES)]
+EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,
+                            "settings": {"reduction": "exact"}}
+FAST_SGD: Mapping[str, Any] = {**EXACT, "optimizer": "SGD", "settings": {"reduction": "fast"}}
+
+
+def tiers(values: list[str], fast: set[str]) -> list[Any]:
+    """All ``values``, those not ``fast`` for the slow tier only."""
+    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def run(arguments: Mapping[str, Any]) -> dict[int, Result]:
+    with Job(gpt_job.train, PIPELINES * STAGES, arguments) as job:
+        results = job.wait()
+        assert all(result.status == 0 for result in results.values()), job.where()
+    return results
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, Result]:
+    """The exact job without failures."""
+    return run(EXACT)
+
+
+@pytest.fixture(scope="module")
+def undisturbed_fast() -> dict[int, Result]:
+    return run(FAST_SGD)
+
+
+def arrays(result: Result) -> Iterator[tuple[str, numpy.ndarray]]:
+    yield "losses", numpy.array(result.value["losses"])
+    yield from result.value["parameters"].items()
+    for index, state in enumerate(result.value["state"]):
+        for key, value in state.items():
+            yield f"state {index} {key}", value
+
+
+def differences(one: Result, other: Result) -> dict[str, float]:
+    """Largest absolute difference of everything that is not bit for bit the same."""
+    pairs = zip(arrays(one), arrays(other), strict=True)
+    return {name: float(numpy.abs(a - b).max()) for (name, a), (_, b) in pairs if a.tobytes() != b.tobytes()}
+
+
+def check_survivors(job: Job, victims: set[str], reference: Mapping[int, Result], within: float = 0.0) -> None:
+    """Everybody but the victims ended well with the reference's bits, and no iteration was lost or made twice."""
+    results = job.wait()
+    survivors = [rank for rank, result in results.items() if result.status == 0]
+    assert len(survivors) == PIPELINES * STAGES - len(victims), job.where()
+    for rank in survivors:
+        found = differences(results[rank], reference[rank])
+        assert max(found.values(), default=0.0) <= within, (rank, found)
+        if not within:
+            assert not found, (rank, found)
+        assert not victims & set(results[rank].value["members"])
+    committed = [event["iteration"] for event in job.events if event["event"] == "committed"]
+    assert committed == list(range(ITERATIONS))
+
+
+def kill_and_compare(holds: list[Hold], reference: Mapping[int, Result], arguments: Mapping[str, Any] = EXACT,
+                     within: float = 0.0) -> Job:
+    with Job(gpt_job.train, PIPELINES * STAGES, arguments, holds) as job:
+        job.wait_held()
+        job.kill(*holds)
+        check_survivors(job, {hold.worker for hold in holds}, reference, within)
+    return job
+
+
+@pytest.mark.parametrize("position", tiers(POSITIONS, fast={"0:0", "1:1"}))
+def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(position, undisturbed):
+    job = kill_and_compare([Hold(position, "backward", KILLED_IN, 1)], undisturbed)
+    resumed = next(event for event in job.events if event["event"] == "resumed")
+    assert resumed["generation"] == 2
+    reconciled = next(event for event in job.events if event["event"] == "reconciled")
+    assert reconciled["target"] == KILLED_IN - 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("position", POSITIONS)
+def test_with_the_fast_reduction_results_agree_to_rounding(position, undisturbed_fast):
+    kill_and_compare([Hold(position, "backward", KILLED_IN, 2)], undisturbed_fast, FAST_SGD, within=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("position", "phase", "nth"), [
+    ("0:0", "forward", 2), ("1:1", "forward", 0), ("2:1", "weight", 3), ("2:0", "reduce", 0), ("0:1", "reduce", 0),
+    ("1:0", "reduced", 0), ("1:1", "reduced", 0)])
+def test_a_worker_killed_before_the_commit_leaves_the_same_bits(position, phase, nth, undisturbed):
+    kill_and_compare([Hold(position, phase, KILLED_IN, nth)], undisturbed)
+
+
+@pytest.mark.slow
+def test_a_worker_killed_after_the_commit_but_before_its_step(undisturbed):
+    kill_and_compare([Hold("1:1", "step", KILLED_IN)], undisturbed)
+
+
+@pytest.mark.parametrize(("stepped", "not_yet"), [
+    pytest.param("1:1", "0:1", id="two peers"), pytest.param("1:0", "0:1", id="two stages", marks=pytest.mark.slow)])
+def test_a_worker_killed_between_the_steps_of(stepped, not_yet, undisturbed):
+    holds = [Hold(stepped, "stepped", KILLED_IN), Hold(not_yet, "step", KILLED_IN)]
+    with Job(gpt_job.train, PIPELINES * STAGES, EXACT, holds) as job:
+        job.wait_held()
+        job.kill(holds[0])
+        job.wait_event("decided", generation=2)
+        job.release(holds[1])
+        check_survivors(job, {stepped}, undisturbed)
+
+
+@pytest.mark.slow
+def test_two_workers_of_different_stages_killed_at_once(undisturbed):
+    kill_and_compare([Hold("0:0", "backward", KILLED_IN, 1), Hold("2:1", "forward", KILLED_IN, 3)], undisturbed)
+
+
+@pytest.mark.slow
+def test_a_second_worker_killed_during_the_recovery_from_the_first(undisturbed):
+    first, second = Hold("0:1", "backward", KILLED_IN, 1), Hold("1:0", "recovering", KILLED_IN)
+    with Job(gpt_job.train, PIPELINES * STAGES, EXACT, [first, second]) as job:
+        job.wait_held(first)
+        job.kill(first)
+        job.wait_held(second)
+        job.kill(second)
+        check_survivors(job, {"0:1", "1:0"}, undisturbed)
+
+
+def test_when_a_stage_has_no_worker_left_the_job_stops_and_says_so():
+    holds = [Hold(f"{pipeline}:1", "forward", KILLED_IN, 1) for pipeline in range(PIPELINES)]
+    with Job(gpt_job.train, PIPELINES * STAGES, EXACT, holds, limit=40) as job:
+        job.wait_held()
+        job.kill(*holds)
+        results = job.wait()
+        finished = job.wait_event("finished")
+    assert "stage 1" in finished["message"] and "checkpoint" in finished["message"], finished
+    assert [result.status for result in results.values()] == [1, 1, 1, -9, -9, -9]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_campaign(seed, undisturbed):
+    draw = random.Random(seed)
+    phase, arrivals = draw.choice([("forward", 4), ("backward", 4), ("weight", 4), ("reduce", 1), ("reduced", 1),
+                                   ("step", 1), ("stepped", 1)])
+    hold = Hold(draw.choice(POSITIONS), phase, draw.randrange(ITERATIONS - 1), draw.randrange(arrivals))
+    kill_and_compare([hold], undisturbed)
+
+
+# ---- without failures
+
+
+@pytest.mark.parametrize("pipelines", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipelines):
+    arguments = {"pipelines": pipelines, "stages": 2, "iterations": 10, "dropout": 0.0}
+    with Job(gpt_job.train, 2 * pipelines, {**arguments, "plugin": False}, coordinated=False) as job:
+        stock = job.wait()
+    with Job(gpt_job.train, 2 * pipelines, arguments) as job:
+        ours = job.wait()
+    for rank in stock:
+        assert stock[rank].status == ours[rank].status == 0
+        assert differences(stock[rank], ours[rank]) == {}
+
+
+# ---- the comparison itself can fail
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", ["twice", "dropped", "order"])
+def test_the_comparison_notices(mistake, undisturbed):
+    wrong = run({**EXACT, "mistake": mistake})
+    assert any(differences(wrong[rank], undisturbed[rank]) for rank in wrong)
