@@ -3,73 +3,97 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
+from typing import NamedTuple
 
+from .grid import Worker
 from .problem import Problem
 
 
 def lower_bound(problem: Problem) -> int:
-    """A bound on the problem's objective, in the unit of the costs. Raises PlanError if a stage has no live
-    worker.
+    """A bound on the problem's objective, in the unit of the costs.
 
-    Per stage: the least busy time of its slowest worker over all ways to deal out the micro-batches, where a
-    worker with ``n`` of them needs the larger of
+    Per stage, over all ways to deal out the micro-batches, the slowest worker with ``n`` of them needs
 
     * its work ``n (F+B+W)`` and the idle time before its first ``B``: a round trip through the later stages
       less the forwards that its cap lets it run meanwhile;
-    * the memory-time of ``n`` micro-batches (each held for at least a round trip) divided by its cap.
+    * or the memory-time of ``n`` micro-batches (each held for at least a round trip) divided by its cap;
 
-    To that the stage's step is added; for the makespan also the forwards before its first and, without split,
-    the backwards after its last action. The formulas are those of the scheduling study (facts/planner.md),
-    here per worker.
+    and then the stage's step. Besides, every earlier stage waits for a worker's last ``B``, which comes after all
+    its forwards and backwards, that idle time, and those ``W`` that its cap does not let it put off; with the
+    way there and back, one ``W`` and the earlier stage's own step this is a bound of its own. For the makespan
+    the way to the first ``F`` is added. Raises PlanError if a stage has no live worker.
     """
     problem.require_live()
     stages, hop = problem.grid.stages, problem.costs.hop
     fastest = {kind: [min(problem.duration(kind, w) for w in problem.live(s)) for s in range(stages)]
                for kind in "FBW"}
+    cold = problem.objective == "makespan"
     best = 0
     for stage in range(stages):
         trip = sum(fastest["F"][x] + fastest["B"][x] + 2 * hop for x in range(stage + 1, stages))
-        busy = _busy(problem, stage, trip)
-        step = problem.costs.step[stage]
-        if problem.objective == "period":
-            best = max(best, busy + step)
-            continue
+        crew = [_crew(problem, worker, trip) for worker in problem.live(stage) if problem.fits(worker)]
+        span = _slowest(problem.grid.total, crew, _span)
+        lead = _slowest(problem.grid.total, crew, _lead)
         head = sum(fastest["F"][x] + hop for x in range(stage))
-        tail = step
-        if not problem.split_backward:
-            drain = 0
-            for earlier in range(stage - 1, -1, -1):
-                drain += hop + fastest["B"][earlier]
-                tail = max(tail, drain + problem.costs.step[earlier])
-        best = max(best, head + busy + tail)
+        best = max(best, (head if cold else 0) + span + problem.costs.step[stage])
+        there = back = 0
+        for x in range(stage - 1, -1, -1):
+            there += fastest["F"][x] + hop
+            back += fastest["B"][x] + hop
+            best = max(best, (head if cold else there) + lead + back + fastest["W"][x] + problem.costs.step[x])
     return best
 
 
-def _busy(problem: Problem, stage: int, trip: int) -> int:
-    """Least possible span from first ``F`` to last action of the stage's slowest worker."""
-    spans = []
+class _Crew(NamedTuple):
+    """What the bounds need to know of a worker."""
+
+    forward: int
+    backward: int
+    weight: int
+    trip: int
+    held: int  # memory-time of one micro-batch
+    ahead: int | None  # forwards that fit before the first B
+    late: int | None  # W that may be put off behind the last B
+    cap: int | None
+
+
+def _crew(problem: Problem, worker: Worker, trip: int) -> _Crew:
+    stage, cap = problem.stage(worker), problem.cap.get(worker)
     before, after = problem.before_b[stage], problem.after_b[stage] if problem.split_backward else 0
-    for worker in problem.live(stage):
-        if not problem.fits(worker):
-            continue
-        f, b, w = (problem.duration(kind, worker) for kind in "FBW")
-        spans.append((f + b + w, f, before * (f + trip + b) + after * w, problem.cap.get(worker)))
-    total = problem.grid.total
-    if len(set(spans)) == 1:
-        return _span(-(-total // len(spans)), spans[0], before, trip)
-    # dealing one by one to whoever is done first is optimal for the slowest, as every span grows with its
-    # count
-    heap = [(_span(1, item, before, trip), index, 1) for index, item in enumerate(spans)]
+    f, b, w = (problem.duration(kind, worker) for kind in "FBW")
+    return _Crew(f, b, w, trip, before * (f + trip + b) + after * w,
+                 None if cap is None or before == 0 else cap // before,
+                 None if cap is None or after == 0 else cap // after, cap)
+
+
+def _idle(count: int, crew: _Crew) -> int:
+    """Least idle time before the first ``B``."""
+    ahead = count if crew.ahead is None else min(crew.ahead, count)
+    return max(0, crew.trip - (ahead - 1) * crew.forward)
+
+
+def _span(count: int, crew: _Crew) -> int:
+    """Least time from first ``F`` to last action of a worker that runs ``count`` micro-batches."""
+    busy = count * (crew.forward + crew.backward + crew.weight) + _idle(count, crew)
+    return busy if crew.cap is None else max(busy, -(-count * crew.held // crew.cap))
+
+
+def _lead(count: int, crew: _Crew) -> int:
+    """Least time from first ``F`` to last ``B`` of a worker that runs ``count`` micro-batches."""
+    early = 0 if crew.late is None else max(0, count - crew.late)
+    return count * (crew.forward + crew.backward) + early * crew.weight + _idle(count, crew)
+
+
+def _slowest(total: int, crew: list[_Crew], time: Callable[[int, _Crew], int]) -> int:
+    """The least time of the slowest worker over all ways to deal ``total`` micro-batches."""
+    if len(set(crew)) == 1:
+        return time(-(-total // len(crew)), crew[0])
+    # one by one to whoever is done first is optimal for the slowest, as every time grows with its count
+    heap = [(time(1, one), index, 1) for index, one in enumerate(crew)]
     heapq.heapify(heap)
-    span = 0
+    slowest = 0
     for _ in range(total):
-        span, index, count = heap[0]
-        heapq.heapreplace(heap, (_span(count + 1, spans[index], before, trip), index, count + 1))
-    return span
-
-
-def _span(count: int, item: tuple[int, int, int, int | None], before: int, trip: int) -> int:
-    work, forward, memory_time, cap = item
-    ahead = count if cap is None or before == 0 else min(cap // before, count)
-    busy = count * work + max(0, trip - (ahead - 1) * forward)
-    return busy if cap is None else max(busy, -(-count * memory_time // cap))
+        slowest, index, count = heap[0]
+        heapq.heapreplace(heap, (time(count + 1, crew[index]), index, count + 1))
+    return slowest

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..plan import Plan, Problem, lower_bound, violations
 from . import background
 from .align import aligned
+from .cache import Cache
+from .canonical import canonical
 from .evaluate import figures
 from .greedy import schedule
 from .instance import Schedule, build, plan_of, schedule_of
-from .portfolio import TEMPLATES
+from .portfolio import TEMPLATES, search
 from .route import route
 
 
@@ -54,3 +57,29 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
                                       *figures(instance, found["route"], found["trace"])),
                    incumbent.lower_bound, found["source"], stats)
     return plan if plan.objective_value < incumbent.objective_value and not violations(plan) else None
+
+
+def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, budget_s: float = 0.0,
+             seed: int = 0, cancelled: Callable[[], bool] = lambda: False) -> Plan:
+    """The plan of a membership's canonical form: from the cache, or searched and then remembered.
+
+    ``work`` actions are scheduled per cap level in this process; with a budget, improve follows. All
+    memberships that are the same up to names get the same plan under their own names, whether remembered or
+    not.
+    """
+    known = cache.get(problem) if cache is not None else None
+    if known is not None:
+        return replace(known, stats={**known.stats, "cached": True})
+    form = canonical(problem)
+    plan = quick(form.problem, seed)
+    if plan.objective_value > plan.lower_bound and work:
+        instance = build(form.problem)
+        found = search(instance, work, seed, cancelled)
+        stats = {**plan.stats, "trials": found.trials, "cut": found.cut}
+        better = plan_of(instance, found.best, plan.lower_bound, "portfolio", stats) if found.best else plan
+        plan = better if better.objective_value < plan.objective_value else replace(plan, stats=stats)
+    if budget_s and plan.objective_value > plan.lower_bound:
+        plan = improve(form.problem, plan, budget_s, seed, cancelled) or plan
+    if cache is not None:
+        cache.put(form.problem, plan)
+    return form.back(plan, problem)

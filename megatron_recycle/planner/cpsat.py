@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from .evaluate import makespan_of, phases, times
@@ -96,10 +97,11 @@ class _Model:
             self.top = makespan
             begin = [0] * instance.stages
         self.ends, self.done = times(instance, route, hint, begin)
-        low = min(begin)
-        self.ends, self.done = [e - low for e in self.ends], [e - low for e in self.done]
+        if self.period:  # room on both sides of the anchored stage, see _objective
+            low = max(self.done) - 2 * self.top
+            self.ends, self.done = [e - low for e in self.ends], [e - low for e in self.done]
         longest = max(problem.costs.step)
-        self.horizon = max(max(self.done, default=0) + longest, makespan) + 2 * max(self._durations())
+        self.horizon = 3 * self.top + longest if self.period else makespan
         self.starts: list[Any] = [None] * (3 * self.nodes)
         self.kinds = (0, 1, 2) if problem.split_backward else (0, 1)
         self._variables(hint)
@@ -160,7 +162,7 @@ class _Model:
         return sorted(pairs)
 
     def _workers(self, hint: list[int]) -> None:
-        instance, model, nodes = self.instance, self.model, self.nodes
+        model, nodes = self.model, self.nodes
         chained = self._chains()
         for first, then in chained:
             for kind in self.kinds:
@@ -169,8 +171,7 @@ class _Model:
         mine: dict[int, list[int]] = {}
         for node, w in enumerate(self.route):
             mine.setdefault(w, []).append(node)
-        self.firsts = {w: [node for node in own if not any((o, node) in linked for o in own)]
-                       if len(own) < 200 else own for w, own in mine.items()}
+        self.mine = mine
         for w, own in mine.items():
             model.add_no_overlap([model.new_fixed_size_interval_var(self.starts[kind * nodes + node],
                                                                     self.length(kind * nodes + node), "")
@@ -187,7 +188,7 @@ class _Model:
             return
         whole = before == after or 2 not in self.kinds
         release = self.kinds[-1]
-        if whole and all(pair in linked for pair in zip(own, own[1:])):
+        if whole and all(pair in linked for pair in pairwise(own)):
             room = cap // before
             for late, early in zip(own[room:], own):
                 model.add(self.starts[late] >= self.end(release * nodes + early))
@@ -205,6 +206,10 @@ class _Model:
                 weights.append(weight)
         model.add_cumulative(intervals, weights, cap)
 
+    def _ready(self, group: int) -> int:
+        """When the hint's last work of a group of stages ends."""
+        return max(self.done[s] for s, g in enumerate(self.instance.group) if g == group)
+
     def _objective(self, bound: int, hint: list[int]) -> None:
         instance, model, nodes = self.instance, self.model, self.nodes
         step = instance.problem.costs.step
@@ -212,7 +217,7 @@ class _Model:
         model.add_hint(goal, self.top)
         ready = [model.new_int_var(0, self.horizon, "") for _ in range(instance.groups)]
         for g, variable in enumerate(ready):
-            model.add_hint(variable, max(self.done[s] for s, of in enumerate(instance.group) if of == g))
+            model.add_hint(variable, self._ready(g))
         release = self.kinds[-1]
         for node in range(nodes):
             model.add(ready[instance.group[node // self.count]] >= self.end(release * nodes + node))
@@ -220,7 +225,13 @@ class _Model:
             for s, g in enumerate(instance.group):
                 model.add(goal >= ready[g] + step[s])
         else:
-            for w, own in self.firsts.items():
+            # times mean nothing but their differences: the busiest stage is anchored, which narrows every
+            # window
+            busiest = max(range(instance.groups), key=lambda g: max(
+                sum(self.length(kind * nodes + node) for kind in self.kinds for node in own)
+                for w, own in self.mine.items() if instance.group[instance.stage[w]] == g))
+            model.add(ready[busiest] == self._ready(busiest))
+            for w, own in self.mine.items():
                 s = instance.stage[w]
                 begin = model.new_int_var(0, self.horizon, "")
                 model.add_hint(begin, min(self.ends[node] - self.length(node) for node in own))

@@ -21,8 +21,8 @@ class Rules:
     many wait (0: never). ``spare``: memory units per worker left unused.
     """
 
-    forward_first: bool = False
-    drain: bool = False
+    forward_first: int = 0
+    drain: int = 0
     wait_b: int = 0
     wait_f: int = 0
     give_way: int = 0

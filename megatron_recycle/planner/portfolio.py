@@ -29,9 +29,9 @@ TEMPLATES = (
     Rules(wait_b=50, wait_f=50, give_way=50, ways=1),
     Rules(wait_b=50, wait_f=100),
     Rules(wait_b=50),
-    Rules(forward_first=True),
+    Rules(forward_first=1),
     Rules(wait_b=50, wait_f=50, give_way=50, ways=3),
-    Rules(drain=True),
+    Rules(drain=1),
     Rules(give_way=100, ways=1),
 )
 _DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (

@@ -40,7 +40,8 @@ def test_cycle_mean_equals_karps(matrix):
 @settings(max_examples=100, deadline=None)
 @given(problems())
 def test_period_equals_karps_on_the_matrix_of_single_releases(problem):
-    """Entry (i, j): from group i's step to group j's next one, found by replaying with all others free long ago."""
+    """Entry (i, j): from group i's step to group j's next one, found by replaying with all others free long
+    ago."""
     plan = quick(problem)
     names = sorted(plan.workers)
     network = _order(problem, names, [plan.workers[n] for n in names])

@@ -104,9 +104,7 @@ def test_held_units_count_before_and_after_the_backward():
 
 def test_deadlock_is_found_and_named():
     plan = quick(problem(failed=()))
-    broken = rewritten(rewritten(plan, "0:0", swap("F0.0", "F0.3")), "0:1", lambda a: a)
-    order = [x for x in plan.workers[Worker(0, 0)]]
-    order.sort(key=lambda x: (x.kind == "S", x.microbatch, "FBW".find(x.kind)))
+    order = sorted(plan.workers[Worker(0, 0)], key=lambda x: (x.kind == "S", x.microbatch, "FBW".find(x.kind)))
     other = sorted(plan.workers[Worker(0, 1)], key=lambda x: (x.kind == "S", -x.microbatch, "FBW".find(x.kind)))
     broken = replace(plan, workers={**plan.workers, Worker(0, 0): tuple(order), Worker(0, 1): tuple(other)})
     with pytest.raises(DeadlockError, match="can never start"):

@@ -24,7 +24,7 @@ def problems(draw, blocks=True, largest=4):
     speeds = draw(st.dictionaries(st.sampled_from(live), st.sampled_from([1.5, 2, 1.1, 3.25]), max_size=2))
     before = tuple(draw(st.integers(1, 2)) for _ in range(stages))
     after = tuple(draw(st.integers(0, 2)) for _ in range(stages))
-    need = max(max(before), max(after))
+    need = max(*before, *after)
     cost = st.integers(0, 30)
     costs = Costs(*(tuple(draw(cost) for _ in range(stages)) for _ in range(3)),
                   hop=draw(st.integers(0, 5)), step=tuple(draw(cost) for _ in range(stages)), speed=speeds)

@@ -1,0 +1,79 @@
+"""One name for memberships that need the same plan: which pipelines and which workers of a stage failed is a
+matter of labels; how many each stage lost is not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ..plan import Action, Costs, Plan, Problem, Worker
+from ..plan.grid import Grid
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """``problem`` has its failures in the first pipelines, nobody moved; ``workers`` and ``pipelines`` lead
+    from its names back to those of the membership that was asked for."""
+
+    problem: Problem
+    workers: Mapping[Worker, Worker]
+    pipelines: tuple[int, ...]
+
+    def back(self, plan: Plan, asked: Problem) -> Plan:
+        """A plan for ``problem`` as a plan for ``asked``."""
+        named: dict[Action, Action] = {}
+        for actions in plan.workers.values():
+            for action in actions:
+                if action not in named:
+                    named[action] = (action if action.kind == "S"
+                                     else action._replace(pipeline=self.pipelines[action.pipeline]))
+        orders = {self.workers[w]: tuple([named[a] for a in actions]) for w, actions in plan.workers.items()}
+        return replace(plan, problem=asked, workers=dict(sorted(orders.items())), stated="")
+
+    def forth(self, plan: Plan) -> Plan:
+        """A plan for the membership that was asked for as one for ``problem``."""
+        place = {worker: own for own, worker in self.workers.items()}
+        index = {d: i for i, d in enumerate(self.pipelines)}
+        orders = {place[w]: tuple([a if a.kind == "S" else a._replace(pipeline=index[a.pipeline])
+                                   for a in actions]) for w, actions in plan.workers.items()}
+        return replace(plan, problem=self.problem, workers=dict(sorted(orders.items())), stated="")
+
+
+def canonical(problem: Problem) -> Canonical:
+    """The canonical form of a membership; the problem itself, under its own names, where peers are too
+    unlike."""
+    grid = problem.grid
+    live = [problem.live(s) for s in range(grid.stages)]
+    if any(len(crew) > grid.pipelines for crew in live):
+        return _itself(problem)
+    lost = [0] * grid.pipelines
+    for worker in problem.failed:
+        lost[worker.pipeline] += 1
+    for worker, stage in problem.stage_of.items():
+        lost[worker.pipeline] += stage != worker.stage
+    order = tuple(sorted(range(grid.pipelines), key=lambda d: (-lost[d], grid.microbatches[d], d)))
+    back: dict[Worker, Worker] = {}
+    failed = []
+    for s, crew in enumerate(live):
+        missing = grid.pipelines - len(crew)
+        failed += [Worker(i, s) for i in range(missing)]
+        at_home = {w.pipeline: w for w in crew if w.stage == s}
+        kept = {i: at_home[d] for i, d in enumerate(order) if i >= missing and d in at_home}
+        taken = set(kept.values())
+        spare = [w for w in crew if w not in taken]
+        for i in range(missing, grid.pipelines):
+            back[Worker(i, s)] = kept[i] if i in kept else spare.pop(0)
+    own = {worker: place for place, worker in back.items()}
+    costs = problem.costs
+    speed = {own[w]: f for w, f in costs.speed.items() if w in own}
+    return Canonical(
+        replace(problem, grid=Grid(grid.stages, tuple(grid.microbatches[d] for d in order)),
+                failed=tuple(failed), stage_of={},
+                cap={own[w]: c for w, c in problem.cap.items() if w in own},
+                costs=Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.hop, costs.step,
+                            dict(sorted(speed.items())))),
+        back, order)
+
+
+def _itself(problem: Problem) -> Canonical:
+    return Canonical(problem, {w: w for w in problem.live_workers()}, tuple(range(problem.grid.pipelines)))

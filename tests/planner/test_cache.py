@@ -1,0 +1,84 @@
+"""A plan is remembered for every membership that is the same up to names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given, settings
+
+from megatron_recycle.plan import Costs, Grid, Problem, Worker, violations
+from megatron_recycle.planner import Cache, ahead, plan_for, quick
+from megatron_recycle.planner.canonical import canonical
+from tests.planner.problems import problems
+
+
+def problem(*failed, pipelines=4, **changes):
+    grid = Grid(4, (8,) * pipelines)
+    return Problem(grid, Costs.uniform(4, 20, 22, 18, 1, 15), tuple(map(Worker.parse, failed)),
+                   cap=dict.fromkeys(grid.workers(), 6), **changes)
+
+
+def test_any_failure_of_one_stage_finds_the_plan_of_another():
+    cache = Cache()
+    first = plan_for(problem("1:2"), cache, work=20_000)
+    again = plan_for(problem("3:2"), cache, work=20_000)
+    assert len(cache) == 1 and first.period == again.period and first.workers != again.workers
+    assert violations(again) == [] and again.stats["cached"]
+    assert again.problem.failed == (Worker(3, 2),)
+
+
+def test_aligned_failures_of_two_stages_are_one_membership():
+    assert canonical(problem("1:2", "3:0")).problem == canonical(problem("0:0", "2:2")).problem
+    assert canonical(problem("1:2")).problem != canonical(problem("1:3")).problem
+
+
+def test_unlike_peers_are_told_apart():
+    slow = replace(problem("1:2"), costs=Costs.uniform(4, 20, 22, 18, 1, 15, {Worker(0, 2): 2}))
+    assert canonical(slow).problem != canonical(problem("1:2")).problem
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_cache_hit_equals_a_fresh_solve(asked):
+    cache = Cache()
+    fresh = plan_for(asked, None, work=2_000)
+    missed, hit = plan_for(asked, cache, work=2_000), plan_for(asked, cache, work=2_000)
+    assert fresh.digest == missed.digest == hit.digest
+    assert fresh.to_json()["period"] == hit.to_json()["period"]
+    assert violations(hit) == []
+    assert quick(asked).lower_bound == hit.lower_bound
+
+
+def test_plans_survive_on_disk_and_broken_files_do_not_matter(tmp_path):
+    made = plan_for(problem("1:2"), Cache(tmp_path), work=20_000)
+    assert Cache(tmp_path).get(problem("1:2")).digest == made.digest
+    (path,) = tmp_path.iterdir()
+    text = path.read_text()
+    path.write_text(text.replace('"W0.0", ', "", 1))
+    assert Cache(tmp_path).get(problem("1:2")) is None
+    path.write_text("{")
+    assert Cache(tmp_path).get(problem("1:2")) is None
+
+
+def test_a_better_plan_replaces_a_worse_one_and_not_the_other_way_round():
+    cache, asked = Cache(), problem("1:2")
+    worse = quick(asked)
+    better = plan_for(asked, None, work=100_000)
+    assert better.period < worse.period
+    for plan in (worse, better, worse):
+        cache.put(asked, plan)
+    assert cache.get(asked).period == better.period
+
+
+def test_what_is_planned_ahead_covers_every_single_failure_first():
+    upcoming = list(ahead(problem()))
+    assert [len(p.failed) for p in upcoming[:5]] == [1, 1, 1, 1, 2]
+    assert len(upcoming) == 4 + 4 + 6  # per stage; two of one stage; two stages
+    cache = Cache()
+    for candidate in upcoming[:4]:
+        cache.put(candidate, quick(candidate))
+    assert all(problem(f"{d}:{s}") in cache for d in range(4) for s in range(4))
+
+
+def test_after_a_failure_its_return_is_planned_ahead_too():
+    assert any(not p.failed for p in ahead(problem("1:2")))
