@@ -33,8 +33,9 @@ from megatron_recycle.runtime.data import Batch, DatasetSource, DataSource, Fact
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.reduce import Averaging
 from megatron_recycle.runtime.split import Splitter
-from megatron_recycle.runtime.stage import Forward
+from megatron_recycle.runtime.stage import Forward, Tie
 from megatron_recycle.runtime.worker import StageWorker
 
 _STOCK = "recycle_stock_initialize"
@@ -206,6 +207,12 @@ class RecyclePipelineEngine(PipelineEngine):
 
 class DeepSpeedStage:
     """The runtime's view of the engine (`runtime.stage.Stage`)."""
+
+    averaging: Averaging = "after"
+    gradient_dtype: torch.dtype | None = None
+    report_width = 0
+    tied_stages: tuple[tuple[int, ...], ...] = ()
+    ties: Sequence[Tie] = ()
 
     def __init__(self, engine: RecyclePipelineEngine) -> None:
         self._engine = engine

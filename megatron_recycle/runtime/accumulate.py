@@ -24,15 +24,18 @@ WHOLE: Piece = (-1, 0, 0)
 
 
 class Layout:
-    """Where each parameter's gradient lies in a flat buffer: in the parameters' order, without gaps."""
+    """Where each parameter's gradient lies in a flat buffer: in the parameters' order, without gaps.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    ``dtype`` is the buffer's; None: the parameters' own.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
         self.parameters = tuple(parameters)
-        kinds = {(parameter.dtype, parameter.device) for parameter in self.parameters}
+        kinds = {(dtype or parameter.dtype, parameter.device) for parameter in self.parameters}
         if len(kinds) > 1:
             raise UnsupportedError(f"parameters of one stage differ in dtype or device: {sorted(map(str, kinds))}; "
                                    "keep them the same")
-        self.dtype, self.device = kinds.pop() if kinds else (torch.float32, torch.device("cpu"))
+        self.dtype, self.device = kinds.pop() if kinds else (dtype or torch.float32, torch.device("cpu"))
         ends = list(accumulate(parameter.numel() for parameter in self.parameters))
         self.numel = ends[-1] if ends else 0
         self._range = {parameter: (end - parameter.numel(), end)

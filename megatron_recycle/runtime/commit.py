@@ -5,17 +5,21 @@ It is a sum of float64 vectors in which every slot is filled by exactly one work
 a stage) and is zero elsewhere: such a sum is exact in any order, so the verdict has the same bits on all
 workers, whoever is left. The sum cannot complete anywhere before every worker has contributed, that is,
 before every worker holds its gradient.
+
+A stage need not wait for the verdict to step. It may step at once with the coefficient that its own numbers
+suggest (`guesses`) and learn later whether that was right; see :mod:`megatron_recycle.runtime.stepper`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_recycle.errors import DataError
+from megatron_recycle.errors import DataError, TransportAborted
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.reduce import all_reduce
@@ -23,24 +27,27 @@ from megatron_recycle.runtime.reduce import all_reduce
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all workers know of a committed iteration.
+    """What all workers know of an iteration once every stage holds it.
 
     Attributes:
         iteration: the iteration.
         loss: mean loss of the global batch.
         norm_squares: squared gradient norm of each stage, as the framework counts it.
+        guesses: the coefficient that each stage stepped with, or would have, before it knew the others' norms.
     """
 
     iteration: int
     loss: float
     norm_squares: tuple[float, ...]
+    guesses: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "loss": self.loss, "norm_squares": list(self.norm_squares)}
+        return {"iteration": self.iteration, "loss": self.loss, "norm_squares": list(self.norm_squares),
+                "guesses": list(self.guesses)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Verdict:
-        return cls(data["iteration"], data["loss"], tuple(data["norm_squares"]))
+        return cls(data["iteration"], data["loss"], tuple(data["norm_squares"]), tuple(data["guesses"]))
 
 
 @dataclass
@@ -77,43 +84,86 @@ def share_digests(grid: Grid, digests: Mapping[tuple[int, int], int], groups: Gr
     vector = torch.zeros(len(index), dtype=torch.float64)
     for place, value in digests.items():
         vector[index[place]] = value
-    all_reduce(vector, groups.stage)
+    all_reduce(vector, groups.stage_control)
     return vector
 
 
-def commit(held: Held, grid: Grid, groups: Groups, offer: int) -> tuple[Verdict, bool]:
-    """Wait until every worker holds ``held.iteration``; returns its verdict, and whether all have ``offer``.
+class Commit:
+    """A commit under way; `done` is set when its verdict is known, or will never be.
 
-    ``offer`` is the number of the better plan that this worker has been offered, 0 for none; only one number
-    is on offer at a time in a generation, so a sum of as many times that number as there are workers means
-    that all of them have it. The commit thus carries the promise to adopt it in the next iteration.
-
-    Raises:
-        TransportAborted: the generation ended before all workers held it, as far as this one knows.
-        DataError: the first and the last stage read different data.
+    Args:
+        held: what this worker holds.
+        guess: the coefficient that its own numbers suggest.
+        offer: number of the better plan that this worker has been offered, 0 for none. Only one number is on
+            offer at a time in a generation, so a sum of as many times that number as there are workers means
+            that all of them have it: the commit carries the promise to adopt it.
+        notify: called with this object, in a thread of its own, when it is done.
     """
+
+    def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int,
+                 notify: Callable[[Commit], None]) -> None:
+        self.iteration = held.iteration
+        self.offer = offer
+        self.done = threading.Event()
+        self._grid = grid
+        self._members = len(groups.members)
+        self._group = groups.control
+        self._notify = notify
+        self._error: TransportAborted | None = None
+        self._vector = _contribution(held, grid, groups, guess, offer)
+        threading.Thread(target=self._run, name="recycle-commit", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            all_reduce(self._vector, self._group)
+        except TransportAborted as error:
+            self._error = error
+        self.done.set()
+        self._notify(self)
+
+    @property
+    def known(self) -> bool:
+        """Whether the verdict is there."""
+        return self.done.is_set() and self._error is None
+
+    def verdict(self) -> tuple[Verdict, bool]:
+        """The verdict, and whether every worker has the offer; call when `done` is set.
+
+        Raises:
+            TransportAborted: the generation ended before all workers held the iteration, as far as this one knows.
+            DataError: the first and the last stage read different data.
+        """
+        if self._error is not None:
+            raise self._error
+        stages, total = self._grid.stages, self._grid.total
+        numbers = self._vector.tolist()
+        _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
+        verdict = Verdict(self.iteration, numbers[2 * stages], tuple(numbers[:stages]),
+                          tuple(numbers[stages:2 * stages]))
+        return verdict, self.offer > 0 and numbers[2 * stages + 1] == self.offer * self._members
+
+
+def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int) -> torch.Tensor:
+    """[norm squares | guesses | loss | offers | first stage's digests | last stage's digests]"""
     stages, total = grid.stages, grid.total
-    vector = torch.zeros(stages + 2 + 2 * total, dtype=torch.float64)
-    vector[stages + 1] = offer
+    vector = torch.zeros(2 * stages + 2 + 2 * total, dtype=torch.float64)
+    vector[2 * stages + 1] = offer
     stage = groups.me.stage
     if groups.peers(stage)[0] == groups.me:
         vector[stage] = held.norm_square
+        vector[stages + stage] = guess
         if stage == stages - 1:
-            vector[stages] = held.loss
+            vector[2 * stages] = held.loss
             vector[-total:] = held.digests
         if stage == 0:
             vector[-2 * total:-total] = held.digests
-    all_reduce(vector, groups.world)
-    _compare(held.iteration, grid, vector[-2 * total:-total].tolist(), vector[-total:].tolist())
-    numbers = vector.tolist()
-    verdict = Verdict(held.iteration, numbers[stages], tuple(numbers[:stages]))
-    return verdict, offer > 0 and numbers[stages + 1] == offer * len(groups.members)
+    return vector
 
 
 def _compare(iteration: int, grid: Grid, first: Sequence[float], last: Sequence[float]) -> None:
     for (pipeline, microbatch), one, other in zip(grid.items(), first, last):
         if one != other:
-            raise DataError(f"iteration {iteration}: the first and the last stage read different data for pipeline "
-                            f"{pipeline}, micro-batch {microbatch}; the dataset must give the same sample for the same "
-                            "index on every worker (no random augmentation without a seed per index), and a data "
-                            "factory the same sequence each time")
+            raise DataError(
+                f"iteration {iteration}: the first and the last stage read different data for pipeline {pipeline}, "
+                f"micro-batch {microbatch}; the dataset must give the same sample for the same index on every worker "
+                "(no random augmentation without a seed per index), and a data factory the same sequence each time")

@@ -1,6 +1,7 @@
 """Reduction of one stage's gradients over its live workers.
 
-Both ways divide by the nominal number of pipelines, never by the number of survivors (promise P2).
+Both ways divide by the nominal number of pipelines, never by the number of survivors (promise P2), at the
+place where the framework does (``Averaging``).
 
 ``fast`` is one all-reduce per bucket of each worker's single sum, in the frameworks' own bucket order: without
 failures it gives stock DeepSpeed's bits. ``exact`` sends raw pieces to an owner per slice; the owner folds
@@ -12,7 +13,7 @@ No all-reduce there: gloo's order of summation depends on the number of members.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,10 @@ from megatron_recycle.runtime.groups import Groups
 
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
 
+Averaging = Literal["after", "before", "none"]
+"""Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it,
+or not at all (the framework divides by the number of tokens in its step)."""
+
 
 class Reduction(Protocol):
     """How a stage's gradients and losses become one."""
@@ -34,8 +39,11 @@ class Reduction(Protocol):
     def gradient(self, sums: Accumulators, groups: Groups) -> torch.Tensor:
         """The stage's reduced gradient, flat, the same bits on every peer. Raises TransportAborted."""
 
-    def loss(self, losses: Mapping[tuple[int, int], torch.Tensor], groups: Groups) -> float:
-        """Mean loss of the global batch from the losses of the micro-batches each last-stage worker ran."""
+    def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """This last-stage worker's addend of a vector whose sum over its peers tells the mean loss."""
+
+    def mean_loss(self, total: torch.Tensor) -> float:
+        """Mean loss of the global batch from that sum."""
 
 
 class FastReduction:
@@ -44,11 +52,13 @@ class FastReduction:
     Args:
         pipelines: nominal number of pipelines.
         microbatches: nominal micro-batches of a pipeline.
+        averaging: where the framework divides by the number of pipelines.
     """
 
-    def __init__(self, pipelines: int, microbatches: int) -> None:
+    def __init__(self, pipelines: int, microbatches: int, averaging: Averaging = "after") -> None:
         self._pipelines = pipelines
         self._microbatches = microbatches
+        self._averaging = averaging
 
     def place(self, pipeline: int, microbatch: int) -> tuple[Piece, int]:
         return WHOLE, 0
@@ -57,18 +67,21 @@ class FastReduction:
         flat = sums.sum(WHOLE)
         for start, end in _buckets(sums.layout):
             bucket = flat[start:end]
+            if self._averaging == "before":
+                bucket.mul_(1.0 / self._pipelines)
             all_reduce(bucket, groups.stage)
-            bucket.mul_(1.0 / self._pipelines)
+            if self._averaging == "after":
+                bucket.mul_(1.0 / self._pipelines)
         return flat
 
-    def loss(self, losses: Mapping[tuple[int, int], torch.Tensor], groups: Groups) -> float:
+    def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         total = torch.zeros(1)
         for value in losses.values():
-            total += value
-        total /= self._microbatches
-        all_reduce(total, groups.stage)
-        total /= self._pipelines
-        return total.item()
+            total += value.cpu()
+        return total.div_(self._microbatches)
+
+    def mean_loss(self, total: torch.Tensor) -> float:
+        return total.div_(self._pipelines).item()
 
 
 class ExactReduction:
@@ -80,12 +93,15 @@ class ExactReduction:
         block: micro-batches per block.
         pieces: who accumulates which pieces of this stage (``plan.pieces``).
         me: this worker.
+        averaging: "none" if the framework does not divide by the number of pipelines.
     """
 
     def __init__(self, pipelines: int, microbatches: Sequence[int], block: int,
-                 pieces: Mapping[Worker, Sequence[Piece]], me: Worker) -> None:
+                 pieces: Mapping[Worker, Sequence[Piece]], me: Worker, averaging: Averaging = "after") -> None:
         self._pipelines = pipelines
+        self._factor = 1.0 if averaging == "none" else 1.0 / pipelines
         self._microbatches = tuple(microbatches)
+        self._offsets = [sum(self._microbatches[:pipeline]) for pipeline in range(pipelines)]
         self._block = block
         self._mine = tuple(pieces.get(me, ()))
         self._logical = sorted((piece, worker) for worker, own in pieces.items() for piece in own)
@@ -119,7 +135,7 @@ class ExactReduction:
                 _wait(work)
                 ordered.append((piece, buffer))
         result = sums.layout.empty()
-        result[own[0]:own[1]] = fold(ordered).mul_(1.0 / self._pipelines)
+        result[own[0]:own[1]] = fold(ordered).mul_(self._factor)
         for work in sending:
             _wait(work)
         self._share(result, slices, peers, groups)
@@ -138,15 +154,16 @@ class ExactReduction:
         for work in works:
             _wait(work)
 
-    def loss(self, losses: Mapping[tuple[int, int], torch.Tensor], groups: Groups) -> float:
+    def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         # One slot per micro-batch, filled by the one worker that ran it: a sum with zeros is exact in any order.
-        offsets = [sum(self._microbatches[:pipeline]) for pipeline in range(self._pipelines)]
         values = torch.zeros(sum(self._microbatches), dtype=torch.float64)
         for (pipeline, microbatch), value in losses.items():
-            values[offsets[pipeline] + microbatch] = value.item()
-        all_reduce(values, groups.stage)
-        per_pipeline = [sum(values[offset:offset + count].tolist()) / count
-                        for offset, count in zip(offsets, self._microbatches)]
+            values[self._offsets[pipeline] + microbatch] = value.item()
+        return values
+
+    def mean_loss(self, total: torch.Tensor) -> float:
+        per_pipeline = [sum(total[offset:offset + count].tolist()) / count
+                        for offset, count in zip(self._offsets, self._microbatches) if count]
         return sum(per_pipeline) / self._pipelines
 
 

@@ -11,9 +11,9 @@ saved tensors by detached copies, and the gradient would be computed for those.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -70,6 +70,13 @@ class WeightQueue:
                 before = sums.get(parameter)
                 sums[parameter] = gradient if before is None else before + gradient
         yield from sums.items()
+
+
+class Deferring(Protocol):
+    """What the runtime asks of whatever makes a framework's linear layers defer."""
+
+    def into(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
+        """Backwards inside the block put their weight gradients into ``queue``; None: compute them at once."""
 
 
 class Splitter:

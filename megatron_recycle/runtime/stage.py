@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.data import Batch
+from megatron_recycle.runtime.reduce import Averaging
 
 
 @dataclass(frozen=True)
@@ -18,18 +18,39 @@ class Forward:
     """Result of one micro-batch's forward.
 
     ``saved`` is whatever the stage's backward needs; ``outputs`` go to the next stage (empty at the last);
-    ``loss`` is the micro-batch's unscaled loss, a scalar, at the last stage only.
+    ``loss`` is the micro-batch's unscaled loss, a scalar, at the last stage only; ``report`` are further numbers
+    of the micro-batch, as many as the stage's ``report_width``, at the last stage only, the first of which is
+    summed over the global batch into ``Verdict.weight``.
     """
 
     saved: Any
     outputs: tuple[torch.Tensor, ...]
     loss: torch.Tensor | None
+    report: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One parameter that several stages keep copies of, whose gradient is the sum of theirs.
+
+    ``parameter`` is this stage's copy, ``stages`` are all stages with one, ascending.
+    """
+
+    parameter: nn.Parameter
+    stages: tuple[int, ...]
 
 
 class Stage(Protocol):
     """One stage of the model with its optimizer, at home on this worker; implemented by the backends."""
 
     device: torch.device
+    averaging: Averaging
+    gradient_dtype: torch.dtype | None
+    """What gradients are summed in; None: the parameters' own."""
+    report_width: int
+    """Numbers in a ``Forward.report``; equal on all workers."""
+    tied_stages: tuple[tuple[int, ...], ...]
+    """Sets of stages that share a parameter, the same on all workers."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -44,11 +65,33 @@ class Stage(Protocol):
         stage, which starts from its loss). Leaves parameter gradients in ``.grad`` (or in the splitter's queue)
         and returns those of the floating-point inputs."""
 
+    @property
+    def ties(self) -> Sequence[Tie]:
+        """This stage's copies of parameters that other stages have too, in the same order on all of them."""
+
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
         """This stage's share of the squared global gradient norm; 0 if the framework does not count it."""
 
-    def step(self, gradients: Sequence[torch.Tensor], verdict: Verdict) -> None:
-        """One optimizer update with the reduced ``gradients``, one per parameter; may change them in place."""
+    def coefficient(self, norm_squares: Sequence[float]) -> float:
+        """What all gradients are multiplied by before the step, given each stage's `norm_square`; 1 for nothing.
+
+        A pure function. A stage that does not know the others' values yet puts zeros for them."""
+
+    def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
+        """One optimizer update with the reduced ``gradients``, one per parameter, times ``coefficient``; may change
+        them in place if the coefficient is not 1."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The tensors that `step` changes, by name: parameters and optimizer state."""
+
+    def reset_state(self, names: Collection[str]) -> None:
+        """Make `state` have exactly these names, by dropping optimizer state that is not among them."""
+
+    def counters(self) -> Any:
+        """A copy of whatever else `step` changes: step counts, learning-rate schedule."""
+
+    def set_counters(self, counters: Any) -> None:
+        """Put back what `counters` gave."""
 
     def regroup(self, groups: Any) -> None:
         """Point every handle that the framework keeps at the new generation's groups."""

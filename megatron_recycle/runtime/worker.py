@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from megatron_recycle.errors import TransportAborted
 from megatron_recycle.membership import Agent, Offer
 from megatron_recycle.plan import Action, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
-from megatron_recycle.runtime.commit import Held, Verdict, commit, share_digests
+from megatron_recycle.runtime.commit import Held, Verdict, commit, share_digests, share_reports
 from megatron_recycle.runtime.data import DataSource, digest
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.interpreter import Observer, execute
@@ -27,8 +27,9 @@ from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.random_state import seed_of, seeded
 from megatron_recycle.runtime.recovery import finish, join, recover
 from megatron_recycle.runtime.reduce import ExactReduction, FastReduction, Reduction
-from megatron_recycle.runtime.split import Splitter, WeightQueue
+from megatron_recycle.runtime.split import Deferring, WeightQueue
 from megatron_recycle.runtime.stage import Forward, Stage
+from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Transport
 
 
@@ -41,6 +42,7 @@ class Attempt:
     queues: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     digests: dict[tuple[int, int], int] = field(default_factory=dict)
+    reports: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
 
 
 class StageWorker:
@@ -56,7 +58,7 @@ class StageWorker:
         observer: told of every phase; None for nobody.
     """
 
-    def __init__(self, *, place: Place, stage: Stage, splitter: Splitter, data: DataSource, agent: Agent,
+    def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
                  config: RecycleConfig, observer: Observer | None = None) -> None:
         self.place = place
         self.stage = stage
@@ -67,11 +69,13 @@ class StageWorker:
         self.groups: Groups | None = None
         self.held: Held | None = None
         self.verdict: Verdict | None = None
+        self.reports: torch.Tensor | None = None
+        """Of the last step: what the last stage reports of each micro-batch, (total, width)."""
         self.next_attempt = 1
         self._splitter = splitter
         self._data = data
         self._observer = observer
-        self._layout = Layout(stage.parameters)
+        self._layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
@@ -147,9 +151,10 @@ class StageWorker:
             forward = self.stage.forward(inputs, batch)
         if forward.loss is not None:
             self._now.losses[pipeline, microbatch] = forward.loss.detach()
+            self._now.reports[pipeline, microbatch] = forward.report
         if not self.place.last:
             self._transport.send(("F", pipeline, microbatch), forward.outputs)
-        self._now.forwards[pipeline, microbatch] = forward
+        self._now.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
         self._done(action)
 
     def _backward(self, action: Action) -> None:
@@ -198,12 +203,17 @@ class StageWorker:
         self.ledger.check_complete(self._plan.actions(self.place.me))
         with torch.no_grad():
             gradient = self._reduction.gradient(self._now.sums, groups)
+            fold_ties(self.stage.ties, self._layout, gradient, groups)
         loss = self._reduction.loss(self._now.losses, groups) if self.place.last else 0.0
         grid = self.place.grid
         digests = torch.zeros(grid.total, dtype=torch.float64)
+        width = self.stage.report_width
+        reports = torch.zeros(grid.total, width, dtype=torch.float64)
+        if self.place.last:
+            reports = share_reports(grid, width, self._now.reports, groups)
         if self.place.first or self.place.last:
             digests = share_digests(grid, self._now.digests, groups)
-        self.held = Held(iteration, gradient, self.stage.norm_square(self._views(gradient)), loss, digests)
+        self.held = Held(iteration, gradient, self.stage.norm_square(self._views(gradient)), loss, digests, reports)
         self.ledger.holds = iteration
         self.observe("reduced", iteration, action)
         self.commit_and_step()
@@ -227,7 +237,7 @@ class StageWorker:
         with torch.no_grad():
             self.stage.step(self._views(self.held.gradient), verdict)
         self.ledger.stepped = verdict.iteration
-        self.verdict, self.held = verdict, None
+        self.verdict, self.reports, self.held = verdict, self.held.reports, None
         for pipeline, count in enumerate(self.place.grid.microbatches):
             self._data.forget(pipeline, (verdict.iteration + 1) * count)
         self.agent.committed(verdict.iteration, verdict.loss)
@@ -243,6 +253,7 @@ class StageWorker:
         grid, config = self.place.grid, self.config
         return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
                 "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
+                "tied": [list(stages) for stages in self.stage.tied_stages],
                 "split_backward": True, "reduction": config.reduction, "planner_budget": config.planner_budget,
                 "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
                 "report_timeout": config.report_timeout,
@@ -299,9 +310,9 @@ class StageWorker:
         self._transport.use(channels(plan))
         if self.config.reduction == "exact":
             self._reduction = ExactReduction(grid.pipelines, grid.microbatches, plan.problem.block,
-                                             pieces(plan, me.stage), me)
+                                             pieces(plan, me.stage), me, self.stage.averaging)
         else:
-            self._reduction = FastReduction(grid.pipelines, max(grid.microbatches))
+            self._reduction = FastReduction(grid.pipelines, max(grid.microbatches), self.stage.averaging)
 
     def copy_held(self, sources: Mapping[Worker, Worker], target: int) -> None:
         """Give peers that do not hold ``target`` the reduced gradient; ``sources`` maps receiver to giver.
@@ -313,9 +324,10 @@ class StageWorker:
         for receiver, giver in sorted(sources.items()):
             if receiver == self.place.me:
                 gradient = self._layout.empty()
-                numbers = torch.empty(2 + self.place.grid.total, dtype=torch.float64)
+                total = self.place.grid.total
+                numbers = torch.empty(2 + total * (1 + self.stage.report_width), dtype=torch.float64)
                 _exchange(groups, [gradient, numbers], peers.index(giver), receive=True)
-                self.held = Held.from_numbers(target, gradient, numbers)
+                self.held = Held.from_numbers(target, gradient, numbers, total)
                 self.ledger.holds = target
             elif giver == self.place.me:
                 assert self.held is not None
