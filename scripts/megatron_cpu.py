@@ -1,0 +1,105 @@
+"""Lets megatron-core run on a machine without a GPU, for tests and for trying the scripts out.
+
+megatron-core names CUDA in many places. `install()` makes these mean the CPU: device arguments, random states,
+memory counters, streams. It changes torch for the whole process, so it belongs to scripts and tests only; the
+plugin itself never loads it. With a GPU there it does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Rewrites `device="cuda"` and `.cuda()`; `.type()` answers with the name that Megatron looks for."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and _is_cuda(device):
+            kwargs = {**kwargs, "device": "cpu"}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(args[0]).replace("torch.", "torch.cuda.", 1)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, (str, torch.device)):
+        return str(device).startswith("cuda")
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+class _Stream:
+    """A stream on which everything has happened already."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
+    def wait_stream(self, *arguments: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+def install(*, pretend: bool = False) -> None:
+    """Make CUDA mean the CPU in this process.
+
+    Args:
+        pretend: also claim that there is a GPU, which Megatron-LM's training scripts insist on.
+    """
+    if torch.cuda.is_available():
+        return
+    # Before Megatron is imported: it compiles small functions, which a CPU gains little from.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    import megatron.core.tensor_parallel.random as megatron_random
+
+    # It warns whenever a CPU state changes inside a block for a CUDA state: here they are one.
+    logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = cuda.set_device = cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *arguments: None
+    cuda.get_rng_state = lambda *arguments, **keywords: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *arguments, **keywords: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    random: Any = megatron_random
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # Installed for good: there is no block to leave.
+    contextlib.ExitStack().enter_context(_CudaMeansCpu())
+    if pretend:
+        _pretend(cuda)
+
+
+def _pretend(cuda: Any) -> None:
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 8
+    cuda.get_device_capability = lambda *arguments: (8, 0)
+    cuda.get_device_properties = lambda *arguments: SimpleNamespace(
+        major=8, minor=0, name="cpu", total_memory=1 << 30, multi_processor_count=1)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, lambda *arguments: 0)
+    cuda.memory_stats = lambda *arguments: defaultdict(int)
+    cuda.mem_get_info = lambda *arguments: (1 << 30, 1 << 30)
+    cuda.Stream = cuda.stream = _Stream
+    cuda.set_stream = lambda stream: None
+    cuda.current_stream = cuda.default_stream = lambda *arguments: _Stream()

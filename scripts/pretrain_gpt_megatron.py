@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""Trains a small byte-level GPT with megatron-core's own parts, as any script built on it would.
+
+    torchrun --nproc-per-node 6 scripts/pretrain_gpt_megatron.py --dump runs/stock   # core's 1F1B, 3 x 2 workers
+    recycle run --nproc 6 scripts/pretrain_gpt_megatron.py --dump runs/mine          # the same, surviving failures
+
+Needs the pip package megatron-core only (Megatron-LM's training/ is not in it). The text is that of
+gpt_deepspeed.py. Without a GPU, CUDA is made to mean the CPU (megatron_cpu.py) and gloo is used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from gpt_deepspeed import Windows, read_text  # beside this script
+
+VOCABULARY = 256
+
+
+class PipelineSampler:
+    """The micro-batches of one pipeline, without end: as Megatron's own sampler, by `data_parallel_rank`."""
+
+    def __init__(self, total: int, size: int, data_parallel_rank: int, data_parallel_size: int) -> None:
+        self.total, self.size = total, size
+        self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.data_parallel_rank * self.size
+        while True:
+            yield [(start + index) % self.total for index in range(self.size)]
+            start += self.size * self.data_parallel_size
+
+
+def batches(args: argparse.Namespace, validation: bool) -> Iterator[tuple[Tensor, Tensor]] | None:
+    """This worker's micro-batches (tokens, labels), each (batch, length); None between first and last stage."""
+    from megatron.core import parallel_state
+
+    if not (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
+        return None
+    dataset = Windows(read_text(args.data), args.length, validation)
+    sampler = PipelineSampler(len(dataset), args.batch, parallel_state.get_data_parallel_rank(),
+                              parallel_state.get_data_parallel_world_size())
+    return iter(DataLoader(dataset, batch_sampler=sampler))
+
+
+def forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]] | None, model: Any) -> tuple[Tensor, Any]:
+    """One micro-batch through this stage, and the function that makes a loss of the last stage's output."""
+    from megatron.core import parallel_state
+
+    if not (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
+        return model(None, None, None), None
+    assert data_iterator is not None
+    tokens, labels = (part.cuda() for part in next(data_iterator))
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    later = torch.ones(tokens.shape[1], tokens.shape[1], device=tokens.device).triu(1).bool()[None, None]
+    return model(tokens, positions, later, labels=labels), loss_function
+
+
+def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum of the losses (batch, length), number of tokens, and both for the log; in nats."""
+    total = losses.float().sum()
+    tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+
+def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """Configuration, model of this stage wrapped for data parallelism, optimizer."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    recompute: dict[str, Any] = {}
+    if args.recompute is not None:
+        recompute["recompute_granularity"] = args.recompute
+        if args.recompute == "full":
+            recompute |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    config = TransformerConfig(
+        num_layers=args.blocks, hidden_size=args.width, num_attention_heads=args.heads,
+        use_cpu_initialization=True, tensor_model_parallel_size=args.tensor,
+        pipeline_model_parallel_size=args.stages, bf16=args.bf16, params_dtype=dtype, pipeline_dtype=dtype,
+        hidden_dropout=args.dropout, attention_dropout=args.dropout, calculate_per_token_loss=args.per_token_loss,
+        gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
+        persist_layer_norm=False, deallocate_pipeline_outputs=True, **recompute)
+    model: Any = GPTModel(
+        config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+        vocab_size=VOCABULARY, max_sequence_length=args.length, position_embedding_type="learned_absolute",
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untied)
+    model.to(torch.cuda.current_device())
+    if args.bf16:
+        model = Float16Module(config, model)
+    model = DistributedDataParallel(
+        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model)
+    model.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer=args.optimizer, lr=args.lr, weight_decay=args.weight_decay, clip_grad=args.clip,
+                        bf16=args.bf16, params_dtype=dtype), [model])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    config.no_sync_func = model.no_sync
+    return config, model, optimizer
+
+
+def train(args: argparse.Namespace) -> dict[str, Any]:
+    """Train `args.iterations` iterations on this worker; returns (and with `args.dump` leaves) its state."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    parallel_state.initialize_model_parallel(args.tensor, args.stages)
+    torch.manual_seed(args.seed + parallel_state.get_pipeline_model_parallel_rank())
+    model_parallel_cuda_manual_seed(args.seed)
+    _, model, optimizer = build(args)
+    data, validation = batches(args, validation=False), batches(args, validation=True)
+    step = partial(
+        get_forward_backward_func(), forward_step_func=forward_step, model=[model],
+        num_microbatches=args.microbatches, seq_length=args.length, micro_batch_size=args.batch)
+    losses, validations, begin = [], [], time.time()
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            for _ in range(args.eval_iterations):
+                validations.append(mean_loss(step(data_iterator=validation, forward_only=True)))
+        model.train()
+
+    for iteration in range(args.iterations):
+        if args.eval_every and iteration % args.eval_every == 0:
+            evaluate()
+        began = time.time()
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = step(data_iterator=data, forward_only=False)
+        _, norm, _ = optimizer.step()
+        losses.append(mean_loss(reports))
+        if (iteration + 1) % args.log_every == 0:
+            log(step.func, args, iteration + 1, time.time() - began, losses[-1], norm)
+    state = {
+        "pipeline": parallel_state.get_data_parallel_rank(), "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "tensor": parallel_state.get_tensor_model_parallel_rank(), "losses": losses, "validations": validations,
+        "parameters": {name: value.detach() for name, value in model.module.named_parameters()},
+        "optimizer": [{key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+                      for state in optimizer.optimizer.state.values()],
+        "seconds": time.time() - begin}
+    if args.dump is not None:
+        args.dump.mkdir(parents=True, exist_ok=True)
+        torch.save(state, args.dump / f"worker-{state['pipeline']}-{state['stage']}-{state['tensor']}.pt")
+    return state
+
+
+def mean_loss(reports: list[dict[str, Tensor]]) -> float | None:
+    """Loss per token over the global batch, on the last stage; None elsewhere."""
+    from megatron.core import parallel_state
+
+    if not reports:
+        return None
+    total = torch.stack([report["lm loss"] for report in reports]).sum(0)
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    return float(total[0] / total[1])
+
+
+def log(step: Any, args: argparse.Namespace, iteration: int, seconds: float, loss: float | None, norm: Any) -> None:
+    """Megatron's log line, on the last rank; with the plugin on the last one that is left, with its part."""
+    import torch.distributed as dist
+
+    if not getattr(step, "speaks", lambda: dist.get_rank() == dist.get_world_size() - 1)():
+        return
+    extra = getattr(step, "log_part", lambda: "")()
+    print(f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.iterations:8d} |"
+          f" elapsed time per iteration (ms): {1000 * seconds:.1f} | lm loss: {loss:.6E} |"
+          f" grad norm: {norm:.3f} |{extra}", flush=True)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--data", type=Path, help="a text file or a folder of them (default: the standard library)")
+    parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--stages", type=int, default=2, help="pipeline stages")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a worker")
+    parser.add_argument("--microbatches", type=int, default=4, help="micro-batches per pipeline and iteration")
+    parser.add_argument("--batch", type=int, default=4, help="windows per micro-batch")
+    parser.add_argument("--length", type=int, default=64, help="bytes per window")
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--untied", action="store_true", help="output layer with weights of its own")
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--recompute", choices=("full", "selective"))
+    parser.add_argument("--per-token-loss", action="store_true")
+    parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--clip", type=float, default=1.0, help="gradient clipping by norm; 0 is none")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="threads per worker")
+    parser.add_argument("--log-every", type=int, default=5, help="iterations between two log lines")
+    parser.add_argument("--eval-every", type=int, default=0, help="iterations between two validations; 0: none")
+    parser.add_argument("--eval-iterations", type=int, default=1)
+    parser.add_argument("--dump", type=Path, help="folder for each worker's final state")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|TensorWrapper)")
+    args = parse(argv)
+    torch.set_num_threads(args.threads)
+    if torch.cuda.is_available():
+        torch.distributed.init_process_group("nccl")
+        torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
+    else:
+        import megatron_cpu  # beside this script
+
+        megatron_cpu.install()
+        torch.distributed.init_process_group("gloo")
+    return train(args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
