@@ -69,7 +69,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         fields = dict(event)
         log.emit(fields.pop("event"), **fields)
 
-    planning = Planning()
+    planning = Planning(args.run_dir / "plans")
     coordinator = Coordinator(
         size=args.size,
         token=token,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import improve, quick
+
+log = logging.getLogger(__name__)
 
 
 def problem_of(description: Mapping[str, Any], failed: frozenset[str]) -> Problem:
@@ -34,9 +38,14 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str]) -> Proble
 
 
 class Planning:
-    """`plan` at once and `improve` in the background, with the best plan of each membership kept."""
+    """`plan` at once and `improve` in the background, with the best plan of each membership kept.
 
-    def __init__(self) -> None:
+    Args:
+        folder: gets a plan file, named by the digest, of every plan that is handed out; None for none.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
         self._best: dict[frozenset[str], Plan] = {}
         self._lock = threading.Lock()
 
@@ -48,6 +57,7 @@ class Planning:
             known = quick(problem_of(description, failed), seed=int(description.get("seed") or 0))
             with self._lock:
                 self._best[failed] = known
+        self._keep(known)
         return known.to_json()
 
     def improve(
@@ -68,4 +78,19 @@ class Planning:
             return None
         with self._lock:
             self._best[failed] = better
+        self._keep(better)
         return better.to_json()
+
+    def _keep(self, plan: Plan) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(exist_ok=True)
+            plan.save(plan_file(self._folder, plan.digest))
+        except OSError as error:  # training needs the plan, not its file
+            log.warning("recycle: a plan could not be kept in %s: %s", self._folder, error)
+
+
+def plan_file(folder: Path, digest: str) -> Path:
+    """Where the plan with this `digest` ("sha256:...", as events name it) is kept in a run's plan folder."""
+    return folder / f"{digest.rpartition(':')[2][:16]}.json"

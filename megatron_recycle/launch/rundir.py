@@ -1,4 +1,4 @@
-"""The folder of a run: events.jsonl, journal.jsonl, a log per worker."""
+"""The folder of a run: events.jsonl, journal.jsonl, a log per worker, the plans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership import Journal, JournalError, JournalInUse
 
-_OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log")
+_OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log", "plans")
 
 
 def prepare(run_dir: Path) -> None:

@@ -91,6 +91,7 @@ def _form(state: State, now: float) -> Step:
         "generation": 1,
         "members": state.incarnations(),
         "ranks": {name: state.members[name].rank for name in in_order(state.members)},
+        "pids": {name: state.members[name].pid for name in in_order(state.members)},
         "grid": dict(description["grid"]),
     }
     return state, (Store(notices.decided_record(state)), Emit(started), MakePlan(1, frozenset()))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
-from megatron_recycle.launch.planning import Planning, problem_of
+from megatron_recycle.launch.planning import Planning, plan_file, problem_of
 from megatron_recycle.plan import Plan, PlanError, Worker, violations
 
 DESCRIPTION = {
@@ -24,6 +25,14 @@ def test_a_legal_plan_for_every_membership_that_training_survives() -> None:
         plan = Plan.from_json(planning.plan(DESCRIPTION, failed))
         assert violations(plan) == []
         assert {str(worker) for worker in plan.problem.failed} == failed
+
+
+def test_every_plan_is_kept_as_a_file_that_its_digest_finds(tmp_path: Path) -> None:
+    planning = Planning(tmp_path / "plans")
+    made = Plan.from_json(planning.plan(DESCRIPTION, frozenset({"1:1"})))
+    assert Plan.load(plan_file(tmp_path / "plans", made.digest)) == made
+    (tmp_path / "file").write_text("")
+    assert Planning(tmp_path / "file").plan(DESCRIPTION, frozenset({"1:1"}))["digest"] == made.digest
 
 
 def test_a_stage_without_workers_is_an_error_that_names_it() -> None:
