@@ -25,9 +25,11 @@ class Unit:
 @dataclass(frozen=True)
 class Layout:
     """``home[s][d]``: worker that stands for logical pipeline ``d`` at stage ``s``, -1 for none.
-    ``crews[d]``: the units that logical pipeline ``d`` runs. ``label[j]``: the logical pipeline of a job."""
+    ``crews[d]``: the units that logical pipeline ``d`` runs. ``at[s]``: the workers that may run anything.
+    ``label[j]``: the logical pipeline of a job."""
 
     home: list[list[int]]
+    at: list[list[int]]
     crews: list[list[Unit]]
     label: list[int]
 
@@ -53,12 +55,12 @@ def aligned(instance: Instance) -> Layout:
             else:
                 fresh.append(w if w >= 0 else spare.pop(0))
         home.append(fresh)
-    return _peeled(instance, home)
+    return _peeled(instance, home, instance.at)
 
 
 def natural(instance: Instance) -> Layout:
     """Every worker stands for its own pipeline."""
-    return _peeled(instance, instance.home)
+    return _peeled(instance, instance.home, instance.at)
 
 
 def dropped(instance: Instance) -> Layout:
@@ -67,10 +69,11 @@ def dropped(instance: Instance) -> Layout:
     hit = {d for row in instance.home for d in range(pipelines) if row[d] < 0}
     if len(hit) == pipelines:
         raise PlanError("drop: every pipeline lost a worker, none is left to take the micro-batches")
-    return _peeled(instance, [[-1 if d in hit else w for d, w in enumerate(row)] for row in instance.home])
+    home = [[-1 if d in hit else w for d, w in enumerate(row)] for row in instance.home]
+    return _peeled(instance, home, [[w for w in row if w >= 0] for row in home])
 
 
-def _peeled(instance: Instance, home: list[list[int]]) -> Layout:
+def _peeled(instance: Instance, home: list[list[int]], at: list[list[int]]) -> Layout:
     pipelines = instance.problem.grid.pipelines
     crews = units(instance)
     missing = [d for d in range(pipelines) if all(row[d] < 0 for row in home)]
@@ -91,7 +94,7 @@ def _peeled(instance: Instance, home: list[list[int]]) -> Layout:
         for unit in crew:
             for j in unit.jobs:
                 label[j] = d
-    return Layout(home, crews, label)
+    return Layout(home, at, crews, label)
 
 
 def units(instance: Instance) -> list[list[Unit]]:

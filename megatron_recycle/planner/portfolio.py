@@ -9,7 +9,7 @@ worse: a level is left out only where its lower bound shows that it cannot win.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..plan import Problem, lower_bound
@@ -207,3 +207,11 @@ class _Climb:
         keys = leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)
         trace = schedule(instance, table, choice.rules, keys)
         return value(instance, table, trace), (table, trace)
+
+
+def run_layout(instance: Instance, rules: Sequence[Rules],
+               layout: Layout | None = None) -> tuple[list[int], list[int], float, int]:
+    """Route, trace, period and makespan of one greedy schedule."""
+    table = route(instance, layout or aligned(instance))
+    trace = schedule(instance, table, rules)
+    return table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace)

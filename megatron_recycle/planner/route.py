@@ -39,7 +39,7 @@ def _even(instance: Instance, layout: Layout, s: int, sizes: list[int]) -> bool:
     """Whether every micro-batch is best served at home: all homes live, alike, and their work level."""
     homes = [w for d, w in enumerate(layout.home[s]) if sizes[d]]
     level = [n for n in sizes if n]
-    if -1 in homes or len(instance.at[s]) != len(homes) or max(level) - min(level) > 1:
+    if -1 in homes or len(layout.at[s]) != len(homes) or max(level) - min(level) > 1:
         return False
     return len({cost(instance, w) for w in homes}) == 1
 
@@ -47,10 +47,10 @@ def _even(instance: Instance, layout: Layout, s: int, sizes: list[int]) -> bool:
 def _stage(instance: Instance, layout: Layout, s: int, sizes: list[int], deal: str,
            spare: int) -> list[tuple[Unit, int]]:
     """Units of a stage with their workers: homes keep what the best possible slowest load allows."""
-    keep = _targets(instance, s, spare)
+    keep = _targets(instance, layout, s, spare)
     placed: list[tuple[Unit, int]] = []
     guests: list[Unit] = []
-    load = dict.fromkeys(instance.at[s], 0)
+    load = dict.fromkeys(layout.at[s], 0)
     for d, own in enumerate(layout.crews):
         w = layout.home[s][d]
         if w < 0:
@@ -76,9 +76,9 @@ def _evenly(own: list[Unit], surplus: int) -> set[int]:
     return {(2 * i + 1) * len(own) // (2 * leave) for i in range(leave)}
 
 
-def _targets(instance: Instance, s: int, spare: int) -> dict[int, int]:
+def _targets(instance: Instance, layout: Layout, s: int, spare: int) -> dict[int, int]:
     """Most micro-batches each worker of a stage may run when the slowest load is as small as it can be."""
-    workers = instance.at[s]
+    workers = layout.at[s]
     each = {w: max(1, cost(instance, w)) for w in workers}
     total = len(instance.jobs)
     low, high = 0, total * max(each.values())

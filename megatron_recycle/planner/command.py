@@ -1,0 +1,166 @@
+"""``recycle plan``: plan a grid with failed workers, compare techniques, or check a plan file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+
+from ..plan import Costs, Grid, Plan, PlanError, Problem, Worker, check, replay
+from . import terminal
+from .normalise import Prices, normalise
+from .technique import TECHNIQUES, planned, shaped
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``recycle plan``."""
+    grid = parser.add_argument_group("the grid")
+    grid.add_argument("--pipelines", type=int, metavar="D", help="number of pipelines")
+    grid.add_argument("--stages", type=int, metavar="S", help="stages of each pipeline")
+    grid.add_argument("--microbatches", metavar="M", help="micro-batches, one number or one per pipeline: 6 or 6,6,4")
+    grid.add_argument("--failed", action="append", default=[], metavar="D:S",
+                      help="failed workers, as pipeline:stage; repeat it, or separate with commas")
+    grid.add_argument("--costs", default="1,1,1", metavar="F,B,W",
+                      help="forward, input-gradient and weight-gradient time, one triple or one per stage,"
+                           " separated by ';' (default 1,1,1)")
+    grid.add_argument("--step-cost", default="0", metavar="T", help="reduce-and-step, one number or one per stage")
+    grid.add_argument("--hop-cost", type=int, default=0, metavar="T", help="latency of a transfer")
+    grid.add_argument("--speed", action="append", default=[], metavar="D:S=X",
+                      help="worker D:S takes X times as long; repeat it, or separate with commas")
+    grid.add_argument("--cap", metavar="N", help="activations a worker may hold, one number or one per stage"
+                                                 " (default: S, or S - s for --technique none)")
+    how = parser.add_argument_group("the plan")
+    how.add_argument("--technique", choices=TECHNIQUES, default="staggered",
+                     help="none: 1F1B without failures; adaptive: re-routing; decoupled: and split backward;"
+                          " staggered: and staggered step; drop: hit pipelines left out")
+    how.add_argument("--objective", choices=("period", "makespan"),
+                     help="default: period for staggered and drop, else makespan")
+    how.add_argument("--block", type=int, default=0, metavar="N",
+                     help="micro-batches per block of the exact reduction (0: guests spread freely)")
+    how.add_argument("--no-moves", action="store_true", help="no worker moves to another stage")
+    how.add_argument("--move-cost", type=float, default=1.0, metavar="K", help="iterations that a move costs")
+    how.add_argument("--horizon", type=float, default=100.0, metavar="K",
+                     help="iterations over which moves must pay off")
+    how.add_argument("--budget", type=float, default=2.0, metavar="SECONDS", help="time for the search (default 2)")
+    how.add_argument("--seed", type=int, default=0)
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print the plan file instead of a table")
+    out.add_argument("--output", metavar="FILE", help="write the plan file")
+    out.add_argument("--picture", metavar="FILE", help="write a picture of the schedule, .png or .svg")
+    out.add_argument("--check", metavar="FILE", help="check a plan file and print its figures; plans nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what ``recycle plan`` was asked; 0, or 2 after one line on standard error that names the fault."""
+    try:
+        if args.check:
+            plan = check(Plan.load(args.check))
+            extra = {"legal": "yes", "digest": plan.digest}
+        else:
+            plan, extra = _plan(args)
+        _show(plan, extra, args)
+    except (PlanError, OSError) as error:
+        print(f"recycle plan: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
+    problem = shaped(_problem(args), args.technique, args.objective)
+    if args.technique not in ("none", "drop") and not args.no_moves:
+        problem = normalise(problem, Prices(args.move_cost, args.horizon))
+    begin = time.perf_counter()
+    first: list[Plan] = []
+    plan = planned(problem, args.technique, args.budget, args.seed, first.append)
+    total = time.perf_counter() - begin
+    check(plan)
+    extra = {"time to best plan": f"{total * 1000:.0f} ms"}
+    if first:
+        quickly = first[0].stats["first_seconds"] * 1000
+        extra = {"time to first plan": f"{quickly:.1f} ms (orders; its {problem.objective}"
+                                       f" {first[0].objective_value:g})", **extra}
+    if plan.stats.get("cut"):
+        extra["cut"] = "the clock ended the search before its work was done"
+    return plan, extra
+
+
+def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:
+    if args.output:
+        plan.save(args.output)
+    if args.picture:
+        from megatron_recycle.observe.timeline import draw
+
+        draw(plan, args.picture)
+    if args.json:
+        print(json.dumps(plan.to_json()))
+        return
+    print(terminal.table(plan, replay(plan), extra))
+    picture = terminal.drawing(plan, shutil.get_terminal_size((120, 40)).columns, sys.stdout.isatty())
+    if picture:
+        print("\n" + picture)
+
+
+def _problem(args: argparse.Namespace) -> Problem:
+    for name in ("pipelines", "stages", "microbatches"):
+        if getattr(args, name) is None:
+            raise PlanError(f"--{name} is needed (or --check FILE)")
+    if args.pipelines < 1 or args.stages < 1:
+        raise PlanError("--pipelines and --stages must be positive")
+    if args.budget < 0:
+        raise PlanError("--budget must not be negative")
+    counts = _numbers(args.microbatches, "--microbatches", args.pipelines, "pipeline")
+    grid = Grid(args.stages, counts)
+    triples = [_numbers(part, "--costs", 3, "kind", spread=False) for part in args.costs.split(";")]
+    if len(triples) not in (1, args.stages):
+        raise PlanError(f"--costs gives {len(triples)} stages, the grid has {args.stages}")
+    triples = triples * args.stages if len(triples) == 1 else triples
+    step = _numbers(args.step_cost, "--step-cost", args.stages, "stage")
+    forward, backward_input, backward_weight = zip(*triples)
+    costs = Costs(forward, backward_input, backward_weight, args.hop_cost, step, _speeds(args.speed))
+    return Problem(grid, costs, tuple(Worker.parse(w) for w in _list(args.failed)), cap=_caps(args, grid),
+                   block=args.block)
+
+
+def _caps(args: argparse.Namespace, grid: Grid) -> dict[Worker, int]:
+    if args.cap is not None:
+        row = _numbers(args.cap, "--cap", grid.stages, "stage")
+    elif args.technique == "none":
+        row = tuple(grid.stages - s for s in range(grid.stages))
+    else:
+        row = (grid.stages,) * grid.stages
+    if min(row) < 1:
+        raise PlanError("--cap must be at least 1: a worker that may hold no activation cannot work")
+    return {worker: row[worker.stage] for worker in grid.workers()}
+
+
+def _speeds(given: list[str]) -> dict[Worker, float]:
+    speeds = {}
+    for text in _list(given):
+        worker, _, factor = text.partition("=")
+        try:
+            speeds[Worker.parse(worker)] = float(factor)
+        except ValueError:
+            raise PlanError(f"--speed {text!r} is not of the form D:S=X, for example 0:1=1.5") from None
+    return speeds
+
+
+def _list(given: list[str]) -> list[str]:
+    """Values of a repeated option, each of which may hold several."""
+    return [part for text in given for part in text.replace(",", " ").split()]
+
+
+def _numbers(text: str, option: str, count: int, each: str, spread: bool = True) -> tuple[int, ...]:
+    """One integer for all (with ``spread``), or ``count`` integers."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise PlanError(f"{option} {text!r}: integers separated by commas are needed") from None
+    if any(value < 0 for value in values):
+        raise PlanError(f"{option} {text!r}: no number may be negative")
+    if len(values) == 1 and spread:
+        return values * count
+    if len(values) != count:
+        raise PlanError(f"{option} {text!r} gives {len(values)} numbers, {count} are needed (one per {each})")
+    return values

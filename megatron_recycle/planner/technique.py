@@ -1,0 +1,68 @@
+"""The paper's ablation as plans: 1F1B, adaptive, decoupled, staggered, and leaving the hit pipelines out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ..plan import Plan, Problem, lower_bound
+from .align import dropped
+from .api import improve, quick
+from .greedy import Rules
+from .instance import Schedule, build, plan_of
+from .portfolio import TEMPLATES, run_layout
+
+TECHNIQUES = ("none", "adaptive", "decoupled", "staggered", "drop")
+
+
+def shaped(problem: Problem, technique: str, objective: str | None = None) -> Problem:
+    """The problem as a technique poses it: what is split, which objective, and for ``none`` nobody failed."""
+    default = "period" if technique in ("staggered", "drop") else "makespan"
+    split = technique in ("decoupled", "staggered", "drop")
+    failed = () if technique == "none" else problem.failed
+    return replace(problem, failed=failed, split_backward=split, objective=objective or default)
+
+
+def one_f_one_b(problem: Problem) -> Plan:
+    """1F1B without failures: each worker runs at most ``stages - stage`` micro-batches at a time, backward
+    first."""
+    stages = problem.grid.stages
+    cap = {}
+    for worker in problem.grid.workers():
+        usual = (stages - worker.stage) * problem.weight(worker.stage)
+        cap[worker] = min(problem.cap.get(worker, usual), usual)
+    tight = build(replace(problem, cap=cap))
+    table, trace, period, makespan = run_layout(tight, [Rules()] * stages)
+    instance = replace(tight, problem=problem)
+    return plan_of(instance, Schedule(table, trace, period, makespan), lower_bound(problem), "1f1b")
+
+
+def drop(problem: Problem) -> Plan:
+    """The baseline that leaves every hit pipeline out and deals its micro-batches to the others.
+
+    Raises PlanError if no pipeline is whole.
+    """
+    instance = build(problem)
+    best: Schedule | None = None
+    for rules in TEMPLATES[:4]:  # the baseline is scheduled as well as our own plans are
+        found = Schedule(*run_layout(instance, [rules] * instance.stages, dropped(instance)))
+        if best is None or _goal(problem, found) < _goal(problem, best):
+            best = found
+    assert best is not None
+    return plan_of(instance, best, lower_bound(problem), "drop")
+
+
+def _goal(problem: Problem, found: Schedule) -> float:
+    return found.makespan if problem.objective == "makespan" else found.period
+
+
+def planned(problem: Problem, technique: str, budget_s: float, seed: int,
+            first: Callable[[Plan], None] = lambda plan: None) -> Plan:
+    """The plan of a technique; ``first`` is told the plan that was there at once. Raises PlanError."""
+    if technique == "none":
+        return one_f_one_b(problem)
+    if technique == "drop":
+        return drop(problem)
+    plan = quick(problem, seed)
+    first(plan)
+    return improve(problem, plan, budget_s, seed) or plan if budget_s > 0 else plan

@@ -1,0 +1,100 @@
+"""A plan for the terminal: a table of its figures, and its schedule drawn in characters where it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..plan import Plan, Timeline, Worker, replay
+
+_COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "S": "45;97"}
+#: a schedule with more rows than this is not drawn
+ROWS = 40
+
+
+def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
+    """The figures of a plan, one per line; ``extra`` lines come last."""
+    stages = range(plan.problem.grid.stages)
+    peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.live(s)), default=0)}" for s in stages)
+    rows = {
+        "period": _number(plan.period),
+        "makespan": _number(plan.makespan),
+        f"bound ({plan.problem.objective})": _number(plan.lower_bound),
+        "gap": f"{plan.gap:.1%}",
+        "bubbles": f"{bubbles(plan):.1%} of the workers' time",
+        "peak activations": f"per stage {peaks}",
+        "guests": str(guest_count(plan)),
+        "moves": ", ".join(f"{w} to stage {s}" for w, s in sorted(plan.problem.stage_of.items())) or "none",
+        "source": plan.source,
+        **extra,
+    }
+    width = max(map(len, rows))
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows.items())
+
+
+def bubbles(plan: Plan) -> float:
+    """Share of the live workers' time in a steady iteration in which they neither compute nor step."""
+    problem = plan.problem
+    length = plan.period if problem.objective == "period" else plan.makespan
+    if not length or not plan.workers:
+        return 0.0
+    busy = sum(problem.duration(a.kind, w) for w, actions in plan.workers.items() for a in actions)
+    return max(0.0, 1 - busy / (length * len(plan.workers)))
+
+
+def guest_count(plan: Plan) -> int:
+    """Micro-batch visits to a worker whose home is another pipeline or stage."""
+    return sum(1 for (d, _, s), worker in plan.route().items() if worker != Worker(d, s))
+
+
+def drawing(plan: Plan, width: int, colour: bool) -> str | None:
+    """The schedule from a cold start, one row per worker, guests in small letters; None if it does not fit.
+
+    One column is one unit of time where that fits, else several: a column shows what runs for most of it.
+    """
+    workers = plan.problem.grid.workers()
+    timeline = replay(plan)
+    room = width - 8
+    if len(workers) > ROWS or room < 20 or timeline.makespan == 0:
+        return None
+    scale = max(1, -(-timeline.makespan // room))
+    shortest = min((end - start for spans in timeline.times.values() for start, end in spans if end > start),
+                   default=0)
+    if scale > shortest:
+        return None
+    lines = []
+    for worker in workers:
+        if worker not in plan.workers:
+            lines.append(f"{worker!s:>6}  failed")
+            continue
+        letters = []
+        for action in plan.workers[worker]:
+            home = action.kind == "S" or worker == Worker(action.pipeline, plan.problem.stage(worker))
+            letters.append(action.kind if home else action.kind.lower())
+        lines.append(f"{worker!s:>6}  {_row(letters, timeline.times[worker], scale, colour)}")
+    unit = "unit" if scale == 1 else f"{scale} units"
+    return "\n".join([*lines, f"        one column is {unit}; small letters are guests"])
+
+
+def _row(letters: Sequence[str], spans: Sequence[tuple[int, int]], scale: int, colour: bool) -> str:
+    end = spans[-1][1]
+    cells = []
+    at = 0
+    for column in range(-(-end // scale)):
+        low, high = column * scale, (column + 1) * scale
+        best, share = "·", scale / 2
+        while at < len(spans) and spans[at][1] <= low:
+            at += 1
+        i = at
+        while i < len(spans) and spans[i][0] < high:
+            overlap = min(high, spans[i][1]) - max(low, spans[i][0])
+            if overlap >= share and overlap > 0:
+                best, share = letters[i], overlap
+            i += 1
+        cells.append(best)
+    if not colour:
+        return "".join(cells)
+    return "".join(f"\033[{_COLOURS[c.upper()]}m{c}\033[0m" if c != "·" else c for c in cells)
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:.2f}"
