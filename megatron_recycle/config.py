@@ -53,9 +53,9 @@ class RecycleConfig:
         "micro-batches per block, the unit that exact re-routes; auto: ceil(M / (D - 1)); fast has none",
     )
     step: str = _option(
-        "barrier",
-        "barrier: stages step when all of them hold their gradient; staggered: each when its own is done",
-        choices=("barrier", "staggered"),
+        "staggered",
+        "staggered: each stage steps when its own gradient is complete; barrier: when all of them are",
+        choices=("staggered", "barrier"),
     )
     policy: str = _option(
         "reroute", "what a failure leads to; reroute: peers take over the micro-batches", choices=("reroute",)

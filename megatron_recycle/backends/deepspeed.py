@@ -9,10 +9,11 @@ without failures have stock's bits.
 from __future__ import annotations
 
 import atexit
+import copy
 import functools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.data import Batch, DatasetSource, DataSource, FactorySource
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.link import connect
@@ -39,6 +39,8 @@ from megatron_recycle.runtime.stage import Forward, Tie
 from megatron_recycle.runtime.worker import StageWorker
 
 _STOCK = "recycle_stock_initialize"
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
+"""What `_take_model_step` changes besides tensors."""
 
 
 def install(options: Options) -> None:
@@ -96,6 +98,9 @@ class RecyclePipelineEngine(PipelineEngine):
         self._worker: StageWorker | None = None
         self._agent = connect(place, settings, options.embed, self._abort_transport)
         atexit.register(self._finish)
+        # Whoever asks for the state wants it as it stays.
+        self.module.register_state_dict_pre_hook(lambda *_: self.settle())
+        self.optimizer.register_state_dict_pre_hook(lambda *_: self.settle())
 
     # ---- training
 
@@ -146,28 +151,20 @@ class RecyclePipelineEngine(PipelineEngine):
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         if isinstance(pipe_schedule, deepspeed.runtime.pipe.schedule.TrainSchedule):
             assert self._worker is not None
-            self._verdict = self._worker.train(self.global_steps)
+            self._loss = self._worker.train(self.global_steps)
         else:
             super()._exec_schedule(pipe_schedule)
 
     def _aggregate_total_loss(self) -> torch.Tensor:
-        return torch.tensor(self._verdict.loss, dtype=torch.float32, device=self.device)
+        return torch.tensor(self._loss, dtype=torch.float32, device=self.device)
 
     def clip_fp32_gradients(self) -> None:
-        """Stock's clipping, from the verdict's norms in place of collectives over fixed groups."""
-        total = torch.zeros(1, device=self.device)
-        for value in self._stage.verdict.norm_squares:
-            total += value
-        # Stock averages the norm over data-parallel ranks, which all have the same one.
-        scaled = total.pow(1.0 / 2.0) * 1.0 / float(self.grid.data_parallel_size)
-        norm = scaled.clone()
-        for _ in range(self.grid.data_parallel_size - 1):
-            norm += scaled
-        limit = torch.tensor([float(self.gradient_clipping())], device=self.device)
-        coefficient = torch.min(torch.tensor([1.0], device=self.device), limit / (norm + 1e-6))
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.data.mul_(coefficient)
+        """The gradients are clipped already when the step begins (`DeepSpeedStage.step`)."""
+
+    def settle(self) -> None:
+        """Wait until the last iteration is committed: with staggered steps it may still be undone before."""
+        if self._worker is not None:
+            self._worker.settle()
 
     def _data_source(self) -> DataSource:
         if self._options.data is not None:
@@ -191,10 +188,12 @@ class RecyclePipelineEngine(PipelineEngine):
     # ---- what is not supported while a worker is missing
 
     def eval_batch(self, *args: Any, **keywords: Any) -> Any:
+        self.settle()
         self._refuse_when_degraded("eval_batch()", "evaluate before the failure, or from a checkpoint in another job")
         return super().eval_batch(*args, **keywords)
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
+        self.settle()
         self._refuse_when_degraded("save_checkpoint()", "save with all workers alive")
         return super().save_checkpoint(*args, **keywords)
 
@@ -219,7 +218,6 @@ class DeepSpeedStage:
         self.device = engine.device
         self.parameters: Sequence[nn.Parameter] = [
             parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
-        self.verdict: Verdict
         self._checked_buffers = False
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
@@ -268,11 +266,65 @@ class DeepSpeedStage:
         norms = [gradient.detach().float().norm(2.0) for gradient in gradients]
         return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
 
-    def step(self, gradients: Sequence[torch.Tensor], verdict: Verdict) -> None:
-        self.verdict = verdict
+    def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
+        """Stock's clipping (`clip_grad_norm_`), operation by operation."""
+        engine = self._engine
+        if engine.gradient_clipping() <= 0.0:
+            return 1.0
+        total = torch.zeros(1)
+        for value in norm_squares:
+            total += value
+        # Stock averages the norm over data-parallel ranks, which all have the same one.
+        pipelines = engine.grid.data_parallel_size
+        scaled = total.pow(1.0 / 2.0) * 1.0 / float(pipelines)
+        norm = scaled.clone()
+        for _ in range(pipelines - 1):
+            norm += scaled
+        limit = torch.tensor([float(engine.gradient_clipping())])
+        return torch.min(torch.tensor([1.0]), limit / (norm + 1e-6)).item()
+
+    def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient
+            parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         self._engine._exec_optimizer_step()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        tensors = {f"parameter {index}": parameter.data for index, parameter in enumerate(self.parameters)}
+        for index, parameter in enumerate(self.parameters):
+            for key, value in self._engine.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key} {index}"] = value
+        return tensors
+
+    def reset_state(self, names: Collection[str]) -> None:
+        for index, parameter in enumerate(self.parameters):
+            kept = self._engine.optimizer.state.get(parameter, {})
+            for key in [key for key in kept if isinstance(kept[key], torch.Tensor) and f"{key} {index}" not in names]:
+                del kept[key]
+            if not kept:
+                self._engine.optimizer.state.pop(parameter, None)
+
+    def counters(self) -> Any:
+        engine = self._engine
+        numbers = [{key: value for key, value in engine.optimizer.state.get(parameter, {}).items()
+                    if not isinstance(value, torch.Tensor)} for parameter in self.parameters]
+        groups = [{key: value for key, value in group.items() if key != "params"}
+                  for group in engine.optimizer.param_groups]
+        schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
+        return copy.deepcopy((numbers, groups, schedule, {name: getattr(engine, name) for name in _COUNTERS}))
+
+    def set_counters(self, counters: Any) -> None:
+        engine = self._engine
+        numbers, groups, schedule, values = copy.deepcopy(counters)
+        for parameter, own in zip(self.parameters, numbers, strict=True):
+            if own:
+                engine.optimizer.state[parameter].update(own)
+        for group, own in zip(engine.optimizer.param_groups, groups, strict=True):
+            group.update(own)
+        if schedule is not None:
+            engine.lr_scheduler.load_state_dict(schedule)
+        for name, value in values.items():
+            setattr(engine, name, value)
 
     def regroup(self, groups: Groups) -> None:
         """Every handle that DeepSpeed keeps and may use during training or after it."""

@@ -32,22 +32,25 @@ class Verdict:
     Attributes:
         iteration: the iteration.
         loss: mean loss of the global batch.
+        weight: sum over the global batch of the first number that each micro-batch reports (tokens); 0 for none.
         norm_squares: squared gradient norm of each stage, as the framework counts it.
         guesses: the coefficient that each stage stepped with, or would have, before it knew the others' norms.
     """
 
     iteration: int
     loss: float
+    weight: float
     norm_squares: tuple[float, ...]
     guesses: tuple[float, ...]
 
     def to_json(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "loss": self.loss, "norm_squares": list(self.norm_squares),
-                "guesses": list(self.guesses)}
+        return {"iteration": self.iteration, "loss": self.loss, "weight": self.weight,
+                "norm_squares": list(self.norm_squares), "guesses": list(self.guesses)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Verdict:
-        return cls(data["iteration"], data["loss"], tuple(data["norm_squares"]), tuple(data["guesses"]))
+        return cls(data["iteration"], data["loss"], data["weight"], tuple(data["norm_squares"]),
+                   tuple(data["guesses"]))
 
 
 @dataclass
@@ -58,24 +61,35 @@ class Held:
         iteration: the iteration.
         gradient: flat, (numel,).
         norm_square: of this stage's gradient.
-        loss: mean loss of the global batch; 0 but at the last stage.
+        loss, weight: as in the verdict.
         digests: (total micro-batches,) float64, CRC-32 of each micro-batch's data; zeros between first and
             last stage.
+        reports: (total micro-batches, width) float64, what the last stage reports of each; zeros elsewhere.
     """
 
     iteration: int
     gradient: torch.Tensor
     norm_square: float
     loss: float
+    weight: float
     digests: torch.Tensor
+    reports: torch.Tensor
 
     def numbers(self) -> torch.Tensor:
         """Everything but the gradient as one float64 vector, for a copy to a peer."""
-        return torch.cat([torch.tensor([self.norm_square, self.loss], dtype=torch.float64), self.digests])
+        alone = torch.tensor([self.norm_square, self.loss, self.weight], dtype=torch.float64)
+        return torch.cat([alone, self.digests, self.reports.flatten()])
+
+    @staticmethod
+    def count(total: int, width: int) -> int:
+        """How many `numbers` there are for ``total`` micro-batches that report ``width`` numbers each."""
+        return 3 + total + total * width
 
     @classmethod
-    def from_numbers(cls, iteration: int, gradient: torch.Tensor, numbers: torch.Tensor) -> Held:
-        return cls(iteration, gradient, numbers[0].item(), numbers[1].item(), numbers[2:])
+    def from_numbers(cls, iteration: int, gradient: torch.Tensor, numbers: torch.Tensor, total: int) -> Held:
+        norm_square, loss, weight = numbers[:3].tolist()
+        return cls(iteration, gradient, norm_square, loss, weight, numbers[3:3 + total],
+                   numbers[3 + total:].view(total, -1))
 
 
 def share_digests(grid: Grid, digests: Mapping[tuple[int, int], int], groups: Groups) -> torch.Tensor:
@@ -138,22 +152,22 @@ class Commit:
         stages, total = self._grid.stages, self._grid.total
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
-        verdict = Verdict(self.iteration, numbers[2 * stages], tuple(numbers[:stages]),
-                          tuple(numbers[stages:2 * stages]))
-        return verdict, self.offer > 0 and numbers[2 * stages + 1] == self.offer * self._members
+        loss, weight, offers = numbers[2 * stages:2 * stages + 3]
+        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:stages]), tuple(numbers[stages:2 * stages]))
+        return verdict, self.offer > 0 and offers == self.offer * self._members
 
 
 def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int) -> torch.Tensor:
-    """[norm squares | guesses | loss | offers | first stage's digests | last stage's digests]"""
+    """[norm squares | guesses | loss, weight, offers | first stage's digests | last stage's digests]"""
     stages, total = grid.stages, grid.total
-    vector = torch.zeros(2 * stages + 2 + 2 * total, dtype=torch.float64)
-    vector[2 * stages + 1] = offer
+    vector = torch.zeros(2 * stages + 3 + 2 * total, dtype=torch.float64)
+    vector[2 * stages + 2] = offer
     stage = groups.me.stage
     if groups.peers(stage)[0] == groups.me:
         vector[stage] = held.norm_square
         vector[stages + stage] = guess
         if stage == stages - 1:
-            vector[2 * stages] = held.loss
+            vector[2 * stages], vector[2 * stages + 1] = held.loss, held.weight
             vector[-total:] = held.digests
         if stage == 0:
             vector[-2 * total:-total] = held.digests

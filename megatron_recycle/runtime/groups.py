@@ -72,8 +72,10 @@ class Groups:
     Attributes:
         generation: membership epoch these handles belong to; 0 before the first one.
         members: live workers in ascending order; a worker's index is its rank in ``world``.
-        world: all members; activations and gradients travel here, and the commit is made here.
+        world: all members; activations and gradients travel here.
         stage: the members of this worker's stage; gradients are reduced here.
+        control, stage_control: the same members as ``world`` and ``stage``, for small tensors in CPU memory: always
+            gloo. A commit is under way there while the next iteration's activations travel.
         lines: further groups that a framework wants to hold, by name.
     """
 
@@ -82,6 +84,8 @@ class Groups:
     members: tuple[Worker, ...]
     world: dist.ProcessGroup
     stage: dist.ProcessGroup
+    control: dist.ProcessGroup
+    stage_control: dist.ProcessGroup
     lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
     _aborted: bool = False
     _abort_lock: threading.Lock = field(default_factory=threading.Lock)
@@ -95,7 +99,8 @@ class Groups:
         return self.members.index(worker)
 
     def all(self) -> list[dist.ProcessGroup]:
-        return [self.world, self.stage, *self.lines.values()]
+        groups = [self.world, self.stage, self.control, *self.lines.values()]
+        return groups if self.stage_control is self.stage else [*groups, self.stage_control]
 
     def abort(self) -> None:
         """Free whoever waits on these handles; returns when that is done, whichever thread began it."""
@@ -104,6 +109,10 @@ class Groups:
                 self._aborted = True
                 for group in self.all():
                     abort_group(group)
+
+    def abort_transfers(self) -> None:
+        """Free whoever waits for an activation or a gradient, and nobody else."""
+        abort_group(self.world)
 
     def retire(self) -> None:
         """Tear the handles down in the background: it takes gloo up to a second, and nobody needs it done."""
@@ -133,15 +142,19 @@ def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[
     store = dist.PrefixStore(f"recycle/{prefix}", c10d._get_default_store())
     meet(store, me, ordered, interrupted)
 
-    def group(name: str, workers: Sequence[Worker]) -> dist.ProcessGroup:
+    def group(name: str, workers: Sequence[Worker], backend: str = backend) -> dist.ProcessGroup:
         ranks = sorted(rank_of[worker] for worker in workers)
         return new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend, timeout=timeout,
                          connect_timeout=connect_timeout)
 
+    peers = [worker for worker in ordered if worker.stage == me.stage]
+
     try:
+        stage = group(f"stage{me.stage}", peers)
         return Groups(
-            generation=generation, me=me, members=ordered, world=group("world", ordered),
-            stage=group(f"stage{me.stage}", [worker for worker in ordered if worker.stage == me.stage]),
+            generation=generation, me=me, members=ordered, world=group("world", ordered), stage=stage,
+            control=group("control", ordered, "gloo"),
+            stage_control=stage if backend == "gloo" else group(f"stage{me.stage}-control", peers, "gloo"),
             lines={name: group(name, workers) for name, workers in lines.items()})
     except RuntimeError as error:
         raise TransportAborted(f"generation {generation}: connecting failed: {error}") from error

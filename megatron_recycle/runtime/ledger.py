@@ -12,17 +12,26 @@ from megatron_recycle.plan import Action
 class Ledger:
     """Where the worker stands; written by the training thread only.
 
-    ``holds`` is the last iteration whose complete reduced gradient this worker has (stepped or not),
-    ``stepped`` the last one that it stepped; -1 for none.
+    ``holds`` is the last iteration whose complete reduced gradient this worker has (stepped or not), ``stepped`` the
+    last one that it stepped, ``committed`` the last one that it stepped for good; -1 for none. ``earlier`` counts
+    the actions of the iteration before, as long as that is not committed.
     """
 
     iteration: int = 0
     attempt: int = 1
     holds: int = -1
     stepped: int = -1
+    committed: int = -1
+    earlier: int = 0
     done: list[Action] = field(default_factory=list)
 
+    def stand_at(self, iteration: int) -> None:
+        """Training begins with ``iteration``; everything before it is committed."""
+        self.iteration, self.attempt = iteration, 0
+        self.holds = self.stepped = self.committed = iteration - 1
+
     def begin(self, iteration: int, attempt: int) -> None:
+        self.earlier = len(self.done) if iteration == self.iteration + 1 and self.committed < self.iteration else 0
         self.iteration, self.attempt = iteration, attempt
         self.done.clear()
 

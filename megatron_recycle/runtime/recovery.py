@@ -8,13 +8,13 @@ generation, and each generation starts again with fresh reports.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership import Go
 from megatron_recycle.plan import Plan, Worker
-from megatron_recycle.runtime.commit import Verdict
-from megatron_recycle.runtime.groups import build_groups
+from megatron_recycle.runtime.groups import Groups, build_groups
 
 if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker
@@ -84,6 +84,7 @@ def stand_still(worker: StageWorker) -> None:
     """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten."""
     worker.observe("recovering", worker.ledger.iteration)
     worker.uninstall()
+    worker.stepper.leave()
     worker.discard_attempt()
 
 
@@ -97,32 +98,38 @@ def report(worker: StageWorker) -> Go | None:
 def rebuild(worker: StageWorker, go: Go) -> None:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun = time.monotonic()
-    worker.generation = go.generation
-    plan = Plan.from_json(go.plan)
-    members = [Worker.parse(name) for name in go.members]
-    me = worker.place.me
-    groups = build_groups(
-        generation=go.generation, prefix=go.prefix, me=me, members=members, rank_of=worker.place.rank_of,
-        lines={f"pipeline{me.pipeline}": [member for member in members if member.pipeline == me.pipeline]},
-        backend=worker.place.backend, timeout=worker.config.transport_timeout,
-        connect_timeout=min(_LONGEST_CONNECT, worker.config.report_timeout / 2), interrupted=worker.interrupted)
-    worker.install(groups, plan)
+    worker.generation, worker.prefix = go.generation, go.prefix
+    groups = _connect(worker, [Worker.parse(name) for name in go.members])
+    worker.install(groups, Plan.from_json(go.plan))
     worker.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
+
+
+def renew(worker: StageWorker) -> None:
+    """New handles for the same members and plan: what was under way on the old ones is void.
+
+    All members come here after the same verdict. Whoever arrives tears nothing down before all have, since the
+    verdict may still be on its way to another.
+    """
+    members = worker.live()
+    worker.prefix += "-r"
+    groups = _connect(worker, members)
+    worker.uninstall()
+    worker.reinstall(groups)
+
+
+def _connect(worker: StageWorker, members: Sequence[Worker]) -> Groups:
+    me, config = worker.place.me, worker.config
+    return build_groups(
+        generation=worker.generation, prefix=worker.prefix, me=me, members=members, rank_of=worker.place.rank_of,
+        lines={f"pipeline{me.pipeline}": [member for member in members if member.pipeline == me.pipeline]},
+        backend=worker.place.backend, timeout=config.transport_timeout,
+        connect_timeout=min(_LONGEST_CONNECT, config.report_timeout / 2), interrupted=worker.interrupted)
 
 
 def reconcile(worker: StageWorker, go: Go) -> None:
     """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by
-    everybody, anything beyond it is forgotten."""
-    resume = go.resume
-    copies = {Worker.parse(receiver): Worker.parse(giver) for receiver, giver in resume.copies.items()}
-    worker.copy_held(copies, resume.target)
-    if worker.ledger.stepped < resume.target:
-        if resume.verdict is None:
-            worker.commit_and_step()
-        else:
-            worker.step(Verdict.from_json(resume.verdict))
-    worker.held = None
-    worker.ledger.holds = resume.target
+    everybody, anything beyond it is undone and forgotten."""
+    worker.stepper.reconcile(go.resume, worker.current_groups())
 
 
 def resume(worker: StageWorker, go: Go) -> None:

@@ -72,10 +72,11 @@ class Stage(Protocol):
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
         """This stage's share of the squared global gradient norm; 0 if the framework does not count it."""
 
-    def coefficient(self, norm_squares: Sequence[float]) -> float:
-        """What all gradients are multiplied by before the step, given each stage's `norm_square`; 1 for nothing.
+    def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
+        """What all gradients are multiplied by before the step, given each stage's `norm_square` and the global
+        batch's ``Verdict.weight``; 1 for nothing.
 
-        A pure function. A stage that does not know the others' values yet puts zeros for them."""
+        A pure function. A stage that does not know the others' norms yet puts zeros for them."""
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         """One optimizer update with the reduced ``gradients``, one per parameter, times ``coefficient``; may change

@@ -164,11 +164,6 @@ class Transport:
             if channel.posted < wanted and self._meta(source, channel, wait=False) is not None:
                 self._post(source, channel, wanted)
 
-    def finish(self) -> None:
-        """Wait until everything sent has left; called when the iteration's commit has shown that it arrived."""
-        while self._sending:
-            self._wait(self._sending.popleft()[0])
-
     def _start_send(self, target: Worker, channel: _Outbound, tensor: torch.Tensor) -> None:
         try:
             work = self._groups.world.send([tensor], self._groups.rank(target), channel.number)

@@ -7,7 +7,7 @@ its own business. The steps of a recovery are in :mod:`megatron_recycle.runtime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,21 +16,26 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.membership import Agent, Offer
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
-from megatron_recycle.runtime.commit import Held, Verdict, commit, share_digests, share_reports
+from megatron_recycle.runtime.commit import Held, Verdict, share_digests
 from megatron_recycle.runtime.data import DataSource, digest
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
+from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.random_state import seed_of, seeded
-from megatron_recycle.runtime.recovery import finish, join, recover
+from megatron_recycle.runtime.recovery import finish, join, recover, renew
 from megatron_recycle.runtime.reduce import ExactReduction, FastReduction, Reduction
 from megatron_recycle.runtime.split import Deferring, WeightQueue
 from megatron_recycle.runtime.stage import Forward, Stage
+from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Transport
+
+_POLL_SECONDS = 0.001
 
 
 @dataclass
@@ -38,6 +43,7 @@ class Attempt:
     """Everything of one attempt at an iteration that is thrown away if the attempt is."""
 
     sums: Accumulators
+    relay: LossRelay
     forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
     queues: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
@@ -67,54 +73,110 @@ class StageWorker:
         self.ledger = Ledger()
         self.generation = 0
         self.groups: Groups | None = None
-        self.held: Held | None = None
-        self.verdict: Verdict | None = None
-        self.reports: torch.Tensor | None = None
-        """Of the last step: what the last stage reports of each micro-batch, (total, width)."""
+        self.prefix = ""
         self.next_attempt = 1
         self._splitter = splitter
         self._data = data
         self._observer = observer
         self._layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
+        self.stepper = Stepper(stage, self._layout, place.grid, place.me, self.ledger, config.step == "staggered", self)
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
         self._plan: Plan
+        self._forwards = 0
+        self._next_plan: tuple[int, Plan] | None = None
+        self._offer: Offer | None = None
         self._transport: Transport
         self._reduction: Reduction
         self._attempt: Attempt | None = None
 
     # ---- training
 
-    def train(self, iteration: int) -> Verdict:
-        """Run ``iteration`` to its commit, through any failures; returns what is known of it.
+    def train(self, iteration: int) -> float:
+        """Run ``iteration``, through any failures; returns the mean loss of its global batch.
+
+        With staggered steps the iteration may not be committed yet; see `settle`.
 
         Raises:
             JobEnded: training cannot go on.
             DataError: first and last stage read different data.
         """
         if self.generation == 0:
-            self.ledger = Ledger(iteration, 0, iteration - 1, iteration - 1)
+            self.ledger.stand_at(iteration)
             join(self)
-        while self.ledger.stepped < iteration:
-            try:
-                self._try(iteration)
-            except TransportAborted as error:
-                recover(self, error)
-        assert self.verdict is not None and self.verdict.iteration == iteration
-        return self.verdict
+            self._announce_memory()
+        return self._through_failures(lambda: self._run_to(iteration))
+
+    def settle(self) -> None:
+        """Wait until the last iteration is committed on this worker."""
+        last = self.ledger.stepped
+        if self.ledger.committed < last:
+            self._through_failures(lambda: self._run_to(last, commit=True))
 
     def finish(self) -> None:
         """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
+        self.settle()
         finish(self)
         self.uninstall()
         self.agent.close()
 
+    def _run_to(self, iteration: int, commit: bool = False) -> float:
+        # More than one iteration to run: a failure has undone a step that train() had already returned from.
+        while self.ledger.stepped < iteration:
+            self._try(self.ledger.stepped + 1)
+        if commit:
+            self.stepper.wait()
+        known = self.stepper.held or self.stepper.verdict
+        assert known is not None and known.iteration == iteration
+        return known.loss
+
+    def _through_failures(self, run: Callable[[], float]) -> float:
+        while True:
+            try:
+                return run()
+            except WrongGuess:
+                self._roll_back()
+            except TransportAborted as error:
+                self._leave_generation(error)
+
+    def _leave_generation(self, error: TransportAborted) -> None:
+        """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""
+        commit = self.stepper.pending
+        while commit is not None and not commit.done.wait(_POLL_SECONDS) and not self.interrupted():
+            pass
+        try:
+            if commit is not None and commit.known and not self.interrupted():
+                self.stepper.poll()
+        except WrongGuess:
+            self._roll_back()
+        else:
+            recover(self, error)
+
+    def _roll_back(self) -> None:
+        """Void the work on the next iteration, on all workers alike, and begin it again on new handles."""
+        ledger = self.ledger
+        begun = ledger.iteration == ledger.committed + 1
+        self.next_attempt = 1 + (ledger.attempt if begun else self.next_attempt)
+        self.agent.event("rolled_back", iteration=ledger.committed, actions=len(ledger.done) if begun else 0)
+        self.discard_attempt()
+        try:
+            renew(self)
+        except TransportAborted as error:
+            recover(self, error)
+
     def _try(self, iteration: int) -> None:
+        self.stepper.poll()
+        if self._next_plan is not None and iteration >= self._next_plan[0]:
+            self.use_plan(self._next_plan[1])
+            self.agent.adopted(self.generation, iteration, self._plan.digest)
         self.ledger.begin(iteration, self.next_attempt)
         self.next_attempt = 1
-        self._attempt = Attempt(Accumulators(self._layout, self._reduction.place))
+        relay = LossRelay(self.current_groups(), self.place.grid, self.stage.report_width, self._reduction, iteration,
+                          self.ledger.attempt)
+        self._attempt = Attempt(Accumulators(self._layout, self._reduction.place), relay)
         self._transport.begin()
+        self._share_losses_if_complete()
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
                 interrupted=self.interrupted)
 
@@ -131,9 +193,17 @@ class StageWorker:
         if self._observer is not None:
             self._observer.on(phase, iteration, action)
 
+    def _announce_memory(self) -> None:
+        parameters = sum(parameter.nbytes for parameter in self._layout.parameters)
+        gradient = self._layout.numel * self._layout.empty().element_size()
+        get_logger().info(
+            "megatron-recycle: worker %s keeps %.1f MiB of reduced gradient until each commit%s", self.place.me,
+            gradient / 2**20, "" if self.config.step == "barrier" else
+            f", and a copy of parameters ({parameters / 2**20:.1f} MiB) and optimizer state to undo a step")
+
     def live(self) -> tuple[Worker, ...]:
         """The live workers, in the order of their ranks."""
-        return self._groups().members
+        return self.current_groups().members
 
     # ---- actions
 
@@ -155,6 +225,7 @@ class StageWorker:
         if not self.place.last:
             self._transport.send(("F", pipeline, microbatch), forward.outputs)
         self._now.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
+        self._share_losses_if_complete()
         self._done(action)
 
     def _backward(self, action: Action) -> None:
@@ -194,57 +265,43 @@ class StageWorker:
     def _done(self, action: Action) -> None:
         self.ledger.done.append(action)
         self._transport.post()
+        self._now.relay.poll()
+        self.stepper.poll()
+
+    def _share_losses_if_complete(self) -> None:
+        """At the last stage, once its last forward has run: tell everybody the loss."""
+        if self.place.last and len(self._now.losses) == self._forwards:
+            self._now.relay.add(self._now.losses, self._now.reports)
 
     # ---- reduce, commit, step
 
     def _reduce_and_step(self, action: Action) -> None:
-        groups = self._groups()
-        iteration = self.ledger.iteration
+        self.stepper.wait()
+        groups = self.current_groups()
+        iteration, grid, now = self.ledger.iteration, self.place.grid, self._now
         self.ledger.check_complete(self._plan.actions(self.place.me))
         with torch.no_grad():
-            gradient = self._reduction.gradient(self._now.sums, groups)
+            gradient = self._reduction.gradient(now.sums, groups)
             fold_ties(self.stage.ties, self._layout, gradient, groups)
-        loss = self._reduction.loss(self._now.losses, groups) if self.place.last else 0.0
-        grid = self.place.grid
+        loss, weight = now.relay.wait()
         digests = torch.zeros(grid.total, dtype=torch.float64)
-        width = self.stage.report_width
-        reports = torch.zeros(grid.total, width, dtype=torch.float64)
-        if self.place.last:
-            reports = share_reports(grid, width, self._now.reports, groups)
         if self.place.first or self.place.last:
-            digests = share_digests(grid, self._now.digests, groups)
-        self.held = Held(iteration, gradient, self.stage.norm_square(self._views(gradient)), loss, digests, reports)
-        self.ledger.holds = iteration
-        self.observe("reduced", iteration, action)
-        self.commit_and_step()
+            digests = share_digests(grid, now.digests, groups)
+        views = [self._layout.view(gradient, parameter) for parameter in self._layout.parameters]
+        held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, digests,
+                    now.relay.reports)
+        offer = self.agent.offer
+        self._offer = offer if offer is not None and offer.generation == self.generation else None
+        self.stepper.hold(held, groups, self._offer.number if self._offer else 0)
 
-    def commit_and_step(self) -> None:
-        """Wait until every worker holds what this one holds, then step; adopts a better plan all have by then."""
-        assert self.held is not None
-        offer: Offer | None = self.agent.offer
-        if offer is not None and offer.generation != self.generation:
-            offer = None
-        verdict, adopt = commit(self.held, self.place.grid, self._groups(), offer.number if offer else 0)
-        self.step(verdict)
-        if adopt and offer is not None:
-            self.use_plan(Plan.from_json(offer.plan))
-            self.agent.adopted(self.generation, verdict.iteration + 1, self._plan.digest)
-
-    def step(self, verdict: Verdict) -> None:
-        """Make the update of a committed iteration; nothing interrupts it."""
-        assert self.held is not None and self.held.iteration == verdict.iteration
-        self.observe("step", verdict.iteration)
-        with torch.no_grad():
-            self.stage.step(self._views(self.held.gradient), verdict)
-        self.ledger.stepped = verdict.iteration
-        self.verdict, self.reports, self.held = verdict, self.held.reports, None
+    def committed(self, verdict: Verdict, adopt: bool) -> None:
+        """The stepper's news: an iteration is final."""
         for pipeline, count in enumerate(self.place.grid.microbatches):
             self._data.forget(pipeline, (verdict.iteration + 1) * count)
         self.agent.committed(verdict.iteration, verdict.loss)
-        self.observe("stepped", verdict.iteration)
-
-    def _views(self, gradient: torch.Tensor) -> list[torch.Tensor]:
-        return [self._layout.view(gradient, parameter) for parameter in self._layout.parameters]
+        if adopt and self._offer is not None:
+            # Nobody has begun the iteration after next: that takes this very verdict.
+            self._next_plan = (verdict.iteration + 2, Plan.from_json(self._offer.plan))
 
     # ---- what the recovery changes
 
@@ -254,7 +311,8 @@ class StageWorker:
         return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
                 "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
                 "tied": [list(stages) for stages in self.stage.tied_stages],
-                "split_backward": True, "reduction": config.reduction, "planner_budget": config.planner_budget,
+                "split_backward": True, "step": config.step, "reduction": config.reduction,
+                "planner_budget": config.planner_budget,
                 "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
                 "report_timeout": config.report_timeout,
                 "seed": config.seed, "backend": self.place.backend, "torch": torch.__version__}
@@ -262,9 +320,11 @@ class StageWorker:
     def report(self) -> dict[str, Any]:
         """Where this worker stands, for the coordinator; called by the training thread standing still."""
         ledger = self.ledger
+        verdict = self.stepper.verdict
         return {"iteration": ledger.iteration, "attempt": ledger.attempt, "holds": ledger.holds,
-                "stepped": ledger.stepped, "verdict": self.verdict.to_json() if self.verdict else None,
-                "actions": len(ledger.done)}
+                "stepped": ledger.stepped, "committed": ledger.committed,
+                "verdict": verdict.to_json() if verdict else None,
+                "actions": len(ledger.done), "earlier": ledger.earlier}
 
     def abort(self, generation: int) -> None:
         """Free the training thread from whatever it waits for in a generation older than ``generation``.
@@ -287,10 +347,15 @@ class StageWorker:
 
         Raises TransportAborted if a still newer generation was announced meanwhile.
         """
+        self._plan = plan
+        self.reinstall(groups)
+
+    def reinstall(self, groups: Groups) -> None:
+        """Use other handles of the same generation, with the same plan. Raises as `install`."""
         with self._lock:
             self.groups = groups
         self._transport = Transport(groups, {}, self.stage.device)
-        self.use_plan(plan)
+        self.use_plan(self._plan)
         self.stage.regroup(groups)
         if self.interrupted():
             raise TransportAborted("a newer generation was announced while this one was being installed")
@@ -307,31 +372,14 @@ class StageWorker:
         """Follow ``plan`` from the next attempt on."""
         grid, me = self.place.grid, self.place.me
         self._plan = plan
+        self._forwards = sum(action.kind == "F" for action in plan.actions(me))
+        self._next_plan = None
         self._transport.use(channels(plan))
         if self.config.reduction == "exact":
             self._reduction = ExactReduction(grid.pipelines, grid.microbatches, plan.problem.block,
                                              pieces(plan, me.stage), me, self.stage.averaging)
         else:
             self._reduction = FastReduction(grid.pipelines, max(grid.microbatches), self.stage.averaging)
-
-    def copy_held(self, sources: Mapping[Worker, Worker], target: int) -> None:
-        """Give peers that do not hold ``target`` the reduced gradient; ``sources`` maps receiver to giver.
-
-        The copy lands in a spare buffer and counts only once it is whole.
-        """
-        groups = self._groups()
-        peers = groups.peers(self.place.me.stage)
-        for receiver, giver in sorted(sources.items()):
-            if receiver == self.place.me:
-                gradient = self._layout.empty()
-                total = self.place.grid.total
-                numbers = torch.empty(2 + total * (1 + self.stage.report_width), dtype=torch.float64)
-                _exchange(groups, [gradient, numbers], peers.index(giver), receive=True)
-                self.held = Held.from_numbers(target, gradient, numbers, total)
-                self.ledger.holds = target
-            elif giver == self.place.me:
-                assert self.held is not None
-                _exchange(groups, [self.held.gradient, self.held.numbers()], peers.index(receiver), receive=False)
 
     def announce_resumed(self) -> None:
         """Tell the coordinator when the next action begins."""
@@ -342,15 +390,6 @@ class StageWorker:
         assert self._attempt is not None
         return self._attempt
 
-    def _groups(self) -> Groups:
+    def current_groups(self) -> Groups:
         assert self.groups is not None
         return self.groups
-
-
-def _exchange(groups: Groups, tensors: Sequence[torch.Tensor], peer: int, *, receive: bool) -> None:
-    start = groups.stage.recv if receive else groups.stage.send
-    try:
-        for tag, tensor in enumerate(tensors):
-            start([tensor], peer, tag).wait()
-    except RuntimeError as error:
-        raise TransportAborted(f"copying the reduced gradient failed: {error}") from error

@@ -120,6 +120,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(Text(), data_sampler=sampler,
                                                                   num_local_io_workers=0)))
     losses = [engine.train_batch().item() for _ in range(iterations)]
+    if plugin:
+        engine.settle()
     result = {"losses": losses, "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
               "parameters": {name: value.detach().numpy().copy() for name, value in engine.module.named_parameters()},
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()

@@ -1,0 +1,224 @@
+"""When a stage steps, and when the step is final (design section 6).
+
+A worker that holds an iteration's reduced gradient steps at once, with the coefficient (clipping) that its own
+numbers suggest, and goes on to the next iteration. The verdict arrives meanwhile. If every stage guessed
+right, the step is final. If any guessed wrong, those that did undo it and step again, and *all* workers
+throw away what they have of the next iteration, since it was computed from wrong parameters somewhere.
+
+No worker reduces an iteration before the one ahead of it is committed: so stages are never more than one step
+apart, and one snapshot and one kept gradient per worker suffice to go back or forward after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from megatron_recycle.errors import RecycleError, TransportAborted
+from megatron_recycle.membership import Resume
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.accumulate import Layout
+from megatron_recycle.runtime.commit import Commit, Held, Verdict
+from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.ledger import Ledger
+from megatron_recycle.runtime.pace import Pace
+from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.undo import Undo
+
+
+class WrongGuess(Exception):
+    """A verdict showed that some stage's step was wrong; the work on the next iteration is void."""
+
+
+class Listener(Protocol):
+    """What the stepper tells the worker."""
+
+    def observe(self, phase: str, iteration: int) -> None: ...
+
+    def committed(self, verdict: Verdict, adopt: bool) -> None:
+        """The iteration is final; ``adopt``: every worker has the plan on offer."""
+
+
+@dataclass
+class Stepper:
+    """The commit protocol of one worker.
+
+    Args:
+        stage: the framework's side.
+        layout: of the flat gradient.
+        grid, me: position.
+        ledger: where the worker stands; ``holds``, ``stepped`` and ``committed`` are kept here.
+        staggered: whether to step before the verdict is known.
+        listener: told of phases and commits.
+
+    Attributes:
+        held: the reduced gradient of an iteration that is not committed yet.
+        verdict, reports: of the last committed one.
+    """
+
+    stage: Stage
+    layout: Layout
+    grid: Grid
+    me: Worker
+    ledger: Ledger
+    staggered: bool
+    listener: Listener
+    held: Held | None = None
+    verdict: Verdict | None = None
+    reports: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.undo = Undo(self.stage)
+        self.pace = Pace(self.staggered, self._right,
+                         announce=self.me == Worker(0, 0))
+        self.pending: Commit | None = None
+        self._used = 1.0
+        self._early = False
+
+    # ---- an iteration
+
+    def hold(self, held: Held, groups: Groups, offer: int) -> None:
+        """The stage's gradient is complete: begin the commit, and step, now or when the verdict is known.
+
+        Raises TransportAborted if the generation ends before that.
+        """
+        self.held, self.ledger.holds = held, held.iteration
+        self.listener.observe("reduced", held.iteration)
+        early = self._early = self.pace.staggered
+        guess = self.guess()
+
+        def wake(commit: Commit) -> None:
+            # The training thread may be waiting for an activation that nobody is going to send any more.
+            if early and commit.known and self._is_wrong(commit):
+                groups.abort_transfers()
+
+        self.pending = Commit(held, self.grid, groups, guess=guess, offer=offer, notify=wake)
+        if early:
+            self.undo.save(held.iteration)
+            self._step(guess)
+        else:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the verdict on the last step, if that is still out, and make the step final.
+
+        Raises WrongGuess, TransportAborted (the generation ended), DataError.
+        """
+        if self.pending is not None:
+            self.pending.done.wait()
+            self.poll()
+
+    def poll(self) -> None:
+        """Make the last step final if its verdict has arrived. Raises as `wait`."""
+        commit = self.pending
+        if commit is None or not commit.done.is_set():
+            return
+        verdict, adopt = commit.verdict()
+        self.pending = None
+        wrong = self._early and self.pace.wrong(verdict)
+        self.settle(verdict, adopt)
+        if wrong:
+            raise WrongGuess(f"iteration {verdict.iteration}")
+
+    def settle(self, verdict: Verdict, adopt: bool = False) -> None:
+        """Make the update of ``verdict.iteration`` what the verdict asks for, and final."""
+        right = self._right(verdict)
+        if self.ledger.stepped == verdict.iteration and str(self._used) != str(right):
+            self.undo.restore()
+            self.ledger.stepped -= 1
+        if self.ledger.stepped < verdict.iteration:
+            self._step(right)
+        self.undo.forget()
+        assert self.held is not None
+        self.reports = self.held.reports
+        self.held, self.verdict = None, verdict
+        self.ledger.committed = verdict.iteration
+        self.pace.learn(verdict)
+        self.listener.committed(verdict, adopt)
+
+    def guess(self) -> float:
+        """The coefficient that this stage's own numbers suggest."""
+        assert self.held is not None
+        known = [self.held.norm_square if stage == self.me.stage else 0.0 for stage in range(self.grid.stages)]
+        return self.stage.coefficient(known, self.held.weight)
+
+    def _right(self, verdict: Verdict) -> float:
+        return self.stage.coefficient(verdict.norm_squares, verdict.weight)
+
+    def _step(self, coefficient: float) -> None:
+        """One update of the held iteration; nothing interrupts it."""
+        assert self.held is not None
+        iteration = self.held.iteration
+        self.listener.observe("step", iteration)
+        views = [self.layout.view(self.held.gradient, parameter) for parameter in self.layout.parameters]
+        if coefficient != 1.0 and self.pending is not None and self._early:
+            views = [view.clone() for view in views]  # the raw gradient may be needed again
+        with torch.no_grad():
+            self.stage.step(views, coefficient)
+        self._used, self.ledger.stepped = coefficient, iteration
+        self.listener.observe("stepped", iteration)
+
+    def _is_wrong(self, commit: Commit) -> bool:
+        try:
+            return self.pace.wrong(commit.verdict()[0])
+        except RecycleError:
+            return True  # the training thread will meet the same error, but has to wake up for it
+
+    # ---- a failure
+
+    def leave(self) -> None:
+        """The generation is over: take in a verdict that has arrived, and forget the commit that has not."""
+        commit, self.pending = self.pending, None
+        if commit is not None and commit.known:
+            self.settle(commit.verdict()[0])
+
+    def reconcile(self, resume: Resume, groups: Groups) -> None:
+        """Bring this worker to the end of ``resume.target``, committed.
+
+        Raises TransportAborted if yet another generation begins.
+        """
+        target, ledger = resume.target, self.ledger
+        if ledger.stepped > target:
+            self.undo.restore()
+            ledger.stepped = target
+        if self.held is not None and self.held.iteration > target:
+            self.held = None
+        self._copy(resume.copies, target, groups)
+        if ledger.committed < target:
+            if resume.verdict is not None:
+                self.settle(Verdict.from_json(resume.verdict))
+            else:
+                assert self.held is not None
+                commit = Commit(self.held, self.grid, groups, guess=self.guess(), offer=0, notify=lambda _: None)
+                commit.done.wait()
+                self.settle(commit.verdict()[0])
+        ledger.holds = target
+
+    def _copy(self, copies: Mapping[str, str], target: int, groups: Groups) -> None:
+        """Peers that do not hold ``target`` get its reduced gradient from one that does (receiver -> giver).
+
+        A copy lands in a spare buffer and counts only once it is whole.
+        """
+        peers = groups.peers(self.me.stage)
+        for receiver, giver in sorted((Worker.parse(to), Worker.parse(source)) for to, source in copies.items()):
+            if receiver == self.me:
+                gradient = self.layout.empty()
+                numbers = torch.empty(Held.count(self.grid.total, self.stage.report_width), dtype=torch.float64)
+                _move(groups.stage.recv, gradient, peers.index(giver))
+                _move(groups.stage_control.recv, numbers, peers.index(giver))
+                self.held = Held.from_numbers(target, gradient, numbers, self.grid.total)
+                self.ledger.holds = target
+            elif giver == self.me:
+                assert self.held is not None and self.held.iteration == target
+                _move(groups.stage.send, self.held.gradient, peers.index(receiver))
+                _move(groups.stage_control.send, self.held.numbers(), peers.index(receiver))
+
+
+def _move(start: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+    try:
+        start([tensor], peer, 0).wait()
+    except RuntimeError as error:
+        raise TransportAborted(f"copying the reduced gradient failed: {error}") from error

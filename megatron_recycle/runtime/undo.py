@@ -1,0 +1,55 @@
+"""A copy of a stage's state from before its last step, to undo that step exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_recycle.runtime.stage import Stage
+
+
+class Undo:
+    """One snapshot of parameters, optimizer state and counters, in buffers that are kept and written again.
+
+    Costs once the bytes of parameters and optimizer state.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._spare: dict[str, torch.Tensor] = {}
+        self._counters: Any = None
+        self.iteration: int | None = None
+        """The iteration whose step can be undone; None: nothing to undo."""
+
+    def save(self, iteration: int) -> None:
+        """Remember the state before the step of ``iteration``."""
+        state = self._stage.state()
+        self._spare = {name: self._spare[name] if name in self._spare else torch.empty_like(tensor)
+                       for name, tensor in state.items()}
+        _copy(state, self._spare)
+        self._counters = self._stage.counters()
+        self.iteration = iteration
+
+    def restore(self) -> None:
+        """Put back what was saved."""
+        assert self.iteration is not None
+        self._stage.reset_state(self._spare.keys())
+        _copy(self._spare, self._stage.state())
+        self._stage.set_counters(self._counters)
+        self.iteration = None
+
+    def forget(self) -> None:
+        """The step is final; the buffers stay for the next one."""
+        self.iteration = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._spare.values())
+
+
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in source.items():
+            target[name].copy_(tensor)
