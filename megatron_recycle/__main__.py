@@ -40,6 +40,8 @@ def main(arguments: list[str]) -> int:
     try:
         enable()
     except (ImportError, ConfigError) as error:
+        if isinstance(error, ImportError) and error.name is not None:
+            raise  # a framework is there but cannot be loaded: the traceback says where
         print(f"python -m megatron_recycle: {error}", file=sys.stderr)
         return USAGE_ERROR
     sys.argv = arguments
