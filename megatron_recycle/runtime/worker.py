@@ -201,6 +201,11 @@ class StageWorker:
             gradient / 2**20, "" if self.config.step == "barrier" else
             f", and a copy of parameters ({parameters / 2**20:.1f} MiB) and optimizer state to undo a step")
 
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._plan
+
     def live(self) -> tuple[Worker, ...]:
         """The live workers, in the order of their ranks."""
         return self.current_groups().members
