@@ -57,8 +57,14 @@ class RecycleConfig:
         "staggered: each stage steps when its own gradient is complete; barrier: when all of them are",
         choices=("staggered", "barrier"),
     )
+    split_backward: bool = _option(
+        True, "whether weight gradients of linear layers are computed later, in bubbles; false: with the input's"
+    )
     policy: str = _option(
-        "reroute", "what a failure leads to; reroute: peers take over the micro-batches", choices=("reroute",)
+        "reroute",
+        "what a failure leads to; reroute: peers take over the micro-batches; drop: the hit pipeline is left out and "
+        "its micro-batches are dealt to the others",
+        choices=("reroute", "drop"),
     )
     redo: str = _option(
         "iteration",
@@ -67,6 +73,11 @@ class RecycleConfig:
     )
     cap: int | None = _option(
         None, "most micro-batches whose activations a worker keeps at a time; auto: the planner's choice"
+    )
+    costs: str | None = _option(
+        None,
+        "what the planner takes a micro-batch's forward, input-gradient and weight-gradient backward to cost, in any "
+        "integer unit, e.g. 20,22,18; per stage: triples separated by ;; auto: all the same",
     )
     planner_budget: float = _option(2.0, "time for the background search after a change; 0: none", unit="s")
     planner_threads: int = _option(1, "threads of that search")
@@ -92,6 +103,9 @@ class RecycleConfig:
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name), option.name))
         self._check_ranges()
         self._check_timeouts()
+        if self.policy == "drop" and self.reduction == "exact":
+            raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a fixed "
+                              "order; use reduction fast, or policy reroute")
 
     @classmethod
     def resolve(

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import improve, quick
+from megatron_recycle.planner.technique import drop
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,11 @@ class Planning:
         with self._lock:
             known = self._best.get(failed)
         if known is None:
-            known = quick(problem_of(description, failed), seed=int(description.get("seed") or 0))
+            problem = problem_of(description, failed)
+            if description.get("policy") == "drop":
+                known = drop(problem)
+            else:
+                known = quick(problem, seed=int(description.get("seed") or 0))
             with self._lock:
                 self._best[failed] = known
         self._keep(known)
@@ -69,7 +74,7 @@ class Planning:
     ) -> dict[str, Any] | None:
         """A better plan within the job's `planner_budget`, or None. It is kept for later in any case."""
         budget = float(description.get("planner_budget") or 0)
-        if budget <= 0 or cancelled.is_set():
+        if budget <= 0 or cancelled.is_set() or plan["source"] == "drop":
             return None
         problem = problem_of(description, failed)
         seed = int(description.get("seed") or 0)

@@ -60,6 +60,19 @@ class Costs:
         return cls((forward,) * stages, (backward_input,) * stages, (backward_weight,) * stages, hop,
                    (step,) * stages, dict(speed or {}))
 
+    @classmethod
+    def parse(cls, text: str, stages: int) -> Costs:
+        """Read ``"F,B,W"`` for all ``stages`` alike, or one triple per stage: ``"F,B,W;F,B,W"``. Raises PlanError."""
+        triples = [part.split(",") for part in text.split(";")]
+        if len(triples) not in (1, stages) or any(len(triple) != 3 for triple in triples):
+            raise PlanError(f"costs: {text!r} is not F,B,W, nor {stages} such triples separated by ;")
+        try:
+            numbers = [tuple(map(int, triple)) for triple in triples]
+        except ValueError:
+            raise PlanError(f"costs: {text!r} has something that is not an integer") from None
+        forward, backward_input, backward_weight = zip(*(numbers * stages if len(numbers) == 1 else numbers))
+        return cls(forward, backward_input, backward_weight)
+
     @property
     def stages(self) -> int:
         """Number of stages these costs describe."""

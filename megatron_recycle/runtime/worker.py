@@ -17,11 +17,11 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.membership import Agent, Offer
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Action, Plan, Worker, channels, pieces
+from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
-from megatron_recycle.runtime.commit import Held, Verdict, share_digests
+from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict, share_digests
 from megatron_recycle.runtime.data import DataSource, digest
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.groups import RETIRING, Groups
 from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
@@ -36,6 +36,7 @@ from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Transport
 
 _POLL_SECONDS = 0.001
+_LONGEST_CLOSE = 5.0
 
 
 @dataclass
@@ -118,8 +119,19 @@ class StageWorker:
         """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
         self.settle()
         finish(self)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the job, however it ended.
+
+        Waits for the threads that are inside the communication library: an interpreter that ends under them aborts
+        the process.
+        """
         self.uninstall()
         self.agent.close()
+        for thread in threading.enumerate():
+            if thread.name in (RETIRING, COMMITTING):
+                thread.join(_LONGEST_CLOSE)
 
     def _run_to(self, iteration: int, commit: bool = False) -> float:
         # More than one iteration to run: a failure has undone a step that train() had already returned from.
@@ -316,7 +328,9 @@ class StageWorker:
         return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
                 "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
                 "tied": [list(stages) for stages in self.stage.tied_stages],
-                "split_backward": True, "step": config.step, "reduction": config.reduction,
+                "costs": Costs.parse(config.costs or "1,1,1", grid.stages).to_json(),
+                "split_backward": config.split_backward, "step": config.step, "policy": config.policy,
+                "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,
                 "planner_budget": config.planner_budget,
                 "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
                 "report_timeout": config.report_timeout,
