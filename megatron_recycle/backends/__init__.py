@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
+from megatron_recycle.backends import megatron_hook
+from megatron_recycle.backends.lazy import when_imported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.runtime.data import Factory
@@ -16,12 +18,22 @@ __all__ = ["Options", "enable"]
 
 def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, data: Factory | None,
            observer: Observer | None, embed: Embed | None) -> None:
-    """Make the installed framework build engines that survive failures; see `megatron_recycle.enable`.
+    """Make the installed frameworks build what survives failures; see `megatron_recycle.enable`.
 
-    ``embed`` starts a coordinator for a job whose launcher brings none.
+    A framework that the script never imports is not loaded. ``embed`` starts a coordinator for a job whose launcher
+    brings none.
     """
-    if find_spec("deepspeed") is None:
+    options = Options(config, flags, data, observer, embed)
+    installed = [name for name in ("deepspeed", "megatron") if find_spec(name) is not None]
+    if not installed:
         raise ImportError("megatron-recycle found no framework to plug into; install one with "
-                          "pip install megatron-recycle[deepspeed]")
+                          "pip install megatron-recycle[deepspeed] or megatron-recycle[megatron]")
+    if "deepspeed" in installed:
+        when_imported("deepspeed", lambda: _install_deepspeed(options))
+    if "megatron" in installed:
+        when_imported(megatron_hook.SCHEDULES, lambda: megatron_hook.install(options))
+
+
+def _install_deepspeed(options: Options) -> None:
     from megatron_recycle.backends.deepspeed import install
-    install(Options(config, flags, data, observer, embed))
+    install(options)

@@ -1,0 +1,133 @@
+"""Megatron-Core: a forward-backward function whose schedule is a plan and whose iterations survive failures.
+
+`get_forward_backward_func()` returns a :class:`RecycleSchedule` (`megatron_hook`). The training loop around it stays
+Megatron's: it calls the function, then `optimizer.step()`. The runtime steps inside the former, since a step
+belongs to what a recovery must know of; the latter hands out the result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_recycle.backends import megatron_groups
+from megatron_recycle.backends.megatron_data import source_of
+from megatron_recycle.backends.megatron_split import MegatronSplitter
+from megatron_recycle.backends.megatron_stage import MegatronStage
+from megatron_recycle.backends.megatron_support import check_call, check_supported, optimizer_of
+from megatron_recycle.backends.options import Options
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.data import FactorySource
+from megatron_recycle.runtime.link import connect
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.worker import StageWorker
+
+
+class RecycleSchedule:
+    """What `get_forward_backward_func()` returns: called as core's own schedules are."""
+
+    def __init__(self, settings: RecycleConfig, options: Options) -> None:
+        self._settings = settings
+        self._options = options
+        self._worker: StageWorker | None = None
+        self._stage: MegatronStage
+        self._place: Place
+        self._microbatches = 0
+        self._iteration = 0
+
+    def __call__(self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int,
+                 forward_only: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
+        """Run one iteration up to and including its step; returns what the loss functions reported.
+
+        On the last stage that is one entry per micro-batch of the whole global batch, elsewhere nothing.
+
+        Raises:
+            UnsupportedError: at the first call, if something about the job cannot be kept correct.
+            DataError: the data iterator cannot give other pipelines' micro-batches.
+            SystemExit: the job cannot go on; the message says why and what to do.
+        """
+        if self._worker is None:
+            self._start(model if isinstance(model, list) else [model], data_iterator, num_microbatches)
+        assert self._worker is not None
+        check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
+        self._stage.forward_step = forward_step_func
+        try:
+            self._worker.train(self._iteration)
+        except JobEnded as end:
+            get_logger().error("megatron-recycle: %s", end)
+            raise SystemExit(end.status) from None
+        self._iteration += 1
+        verdict, reports = self._worker.stepper.verdict, self._worker.stepper.reports
+        assert verdict is not None and reports is not None
+        self._stage.result = (True, self._stage.norm(verdict.norm_squares, verdict.weight), None)
+        return self._stage.reports(reports) if self._place.last else []
+
+    def speaks(self) -> bool:
+        """Whether this worker writes the log line: the last one of the last stage that is left."""
+        if self._worker is None:
+            return dist.get_rank() == dist.get_world_size() - 1
+        return self._worker.live()[-1] == self._place.me
+
+    def log_part(self) -> str:
+        """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
+        home in each iteration."""
+        if self._worker is None:
+            return ""
+        away = sum(worker.pipeline != pipeline for (pipeline, _, _), worker in self._worker.plan.route().items())
+        return f" live: {len(self._worker.live())}/{len(self._place.rank_of)} | rerouted: {away} |"
+
+    def _start(self, models: list[Any], data_iterator: Any, microbatches: int) -> None:
+        config = get_model_config(models[0])
+        optimizer = optimizer_of(config)
+        check_supported(models, config, optimizer, self._settings)
+        self._microbatches = microbatches
+        self._place = _place(microbatches)
+        if dist.get_rank() == 0:
+            get_logger().info(self._settings.describe())
+        data = source_of(data_iterator) if self._options.data is None else FactorySource(self._options.data)
+        self._stage = MegatronStage(models[0], optimizer, microbatches)
+        agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
+        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=MegatronSplitter(), data=data,
+                                   agent=agent, config=self._settings, observer=self._options.observer)
+        self._agent = agent
+        megatron_groups.detach(self._place)
+        atexit.register(self.finish)
+
+    def _abort_transport(self, generation: int) -> None:
+        """In the agent's thread."""
+        if self._worker is not None:
+            self._worker.abort(generation)
+
+    def finish(self) -> None:
+        """At the end of the process: if the script ended well, stand by until all others have ended too."""
+        assert self._worker is not None
+        if getattr(sys, "last_type", None) is not None or self._agent.ended is not None:
+            self._agent.close()
+            return
+        try:
+            self._worker.finish()
+        except JobEnded as end:
+            get_logger().error("megatron-recycle: %s", end)
+
+
+def _place(microbatches: int) -> Place:
+    """Where this worker is, and the rank of every position, as all ranks tell it."""
+    stages, pipelines = (parallel_state.get_pipeline_model_parallel_world_size(),
+                         parallel_state.get_data_parallel_world_size())
+    me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+    mine = torch.tensor(me, dtype=torch.int64, device=torch.cuda.current_device())
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, mine)
+    rank_of = {Worker(*position.tolist()): rank for rank, position in enumerate(told)}
+    return Place(me=me, rank_of=rank_of, grid=Grid(stages, (microbatches,) * pipelines), backend=dist.get_backend())
+
+

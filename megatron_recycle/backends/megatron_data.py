@@ -1,0 +1,87 @@
+"""Micro-batches of any pipeline from the data iterator that Megatron gives to one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_recycle.errors import DataError
+from megatron_recycle.runtime.data import Batch, DataSource
+
+_REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler has an attribute data_parallel_rank "
+           "(--dataloader-type single), or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an "
+           "iterator that gives that pipeline's micro-batches in the same order each time it is called")
+
+
+class NoData:
+    """For stages between first and last: they are asked for nothing."""
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        raise DataError(f"pipeline {pipeline} wants a micro-batch, but forward_backward_func() got no data iterator on "
+                        "this worker; Megatron gives one to the first and last stage")
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass
+
+
+class SamplerSource:
+    """One sampler per pipeline served: a copy of Megatron's, with that pipeline's data-parallel rank.
+
+    A sampler gives lists of indices, so that what other iterations read is passed over without reading it.
+
+    Args:
+        dataset: map-style, the same on every worker.
+        sampler: yields a micro-batch's indices, by its ``data_parallel_rank``; not advanced.
+        collate: list of samples -> batch.
+    """
+
+    def __init__(self, dataset: Any, sampler: Any, collate: Any) -> None:
+        self._dataset = dataset
+        self._sampler = sampler
+        self._collate = collate
+        self._streams: dict[int, Iterator[list[int]]] = {}
+        self._next: dict[int, int] = {}
+        self._floor: dict[int, int] = {}
+        self._kept: dict[tuple[int, int], list[int]] = {}
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        if (pipeline, number) not in self._kept:
+            self._read(pipeline, number)
+        return self._collate([self._dataset[index] for index in self._kept[pipeline, number]])
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self._floor[pipeline] = before
+        for key in [key for key in self._kept if key[0] == pipeline and key[1] < before]:
+            del self._kept[key]
+
+    def _read(self, pipeline: int, number: int) -> None:
+        if pipeline not in self._streams:
+            sampler = copy.copy(self._sampler)
+            sampler.data_parallel_rank = pipeline
+            self._streams[pipeline] = iter(sampler)
+            self._next[pipeline] = 0
+        floor = self._floor.get(pipeline, 0)
+        while self._next[pipeline] <= number:
+            try:
+                indices = next(self._streams[pipeline])
+            except StopIteration:
+                raise DataError(f"the data of pipeline {pipeline} ended before its micro-batch {number}; Megatron's "
+                                "samples must last for all iterations (--train-iters)") from None
+            if self._next[pipeline] >= floor:
+                self._kept[pipeline, self._next[pipeline]] = indices
+            self._next[pipeline] += 1
+
+
+def source_of(iterator: Any) -> DataSource:
+    """Where to read the micro-batches that ``iterator`` gives to one pipeline. Raises DataError."""
+    if isinstance(iterator, list) and len(iterator) == 1:
+        iterator, = iterator
+    if iterator is None:
+        return NoData()
+    loader = getattr(iterator, "iterable", iterator)  # Megatron-LM wraps a loader's iterator to be able to rewind it
+    sampler = getattr(loader, "_index_sampler", None)
+    if not hasattr(sampler, "data_parallel_rank") or not hasattr(loader, "_dataset"):
+        raise DataError(f"forward_backward_func() got a {type(loader).__name__}, which cannot give a dead worker's "
+                        f"micro-batches to another worker. {_REMEDY}")
+    return SamplerSource(loader._dataset, sampler, loader._collate_fn)

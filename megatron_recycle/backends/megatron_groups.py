@@ -1,0 +1,57 @@
+"""Megatron's process groups once workers may be missing.
+
+Whatever Megatron's training loop asks the groups of `parallel_state` for after training has begun (sums of
+losses, maxima over stages, barriers of timers) would wait for dead workers for ever. The runtime has exchanged
+those numbers already, so the groups are replaced by one whose only member is this worker: the loop's own calls
+stay, and give back what they are given. Sizes and ranks that the loop computes samples with stay nominal.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, timers
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_recycle.runtime.groups import new_group
+from megatron_recycle.runtime.place import Place
+
+_SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+           "_MODEL_PARALLEL_GROUP")
+
+
+def detach(place: Place) -> None:
+    """Make Megatron's own collectives end at this worker; called once, when all workers are there."""
+    alone = _alone(place)
+    state: Any = parallel_state
+    state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
+    state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
+    for name in _SHARED:
+        setattr(state, name, alone)
+    _detach_timers()
+
+
+def _alone(place: Place) -> dist.ProcessGroup:
+    name = f"recycle/alone/{uuid.uuid4().hex}"
+    store = dist.PrefixStore(name, c10d._get_default_store())
+    return new_group(name, [dist.get_rank()], store, backend=place.backend, timeout=60.0, connect_timeout=60.0)
+
+
+def _detach_timers() -> None:
+    """Timers neither wait for other ranks nor gather from them: the log shows this rank's times."""
+    timer: Any = timers.Timer
+    start, stop = timer.start, timer.stop
+
+    def alone(self: Any, names: Any, reset: bool, barrier: bool) -> torch.Tensor | None:
+        if not names:
+            return None
+        return torch.tensor([[self._timers[name].elapsed(reset=reset) if name in self._timers else 0.0
+                              for name in names]])
+
+    timer.start = lambda self, barrier=False: start(self)
+    timer.stop = lambda self, barrier=False: stop(self)
+    group: Any = timers.Timers
+    group._get_elapsed_time_all_ranks = alone

@@ -1,0 +1,82 @@
+"""Deferred weight gradients for Megatron's linear layers.
+
+`ColumnParallelLinear`, `RowParallelLinear` and the output layer look their autograd function up as a global of
+`tensor_parallel.layers` each time they run, so a subclass put there reaches all of them.
+
+With `gradient_accumulation_fusion` Megatron would add weight gradients to `main_grad` in its own kernel; here
+they go to the runtime's accumulators, whatever that option says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
+
+from megatron_recycle.runtime.split import DeferredLinear, WeightQueue
+
+_STOCK = "recycle_stock_function"
+
+
+class MegatronSplitter:
+    """Makes Megatron's linear layers of this process defer their weight gradients on demand."""
+
+    def __init__(self) -> None:
+        self._queue: WeightQueue | None = None
+        now = layers.LinearWithGradAccumulationAndAsyncCommunication
+        layers.LinearWithGradAccumulationAndAsyncCommunication = _function(getattr(now, _STOCK, now), self)
+
+    @property
+    def queue(self) -> WeightQueue | None:
+        """Where a backward that runs now puts its weight gradients; None: compute them at once."""
+        return self._queue
+
+    @contextmanager
+    def into(self, queue: WeightQueue | None) -> Iterator[None]:
+        """Backwards inside the block defer into ``queue``."""
+        self._queue = queue
+        try:
+            yield
+        finally:
+            self._queue = None
+
+
+def _function(stock: Any, splitter: MegatronSplitter) -> Any:
+    class SplitLinear(stock):
+        """Megatron's linear function, with a backward that can leave the weight for later."""
+
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                    *rest: Any) -> torch.Tensor:
+            # Kept apart from the saved tensors: hooks on those may give copies of it back.
+            ctx.recycle_weight, ctx.recycle_bias = weight, bias
+            return stock.forward(ctx, inputs, weight, bias, *rest)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            gradient, = gradients
+            inputs = ctx.saved_tensors[0]
+            needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
+            for_inputs, pending = None, None
+            if needs_input:
+                for_inputs = gradient.matmul(ctx.recycle_weight)
+                if ctx.allreduce_dgrad:
+                    pending = dist.all_reduce(for_inputs, group=ctx.tp_group, async_op=True)
+            item = DeferredLinear(inputs, gradient, ctx.recycle_weight if needs_weight else None,
+                                  ctx.recycle_bias if needs_bias else None)
+            now: dict[Any, torch.Tensor] = {}
+            if splitter.queue is not None:
+                splitter.queue.deferred.append(item)
+            else:
+                now = dict(item.contributions())
+            if pending is not None:
+                pending.wait()
+            bias = None if ctx.recycle_bias is None else now.get(ctx.recycle_bias)
+            return (for_inputs, now.get(ctx.recycle_weight), bias, *[None] * len(others))
+
+    setattr(SplitLinear, _STOCK, stock)
+    return SplitLinear

@@ -1,0 +1,229 @@
+"""One stage of a Megatron model with its optimizer, as the runtime sees it.
+
+Forward and backward are core's own `forward_step` and `backward_step`; the step is Megatron's optimizer's own.
+Only what they would ask other ranks for comes from the runtime: reduced gradients are put where Megatron looks
+for them (`main_grad`), the norm is the verdict's. The arithmetic is stock's, operation by operation.
+"""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
+from torch import nn
+
+from megatron_recycle.backends.buffers import check_unchanged
+from megatron_recycle.backends.megatron_support import single_optimizers
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.data import Batch
+from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.reduce import Averaging
+from megatron_recycle.runtime.stage import Forward, Tie
+
+_KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
+
+ForwardStep = Callable[[Any, Any], Any]
+"""The user's function: (data iterator, model) -> (output, loss function)."""
+
+
+class MegatronStage:
+    """The runtime's view of one stage (`runtime.stage.Stage`).
+
+    Args:
+        model: the stage, in Megatron's DistributedDataParallel; its own reduction is taken out of use.
+        optimizer: of this stage; its `step()` is taken out of the user's hands, since the runtime decides when.
+        microbatches: nominal micro-batches of a pipeline.
+    """
+
+    report_width = 1 + 2 * _KEYS
+
+    def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int) -> None:
+        self.forward_step: ForwardStep
+        self.result: tuple[Any, ...] = (True, None, None)
+        """What `optimizer.step()` returns: success, gradient norm, number of zeros (not counted)."""
+        self._model = model
+        self._config = get_model_config(model)
+        self._microbatches = microbatches
+        self._keys: list[tuple[str, int]] = []
+        self._checked_buffers = False
+        self._per_token: bool = self._config.calculate_per_token_loss
+        # Megatron's buffer is laid out in this order, which decides gloo's order of sums.
+        self.parameters: Sequence[nn.Parameter] = [
+            parameter for parameter in model.module.parameters() if parameter.requires_grad][::-1]
+        self.device = self.parameters[0].device
+        self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
+        self.averaging: Averaging = "none" if self._per_token else "before"
+        self.tied_stages: tuple[tuple[int, ...], ...] = ()
+        self.ties: Sequence[Tie] = ()
+        self._find_ties()
+        # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
+        model.param_to_bucket_group.clear()
+        self._take_over(optimizer)
+
+    def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        self._seed_trackers()
+        if self._checked_buffers or not self._model.training:
+            return self._forward(inputs, batch)
+        self._checked_buffers = True
+        return check_unchanged(self._model, lambda: self._forward(inputs, batch))
+
+    def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        last = parallel_state.is_pipeline_last_stage()
+        given = None if inputs is None else inputs[0]
+        reports: list[Any] = []
+        output, tokens = forward_step(
+            self.forward_step, None if batch is None else iter([batch]), self._model, self._microbatches, given,
+            reports, self._config, cp_group_size=1, is_last_stage=last)
+        if last:
+            report = self._report(reports[0], float(tokens))
+            return Forward((given, output), (), torch.tensor(_mean(report[1:3])), report)
+        sent = output.detach()
+        if torch.is_grad_enabled():
+            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        return Forward((given, output), (sent,), None)
+
+    def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        given, output = forward.saved
+        for_inputs = backward_step(given, output, gradients[0] if gradients else None, get_model_type(self._model),
+                                   self._config)
+        if given is None:
+            return []
+        return [torch.zeros_like(given) if for_inputs is None else for_inputs]
+
+    def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
+        gradient_of = dict(zip(self.parameters, gradients, strict=True))
+        # In the optimizer's order, as stock: the order decides the last bits.
+        counted = [gradient_of[parameter].float() for parameter in self._optimized()
+                   if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)]
+        if not counted:
+            return 0.0
+        overflow = torch.zeros(1, dtype=torch.int, device=self.device)
+        norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [counted], False)
+        return (norm**2.0).item()
+
+    def norm(self, norm_squares: Sequence[float], weight: float) -> float:
+        """The global gradient norm as Megatron logs it and clips by."""
+        total = torch.zeros(1)
+        for value in norm_squares:
+            total += value
+        norm = total.item() ** 0.5
+        return norm / weight if self._per_token and weight > 0 else norm
+
+    def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
+        """Stock's clipping; where the loss is per token, its division by their number too."""
+        limit = self._single.config.clip_grad
+        clip = limit / (self.norm(norm_squares, weight) + 1.0e-6) if limit > 0 else 1.0
+        return min(clip, 1.0) * (1.0 / weight if self._per_token and weight > 0 else 1.0)
+
+    def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.main_grad.copy_(gradient)
+            if coefficient != 1.0:
+                parameter.main_grad.mul_(coefficient)
+        self._stock_step()
+        for parameter in self.parameters:
+            parameter.grad = None  # Megatron points it to main_grad; the next backward must not add to that
+
+    def state(self) -> dict[str, torch.Tensor]:
+        tensors = {f"parameter {index}": parameter.data for index, parameter in enumerate(self.parameters)}
+        for index, parameter in enumerate(self._single.get_parameters()):
+            tensors[f"main {index}"] = parameter.data  # the model's own again, unless they are of 16 bits
+            for key, value in self._single.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key} {index}"] = value
+        return tensors
+
+    def reset_state(self, names: Collection[str]) -> None:
+        states = self._single.optimizer.state
+        for index, parameter in enumerate(self._single.get_parameters()):
+            kept = states.get(parameter, {})
+            for key in [key for key in kept if isinstance(kept[key], torch.Tensor) and f"{key} {index}" not in names]:
+                del kept[key]
+            if not kept:
+                states.pop(parameter, None)
+
+    def counters(self) -> Any:
+        return copy.deepcopy([{key: value for key, value in group.items() if key != "params"}
+                              for group in self._single.optimizer.param_groups])
+
+    def set_counters(self, counters: Any) -> None:
+        for group, own in zip(self._single.optimizer.param_groups, copy.deepcopy(counters), strict=True):
+            group.update(own)
+
+    def regroup(self, groups: Groups) -> None:
+        """Nothing: what Megatron asks its groups for is asked of the runtime (see `megatron_groups`)."""
+
+    def reports(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch."""
+        return [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)
+                 for index, (key, size) in enumerate(self._keys)} for row in table.tolist()]
+
+    def _report(self, values: dict[str, torch.Tensor], tokens: float) -> tuple[float, ...]:
+        self._keys = [(key, value.numel()) for key, value in values.items()]
+        if len(self._keys) > _KEYS or any(size not in (1, 2) for _, size in self._keys):
+            raise UnsupportedError(f"the loss function reports {dict(self._keys)}; at most {_KEYS} values of one or "
+                                   "two numbers each are supported")
+        numbers = [tokens]
+        for value in values.values():
+            numbers += [*value.flatten().tolist(), 0.0][:2]
+        return tuple(numbers + [0.0] * (self.report_width - len(numbers)))
+
+    def _gradient_dtype(self) -> torch.dtype:
+        kinds = {parameter.main_grad.dtype for parameter in self.parameters}
+        if len(kinds) > 1:
+            raise UnsupportedError(f"gradients of one stage are summed in different types ({kinds}); set "
+                                   "grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32)")
+        return kinds.pop()
+
+    def _find_ties(self) -> None:
+        last = parallel_state.get_pipeline_model_parallel_world_size() - 1
+        part = get_attr_wrapped_model(self._model, "pre_process", return_model_obj=True)
+        if not part.share_embeddings_and_output_weights:
+            return
+        self.tied_stages = ((0, last),)
+        if parallel_state.get_pipeline_model_parallel_rank() in (0, last):
+            self.ties = [Tie(part.shared_embedding_or_output_weight(), (0, last))]
+
+    def _optimized(self) -> list[nn.Parameter]:
+        """The parameters in the optimizer's order; where it keeps fp32 copies, the model's own."""
+        own = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in self.parameters}
+        return [own[id(parameter)] for parameter in self._single.get_parameters()]
+
+    def _take_over(self, optimizer: MegatronOptimizer) -> None:
+        self._single, = single_optimizers(optimizer)
+        stock: Callable[[], Any] = optimizer.step
+        self._stock_step = stock
+        # Its step neither asks other ranks for the norm nor clips: the runtime has done both.
+        for part in (optimizer, self._single):
+            part.get_grad_norm = lambda: 0.0
+        self._single.clip_grad_norm = lambda limit: 0.0
+        optimizer.step = lambda: self.result
+
+    def _seed_trackers(self) -> None:
+        """Megatron's named generators, from the seed that torch's own has now, which depends on what is computed and
+        not on where."""
+        tracker = get_cuda_rng_tracker()
+        names = sorted(tracker.get_states())
+        if not names:
+            return
+        seed = torch.initial_seed()
+        tracker.reset()
+        for name in names:
+            rank = 0 if name == "data-parallel-rng" else parallel_state.get_tensor_model_parallel_rank()
+            tracker.add(name, (seed + zlib.crc32(f"{name}:{rank}".encode())) % 2**63)
+
+
+def _mean(value: Sequence[float]) -> float:
+    """A reported value as one number; ``value`` is (number, 0) or (sum, count)."""
+    return value[0] / value[1] if value[1] else value[0]
