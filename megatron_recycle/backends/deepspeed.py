@@ -23,7 +23,8 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from megatron_recycle.backends.deepspeed_support import check_buffers_unchanged, check_supported
+from megatron_recycle.backends.buffers import check_unchanged
+from megatron_recycle.backends.deepspeed_support import check_supported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
@@ -232,7 +233,7 @@ class DeepSpeedStage:
             outputs = engine.module(single)
         else:
             self._checked_buffers = True
-            outputs = check_buffers_unchanged(engine.module, lambda: engine.module(single))
+            outputs = check_unchanged(engine.module, lambda: engine.module(single))
         if not engine.is_last_stage():
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             return Forward((inputs, outputs), outputs, None)

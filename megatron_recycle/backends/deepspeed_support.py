@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
+from megatron_recycle.backends.buffers import statistics
 from megatron_recycle.errors import UnsupportedError
 
 _COMMUNICATING_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
@@ -18,7 +16,7 @@ def check_supported(engine: PipelineEngine) -> None:
     """Raises UnsupportedError that lists everything about ``engine`` that cannot be kept correct."""
     found = [message for unsupported, message in _features(engine) if unsupported]
     found += [f"{name} ({type(module).__name__}) changes its buffers in forward; use a normalisation without "
-              "running statistics, such as LayerNorm" for name, module in _statistics(engine.module)]
+              "running statistics, such as LayerNorm" for name, module in statistics(engine.module)]
     if found:
         raise UnsupportedError(
             "megatron-recycle does not support this configuration yet:\n- " + "\n- ".join(found)
@@ -52,25 +50,3 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
          "prescale_gradients and gradient_predivide_factor: leave them at their defaults"),
         (engine.flops_profiler_enabled(), "flops_profiler: turn it off"),
     ]
-
-
-def _statistics(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    return [(name, part) for name, part in module.named_modules()
-            if isinstance(part, kinds) and part.track_running_stats]
-
-
-def check_buffers_unchanged(module: nn.Module, forward: Callable[[], Any]) -> Any:
-    """Run ``forward()``; raises UnsupportedError naming the buffers of ``module`` that it changed."""
-    def versions() -> dict[str, tuple[int, int]]:
-        return {name: (id(buffer), buffer._version) for name, buffer in module.named_buffers()}
-
-    before = versions()
-    result = forward()
-    changed = sorted(name for name, version in versions().items() if before.get(name) != version)
-    if changed:
-        raise UnsupportedError(
-            f"these buffers change in forward: {', '.join(changed)}. What a micro-batch leaves in them would depend on "
-            "where it runs; keep such state out of the model, or train without the plugin "
-            '("recycle": {"enabled": false})')
-    return result
