@@ -13,6 +13,7 @@ import copy
 import functools
 import json
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ class RecyclePipelineEngine(PipelineEngine):
             get_logger().info(settings.describe())
         self._at = place
         self._worker: StageWorker | None = None
+        self._seconds = 0.0  # of training since the last log line
         self._agent = connect(place, settings, options.embed, self._abort_transport)
         atexit.register(self._finish)
         # Whoever asks for the state wants it as it stays.
@@ -122,11 +124,13 @@ class RecyclePipelineEngine(PipelineEngine):
             self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
                                        data=self._data_source(), agent=self._agent, config=self._recycle,
                                        observer=self._options.observer)
+        begin = time.monotonic()
         try:
             loss = super().train_batch()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
             raise SystemExit(end.status) from None
+        self._seconds += time.monotonic() - begin
         self._log_as_rank_zero(self._worker, loss)
         return loss
 
@@ -138,13 +142,16 @@ class RecyclePipelineEngine(PipelineEngine):
     def _finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""
         failed = getattr(sys, "last_type", None) is not None or self._agent.ended is not None
-        if self._worker is None or failed:
+        if self._worker is None:
             self._agent.close()
             return
         try:
-            self._worker.finish()
+            if not failed:
+                self._worker.finish()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
+        finally:
+            self._worker.close()
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Stock starts loader processes here; batches are read by place instead."""
@@ -179,10 +186,11 @@ class RecyclePipelineEngine(PipelineEngine):
     def _log_as_rank_zero(self, worker: StageWorker, loss: torch.Tensor) -> None:
         """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
         every = self.steps_per_print()
-        if (self.global_rank == 0 or worker.live()[0] != self._at.me or every is None
-                or self.global_steps % every):
+        if every is None or self.global_steps % every:
             return
-        elapsed = self.timers("train_batch").elapsed(reset=True) / 1000.0 / every
+        elapsed, self._seconds = self._seconds / every, 0.0
+        if self.global_rank == 0 or worker.live()[0] != self._at.me:
+            return
         print(f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {elapsed:0.3f} "
               f"samples/sec: {self.train_batch_size() / elapsed:0.3f}")
 

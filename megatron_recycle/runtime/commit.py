@@ -24,6 +24,9 @@ from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.reduce import all_reduce
 
+COMMITTING = "recycle-commit"
+"""Name of the threads that wait for a verdict."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -125,7 +128,7 @@ class Commit:
         self._notify = notify
         self._error: TransportAborted | None = None
         self._vector = _contribution(held, grid, groups, guess, offer)
-        threading.Thread(target=self._run, name="recycle-commit", daemon=True).start()
+        threading.Thread(target=self._run, name=COMMITTING, daemon=True).start()
 
     def _run(self) -> None:
         try:

@@ -28,6 +28,8 @@ from megatron_recycle.plan import Worker
 # A tag no transfer ever uses: posting a receive with it and letting it time out makes gloo close the pair.
 _ABORT_TAG = 2**31 - 1
 _POLL_SECONDS = 0.002
+RETIRING = "recycle-retire"
+"""Name of the threads that tear handles down."""
 
 
 def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: str, timeout: float,
@@ -117,7 +119,7 @@ class Groups:
     def retire(self) -> None:
         """Tear the handles down in the background: it takes gloo up to a second, and nobody needs it done."""
         groups = self.all()
-        threading.Thread(target=_destroy, args=(groups,), name="recycle-retire", daemon=True).start()
+        threading.Thread(target=_destroy, args=(groups,), name=RETIRING, daemon=True).start()
 
 
 def _destroy(groups: list[dist.ProcessGroup]) -> None:

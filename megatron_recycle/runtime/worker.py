@@ -88,6 +88,7 @@ class StageWorker:
         self._forwards = 0
         self._next_plan: tuple[int, Plan] | None = None
         self._offer: Offer | None = None
+        self._agreed = 0
         self._transport: Transport
         self._reduction: Reduction
         self._attempt: Attempt | None = None
@@ -171,6 +172,7 @@ class StageWorker:
         begun = ledger.iteration == ledger.committed + 1
         self.next_attempt = 1 + (ledger.attempt if begun else self.next_attempt)
         self.agent.event("rolled_back", iteration=ledger.committed, actions=len(ledger.done) if begun else 0)
+        self.observe("recovering", ledger.iteration)
         self.discard_attempt()
         try:
             renew(self)
@@ -181,6 +183,7 @@ class StageWorker:
         self.stepper.poll()
         if self._next_plan is not None and iteration >= self._next_plan[0]:
             self.use_plan(self._next_plan[1])
+            self._next_plan = None
             self.agent.adopted(self.generation, iteration, self._plan.digest)
         self.ledger.begin(iteration, self.next_attempt)
         self.next_attempt = 1
@@ -307,9 +310,15 @@ class StageWorker:
         views = [self._layout.view(gradient, parameter) for parameter in self._layout.parameters]
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, digests,
                     now.relay.reports)
-        offer = self.agent.offer
-        self._offer = offer if offer is not None and offer.generation == self.generation else None
+        self._offer = self._new_offer()
         self.stepper.hold(held, groups, self._offer.number if self._offer else 0)
+
+    def _new_offer(self) -> Offer | None:
+        """A better plan that is not agreed upon yet."""
+        offer = self.agent.offer
+        if offer is None or offer.generation != self.generation or offer.number <= self._agreed:
+            return None
+        return offer
 
     def committed(self, verdict: Verdict, adopt: bool) -> None:
         """The stepper's news: an iteration is final."""
@@ -318,6 +327,7 @@ class StageWorker:
         self.agent.committed(verdict.iteration, verdict.loss)
         if adopt and self._offer is not None:
             # Nobody has begun the iteration after next: that takes this very verdict.
+            self._agreed = self._offer.number
             self._next_plan = (verdict.iteration + 2, Plan.from_json(self._offer.plan))
 
     # ---- what the recovery changes
@@ -366,7 +376,7 @@ class StageWorker:
 
         Raises TransportAborted if a still newer generation was announced meanwhile.
         """
-        self._plan = plan
+        self._plan, self._agreed, self._next_plan = plan, 0, None
         self.reinstall(groups)
 
     def reinstall(self, groups: Groups) -> None:
@@ -392,7 +402,6 @@ class StageWorker:
         grid, me = self.place.grid, self.place.me
         self._plan = plan
         self._forwards = sum(action.kind == "F" for action in plan.actions(me))
-        self._next_plan = None
         self._transport.use(channels(plan))
         if self.config.reduction == "exact":
             self._reduction = ExactReduction(grid.pipelines, grid.microbatches, plan.problem.block,
