@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy
 import pytest
 
 from tests.backends import gpt_job
+from tests.backends.comparing import check_survivors, differences, run
 from tests.harness import Hold, Job, Result
 
 pytestmark = pytest.mark.processes
@@ -26,51 +26,15 @@ def tiers(values: list[str], fast: set[str]) -> list[Any]:
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def run(arguments: Mapping[str, Any]) -> dict[int, Result]:
-    with Job(gpt_job.train, PIPELINES * STAGES, arguments) as job:
-        results = job.wait()
-        assert all(result.status == 0 for result in results.values()), job.where()
-    return results
-
-
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures."""
-    return run(EXACT)
+    return run(gpt_job.train, PIPELINES * STAGES, EXACT)
 
 
 @pytest.fixture(scope="module")
 def undisturbed_fast() -> dict[int, Result]:
-    return run(FAST_SGD)
-
-
-def arrays(result: Result) -> Iterator[tuple[str, numpy.ndarray]]:
-    yield "losses", numpy.array(result.value["losses"])
-    yield from result.value["parameters"].items()
-    for index, state in enumerate(result.value["state"]):
-        for key, value in state.items():
-            yield f"state {index} {key}", value
-
-
-def differences(one: Result, other: Result) -> dict[str, float]:
-    """Largest absolute difference of everything that is not bit for bit the same."""
-    pairs = zip(arrays(one), arrays(other), strict=True)
-    return {name: float(numpy.abs(a - b).max()) for (name, a), (_, b) in pairs if a.tobytes() != b.tobytes()}
-
-
-def check_survivors(job: Job, victims: set[str], reference: Mapping[int, Result], within: float = 0.0) -> None:
-    """Everybody but the victims ended well with the reference's bits, and no iteration was lost or made twice."""
-    results = job.wait()
-    survivors = [rank for rank, result in results.items() if result.status == 0]
-    assert len(survivors) == PIPELINES * STAGES - len(victims), job.where()
-    for rank in survivors:
-        found = differences(results[rank], reference[rank])
-        assert max(found.values(), default=0.0) <= within, (rank, found)
-        if not within:
-            assert not found, (rank, found)
-        assert not victims & set(results[rank].value["members"])
-    committed = [event["iteration"] for event in job.events if event["event"] == "committed"]
-    assert committed == list(range(ITERATIONS))
+    return run(gpt_job.train, PIPELINES * STAGES, FAST_SGD)
 
 
 def kill_and_compare(holds: list[Hold], reference: Mapping[int, Result], arguments: Mapping[str, Any] = EXACT,
@@ -180,5 +144,5 @@ def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipe
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["twice", "dropped", "order"])
 def test_the_comparison_notices(mistake, undisturbed):
-    wrong = run({**EXACT, "mistake": mistake})
+    wrong = run(gpt_job.train, PIPELINES * STAGES, {**EXACT, "mistake": mistake})
     assert any(differences(wrong[rank], undisturbed[rank]) for rank in wrong)

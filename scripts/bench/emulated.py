@@ -1,0 +1,237 @@
+"""Stock DeepSpeed and megatron-recycle, side by side, on stages that sleep instead of computing.
+
+Two cores cannot show pipeline parallelism with real arithmetic, so a stage's forward, input gradient and weight
+gradient sleep for given times; processes, tensors between them, engines and failures (SIGKILL) are real.
+Every row is a job of its own, in turn; a row's figure is the median over workers of the median of the last
+iterations. Prints a table and writes runs/bench/emulated.json.
+
+    scripts/bench/emulated.py [--grid 3x4x6 ...] [--unit 0.005] [--rows 1F1B,ours]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from jobs import Job, exit_on_sigterm
+from rich.console import Console
+from rich.table import Table
+
+F, B, W = 20, 22, 18
+"""Costs of a stage's forward, input gradient and weight gradient, in units."""
+ITERATIONS, MEASURED, KILL_AFTER = 14, 5, 1
+ACTIVE = 1e-9
+"""A limit on the gradient norm that is always exceeded."""
+OUT = Path("runs/bench")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One job. ``settings`` are the plugin's; None: the stock engine."""
+
+    name: str
+    settings: dict[str, str] | None
+    failures: int = 0
+    clipping: float = 0.0
+
+
+ROWS = (
+    Row("stock 1F1B", None),
+    Row("ours", {}),
+    Row("ours, one failure", {}, 1),
+    Row("ours, two failures", {}, 2),
+    Row("ours, exact, one failure", {"reduction": "exact"}, 1),
+    Row("adaptive, one failure", {"step": "barrier", "split_backward": "false"}, 1),
+    Row("decoupled, one failure", {"step": "barrier"}, 1),
+    Row("drop the pipeline, one failure", {"policy": "drop"}, 1),
+    Row("stock, clipping active", None, clipping=ACTIVE),
+    Row("ours, clipping active", {}, clipping=ACTIVE),
+)
+
+
+@dataclass
+class Measured:
+    """What a job showed, in units."""
+
+    row: Row
+    period: float
+    planned: float | None
+    bound: float | None
+    source: str
+    block: int
+    per_worker: dict[str, list[float]]
+    weights: dict[int, list[float]]
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Pipelines, stages, micro-batches of each pipeline."""
+
+    pipelines: int
+    stages: int
+    microbatches: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        pipelines, stages, microbatches = map(int, text.split("x"))
+        return cls(pipelines, stages, microbatches)
+
+    def __str__(self) -> str:
+        return f"{self.pipelines}x{self.stages}x{self.microbatches}"
+
+    @property
+    def victims(self) -> list[str]:
+        """Workers of different stages and pipelines."""
+        return [f"1:{self.stages // 2}", f"0:{self.stages - 1 if self.stages > 2 else 0}"]
+
+    @property
+    def theory(self) -> int:
+        """Units of a 1F1B iteration."""
+        return (self.microbatches + self.stages - 1) * (F + B + W)
+
+    @property
+    def cap(self) -> int:
+        return int(1.5 * self.stages)
+
+
+def measure(row: Row, shape: Shape, unit: float) -> Measured:
+    """Run one job and read what its workers wrote."""
+    folder = OUT / "emulated" / f"{shape}-{row.name.replace(' ', '-').replace(',', '')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob("worker-*.json"):
+        old.unlink()
+    arguments = ["--pipelines", shape.pipelines, "--stages", shape.stages, "--microbatches", shape.microbatches,
+                 "--seconds", F * unit, B * unit, W * unit, "--iterations", ITERATIONS,
+                 "--clipping", row.clipping, "--out", folder.resolve()]
+    settings = {"enabled": "false"} if row.settings is None else {
+        "costs": f"{F},{B},{W}", "cap": str(shape.cap), "planner_budget": "8", **row.settings}
+    killed = False
+    plan: dict[str, Any] = {}
+    plans: dict[str, dict[str, Any]] = {}
+    limit = 60 + 3 * ITERATIONS * shape.theory * unit
+    with Job("bench/emulated_stage.py", [str(value) for value in arguments], folder / "run", shape.pipelines
+             * shape.stages, settings, limit) as job:
+        for event in job.events():
+            if event["event"] == "planned":
+                plans[event["digest"]] = dict(event)
+                plan = plan if plan.get("generation") == event["generation"] else dict(event)
+            elif event["event"] == "adopted":
+                plan = plans[event["digest"]]
+            elif event["event"] == "committed" and event["iteration"] == KILL_AFTER and not killed:
+                killed = True
+                for victim in shape.victims[:row.failures]:
+                    job.kill(victim)
+        job.check_ended_well()
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
+    return read(row, shape, unit, results, plan)
+
+
+def read(row: Row, shape: Shape, unit: float, results: list[dict[str, Any]], plan: dict[str, Any]) -> Measured:
+    per_worker = {}
+    for result in results:
+        ends = result["ends"]
+        times = [(after - before) / unit for before, after in pairwise(ends)]
+        per_worker[f"{result['pipeline']}:{result['stage']}"] = [round(time, 1) for time in times]
+    period = statistics.median(statistics.median(times[-MEASURED:]) for times in per_worker.values())
+    exact = row.settings is not None and row.settings.get("reduction") == "exact"
+    step = (row.settings or {}).get("step")
+    measured = Measured(
+        row, round(period, 1), plan.get("makespan" if step == "barrier" else "period"), plan.get("lower_bound"),
+        plan.get("source", ""), -(-shape.microbatches // max(1, shape.pipelines - 1)) if exact else 0, per_worker,
+        {result["stage"]: result["weight"] for result in results})
+    if len(results) != shape.pipelines * shape.stages - row.failures:
+        measured.problems.append(f"{len(results)} workers wrote a result")
+    measured.problems += miscounted(row, shape, results)
+    return measured
+
+
+def miscounted(row: Row, shape: Shape, results: list[dict[str, Any]]) -> list[str]:
+    """Micro-batches that were not run exactly once in every measured iteration."""
+    if row.clipping and row.settings is not None:
+        return []  # work thrown away with a wrong step is done twice
+    counts = Counter((kind, number) for result in results for kind, number in result["ran"])
+    per_iteration = shape.pipelines * shape.microbatches
+    first = ITERATIONS - MEASURED if row.failures else 0  # a victim took its own counts along
+    return [f"{kind} of micro-batch {number} ran {counts[kind, number]} times, not {shape.stages}"
+            for kind in "FBW" for number in range(first * per_iteration, ITERATIONS * per_iteration)
+            if counts[kind, number] != shape.stages]
+
+
+def show(console: Console, shape: Shape, unit: float, rows: list[Measured]) -> None:
+    stock = {bool(m.row.clipping): m.period for m in rows if m.row.settings is None}
+    table = Table(title=f"{shape}: F/B/W {F}/{B}/{W} units of {1000 * unit:g} ms, cap {shape.cap}; "
+                        f"1F1B in theory {shape.theory}")
+    for heading in ("", "measured", "planned", "bound", "over plan", "throughput / stock", "plan", "block"):
+        table.add_column(heading, justify="left" if heading in ("", "plan") else "right")
+    for m in rows:
+        planned = shape.theory if m.row.settings is None else m.planned
+        base = stock.get(bool(m.row.clipping))
+        table.add_row(m.row.name, f"{m.period:.1f}", f"{planned:g}" if planned else "",
+                      f"{m.bound:g}" if m.bound else "", f"{100 * (m.period / planned - 1):+.1f} %" if planned else "",
+                      f"{base / m.period:.3f}" if base else "", m.source, str(m.block or ""))
+    console.print(table)
+    for m in rows:
+        for problem in m.problems[:3]:
+            console.print(f"[red]{m.row.name}: {problem}")
+
+
+def disagreement(rows: list[Measured]) -> float:
+    """Largest relative difference of a stage's parameters between stock and any other row without clipping."""
+    stock = next((m for m in rows if m.row.settings is None and not m.row.clipping), None)
+    if stock is None:
+        return 0.0
+    return max((abs(a - b) / abs(a) for m in rows if not m.row.clipping for stage, values in m.weights.items()
+                for a, b in zip(stock.weights[stage], values)), default=0.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--grid", nargs="+", type=Shape.parse, default=[Shape(2, 2, 4), Shape(3, 4, 6), Shape(4, 4, 8)])
+    parser.add_argument("--unit", type=float, default=0.005,
+                        help="seconds; scaled up until stock is within 2 %% of theory")
+    parser.add_argument("--rows", help="only rows whose name contains one of these, separated by commas")
+    args = parser.parse_args()
+    exit_on_sigterm()
+    console = Console()
+    chosen = [row for row in ROWS if not args.rows or any(part in row.name for part in args.rows.split(","))]
+    report, failed = {}, False
+    for shape in args.grid:
+        unit = args.unit
+        first = measure(ROWS[0], shape, unit)
+        while first.period > 1.02 * shape.theory and unit < 4 * args.unit:
+            unit *= 1.5
+            console.print(f"{shape}: stock took {first.period:.1f} units, theory says {shape.theory}; "
+                          f"again with units of {1000 * unit:g} ms")
+            first = measure(ROWS[0], shape, unit)
+        rows = [first]
+        for row in chosen:
+            if row != ROWS[0]:
+                rows.append(measure(row, shape, unit))
+                console.print(f"{shape}: {row.name}: {rows[-1].period:.1f} units")
+        show(console, shape, unit, rows)
+        apart = disagreement(rows)
+        console.print(f"parameters of all rows agree within {apart:.1e} (relative)")
+        failed |= apart > 1e-5 or any(m.problems for m in rows)
+        report[str(shape)] = {"unit_seconds": unit, "theory_1f1b": shape.theory, "cap": shape.cap,
+                              "parameters_apart": apart, "rows": [{
+                                  "name": m.row.name, "settings": m.row.settings, "failures": m.row.failures,
+                                  "clipping": m.row.clipping, "measured": m.period, "planned": m.planned,
+                                  "bound": m.bound, "source": m.source, "block": m.block,
+                                  "per_worker": m.per_worker, "problems": m.problems} for m in rows]}
+        OUT.mkdir(parents=True, exist_ok=True)
+        (OUT / "emulated.json").write_text(json.dumps(report, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

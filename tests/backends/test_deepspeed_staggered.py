@@ -1,0 +1,85 @@
+"""Stages that step before they know the others' gradient norms end with the bits of stages that wait for them.
+
+Cases cover pipelines, stages, clipping, the moment and the place of the kill pairwise, not as a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.backends import gpt_job
+from tests.backends.comparing import check_survivors, differences, run
+from tests.harness import Hold, Job, Result
+
+pytestmark = pytest.mark.processes
+
+ALWAYS = 0.05
+"""A limit on the gradient norm below every norm that occurs: each early step is wrong and has to be undone."""
+
+
+def arguments(pipelines: int, stages: int, clipping: float, step: str = "staggered") -> dict[str, Any]:
+    return {"pipelines": pipelines, "stages": stages, "iterations": 5, "clipping": clipping,
+            "settings": {"reduction": "exact", "step": step}}
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Mapping[tuple[int, int, float], dict[int, Result]]:
+    """The job without failures whose stages wait for each other, by (pipelines, stages, clipping)."""
+
+    class Runs(dict):
+        def __missing__(self, key: tuple[int, int, float]) -> dict[int, Result]:
+            pipelines, stages, _ = key
+            self[key] = run(gpt_job.train, pipelines * stages, arguments(*key, step="barrier"))
+            return self[key]
+
+    return Runs()
+
+
+def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(waiting):
+    key = (3, 2, ALWAYS)
+    with Job(gpt_job.train, 6, arguments(*key)) as job:
+        results = job.wait()
+    for rank, result in results.items():
+        assert differences(result, waiting[key][rank]) == {}
+    undone = {event["iteration"] for event in job.events if event["event"] == "rolled_back"}
+    assert undone == {0, 1, 2}, "three wrong steps in a row make the stages wait"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pipelines", "stages", "clipping", "hold"), [
+    (2, 3, 0.0, Hold("1:1", "stepped", 2)),
+    (2, 2, ALWAYS, Hold("0:1", "stepped", 1)),
+    (3, 3, 0.0, Hold("2:0", "reduce", 2)),
+    (2, 4, 0.0, Hold("0:3", "forward", 3, 0)),
+    (3, 2, ALWAYS, Hold("1:0", "recovering", 1)),
+    (2, 3, ALWAYS, Hold("1:2", "forward", 2, 0)),
+    (3, 2, 0.0, Hold("0:0", "stepped", 2)),
+    (2, 4, ALWAYS, Hold("1:1", "step", 1)),
+    (3, 3, ALWAYS, Hold("0:2", "reduced", 1)),
+], ids=str)
+def test_a_worker_killed_while_stages_are_a_step_apart(pipelines, stages, clipping, hold, waiting):
+    key = (pipelines, stages, clipping)
+    with Job(gpt_job.train, pipelines * stages, arguments(*key), [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {hold.worker}, waiting[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("clipping", "killed", "held"), [
+    (0.0, Hold("1:0", "forward", 3, 2), Hold("0:1", "reduced", 2)),
+    (0.0, Hold("1:2", "stepped", 2), Hold("0:0", "reduce", 2)),
+    (ALWAYS, Hold("0:1", "stepped", 1), Hold("1:2", "reduced", 1)),
+], ids=str)
+def test_a_worker_killed_while_another_has_not_stepped_yet(clipping, killed, held, waiting):
+    """Some stages have stepped, others do not even hold their gradient: back to before, or forward, all alike."""
+    key = (2, 3, clipping)
+    with Job(gpt_job.train, 6, arguments(*key), [killed, held]) as job:
+        job.wait_held()
+        job.kill(killed)
+        job.wait_event("decided", generation=2)
+        job.release(held)
+        check_survivors(job, {killed.worker}, waiting[key])
