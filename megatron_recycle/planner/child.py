@@ -21,9 +21,9 @@ from .portfolio import Found, search, value
 
 #: actions scheduled and timed per second, well below what one core does, so that work ends a search before
 #: the clock
-RATE = 250_000
+RATE = 400_000
 #: plans with more actions are left to the portfolio
-CPSAT_ACTIONS = 4_000
+CPSAT_ACTIONS = 1_600
 
 
 def main() -> int:
@@ -55,8 +55,8 @@ class _Search:
         """Search until the bound is met, the work is done or the clock says so."""
         small = self.instance.actions <= CPSAT_ACTIONS
         if self.best > self.floor:
-            share = 0.4 if small else 0.8
-            found = search(self.instance, int(RATE * self.budget * share / 3), self.seed, self._over, self._keep)
+            share = 0.4 if small else 0.5
+            found = search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep)
             self._note(found)
         if self.best > self.floor and small and not self._over():
             self._exact()
@@ -66,7 +66,7 @@ class _Search:
         if not cpsat.available():
             self.stats["cpsat"] = "missing"
             return
-        limits = cpsat.Limits(work=self.budget * 0.5, wall=max(0.1, self.end - time.monotonic()), seed=self.seed)
+        limits = cpsat.Limits(work=self.budget * 0.3, wall=max(0.1, self.end - time.monotonic()), seed=self.seed)
         outcome = cpsat.solve(self.instance, self.route, self.trace, self.floor, limits,
                               lambda trace: self._offer(self.route, trace, "cpsat"))
         self.stats.update(cpsat_bound=outcome.bound, cpsat_proven=outcome.proven, cpsat_work=outcome.work)

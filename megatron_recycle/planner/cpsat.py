@@ -59,12 +59,12 @@ def solve(instance: Instance, route: list[int], hint: list[int], bound: int, lim
     parameters.max_deterministic_time = limits.work
     parameters.max_time_in_seconds = limits.wall
     parameters.random_seed = limits.seed
+    parameters.num_workers = 1
     if limits.interleave:
         parameters.interleave_search = True
-        parameters.num_workers = 1
         parameters.interleave_batch_size = 1
     else:
-        parameters.num_workers = 1
+        parameters.linearization_level = 0
 
     class Callback(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:

@@ -81,7 +81,9 @@ def build(problem: Problem) -> Instance:
         hold=[problem.weight(s) for s in stage],
         keep=[problem.after_b[s] if split else 0 for s in stage],
         at=at, home=home, group=group, groups=len(groups),
-        ordered=problem.block > 0 or not problem.failed)
+        # a job in which nobody is a guest keeps the stock engine's order, and with it its bits
+        ordered=problem.block > 0 or not (problem.failed or problem.costs.speed or problem.stage_of
+                                          or len(set(grid.microbatches)) > 1))
 
 
 @dataclass(frozen=True)

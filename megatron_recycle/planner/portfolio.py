@@ -9,7 +9,7 @@ worse: a level is left out only where its lower bound shows that it cannot win.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..plan import Problem, lower_bound
@@ -17,22 +17,38 @@ from .align import Layout, aligned, natural
 from .evaluate import makespan_of, period_of
 from .greedy import Rules, guests, leading, schedule
 from .instance import NO_CAP, Instance, Schedule
-from .route import DEALS, cost, route
+from .route import DEALS, PICKS, cost, route
 
-#: rules for all stages that do well on the benchmark's grids, best first; the first is the quick plan's
+
+@dataclass(frozen=True)
+class Template:
+    """Rules for all stages; stages with guests run forwards first instead, with a backlog of weight gradients
+    that is ``hot`` sixths of their cap, unless ``hot`` is 0."""
+
+    base: Rules
+    hot: int = 0
+
+
+_PLAIN, _WAIT, _WAIT_F = Rules(), Rules(wait_b=50, wait_f=50), Rules(wait_f=50)
+#: what does well on the benchmark's grids; the quick plan is the better of the first two
 TEMPLATES = (
-    Rules(wait_b=50, wait_f=50, give_way=50, ways=2),
-    Rules(),
-    Rules(wait_b=50, wait_f=50),
-    Rules(wait_b=50, wait_f=50, give_way=75, ways=2),
-    Rules(wait_f=50),
-    Rules(wait_b=50, wait_f=50, give_way=50, ways=1),
-    Rules(wait_b=50, wait_f=100),
-    Rules(wait_b=50),
-    Rules(forward_first=1),
-    Rules(wait_b=50, wait_f=50, give_way=50, ways=3),
-    Rules(drain=1),
-    Rules(give_way=100, ways=1),
+    Template(Rules(wait_b=50, wait_f=50, give_way=50, ways=2)),
+    Template(_PLAIN, 3),
+    Template(_WAIT_F, 4),
+    Template(_PLAIN),
+    Template(_WAIT, 3),
+    Template(_WAIT),
+    Template(Rules(wait_b=50, wait_f=50, give_way=75, ways=2)),
+    Template(_PLAIN, 4),
+    Template(_WAIT_F),
+    Template(_PLAIN, 2),
+    Template(Rules(wait_b=50, wait_f=50, give_way=50, ways=1)),
+    Template(Rules(wait_b=50, wait_f=100)),
+    Template(Rules(wait_b=50)),
+    Template(Rules(forward_first=1)),
+    Template(Rules(wait_b=50, wait_f=50, give_way=50, ways=3)),
+    Template(Rules(drain=1)),
+    Template(Rules(give_way=100, ways=1)),
 )
 _DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("forward_first", (0, 1)), ("drain", (0, 1)), ("wait_b", (0, 50, 100)), ("wait_f", (0, 50, 100)),
@@ -41,18 +57,22 @@ _DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
 )
 _LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
 
+#: the search goes on to smaller caps until it has done the work of so many levels, or this many actions per
+#: level
+LEVELS, MOST_PER_LEVEL = 3, 50_000
 #: True when the search should end now (the clock's safety net, or a newer membership)
 Stop = Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One point of the search: layout, deal, spare of slow workers, leads of guest jobs, and rules per
+    """One point of the search: layout, deal, spare and pick of slow workers, leads of guest jobs, and rules per
     stage."""
 
     layout: int
     deal: str
     spare: int
+    pick: str
     lead_f: int
     lead_b: int
     rules: tuple[Rules, ...]
@@ -74,29 +94,34 @@ def value(instance: Instance, table: list[int], trace: list[int]) -> float:
     return period_of(instance, table, trace)
 
 
+def goal(problem: Problem, schedule: Schedule) -> float:
+    """The problem's objective of a schedule."""
+    return schedule.makespan if problem.objective == "makespan" else schedule.period
+
+
 def search(instance: Instance, work: int, seed: int = 0, stop: Stop = lambda: False,
            better: Callable[[Schedule], None] | None = None) -> Found:
     """Search every cap level within ``work`` scheduled actions per level; the given caps' level comes
     first."""
     best: Schedule | None = None
-    goal = 0.0
+    target = 0.0
     trials, cut = 0, False
     floor = lower_bound(instance.problem)
     for level in levels(instance):
-        if best is not None and (goal <= floor or _floor(instance.problem, level) >= goal):
+        if best is not None and (target <= floor or _floor(instance.problem, level) >= target):
             continue
-        climb = _Climb(level, max(len(TEMPLATES) + 2, work // instance.actions), seed, floor)
+        climb = _Climb(level, max(len(TEMPLATES), work // instance.actions), seed, floor)
         for choice_value, found in climb.run():
             if stop():
                 cut = True
                 break
-            if best is None or choice_value < goal:
-                goal = choice_value
+            if best is None or choice_value < target:
+                target = choice_value
                 best = Schedule(*found, period_of(instance, *found), makespan_of(instance, *found))
                 if better:
                     better(best)
         trials += climb.trials
-        if cut:
+        if cut or trials * instance.actions > LEVELS * max(work, MOST_PER_LEVEL):
             break
     return Found(best, trials, cut)
 
@@ -128,7 +153,7 @@ class _Climb:
         if other.home != self.layouts[0].home:
             self.layouts.append(other)
         self.uneven = any(len({cost(instance, w) for w in row}) > 1 for row in instance.at)
-        self.routes: dict[tuple[int, str, int], tuple[list[int], set[int]]] = {}
+        self.routes: dict[tuple[int, str, int, str], tuple[list[int], set[int]]] = {}
         self.seen: set[Choice] = set()
         self.trials = 0
 
@@ -161,13 +186,14 @@ class _Climb:
 
     def _choices(self) -> Iterator[Choice]:
         """The starting points, a fixed list whose length the limit may cut."""
-        stages = self.instance.stages
-        for rules in TEMPLATES:
+        for template in TEMPLATES:
             for deal in DEALS[:2]:
                 for spare in (0, 1, 2) if self.uneven else (0,):
                     for layout in range(len(self.layouts)):
                         if self.trials < self.limit:
-                            yield Choice(layout, deal, spare, 0, 0, (rules,) * stages)
+                            table, _ = self._route(layout, deal, spare, PICKS[0])
+                            rules = filled(self.instance, self.layouts[layout], table, template)
+                            yield Choice(layout, deal, spare, PICKS[0], 0, 0, rules)
 
     def _change(self, at: Choice) -> Choice:
         draw = self.random
@@ -177,6 +203,8 @@ class _Climb:
             if kind < 0.05:
                 at = replace(at, layout=draw.randrange(len(self.layouts)),
                              spare=draw.choice((0, 1, 2, 3)) if self.uneven else 0)
+            if kind < 0.1 and self.uneven:
+                at = replace(at, pick=draw.choice(PICKS))
         rules = list(at.rules)
         if kind < 0.35:
             name, domain = draw.choice(_DOMAIN)
@@ -189,6 +217,15 @@ class _Climb:
                 rules[s] = replace(rules[s], **{name: draw.choice(domain)})
         return replace(at, rules=tuple(rules))
 
+    def _route(self, number: int, deal: str, spare: int, pick: str) -> tuple[list[int], set[int]]:
+        """The route of a layout, and its guest jobs."""
+        key = (number, deal, spare, pick)
+        if key not in self.routes:
+            layout = self.layouts[number]
+            table = route(self.instance, layout, deal, spare, pick)
+            self.routes[key] = table, guests(self.instance, layout, table)
+        return self.routes[key]
+
     def _try(self, choice: Choice) -> tuple[float, tuple[list[int], list[int]]] | None:
         """Schedule a choice, unless it was tried before."""
         if choice in self.seen:
@@ -198,20 +235,30 @@ class _Climb:
         self.seen.add(choice)
         self.trials += 1
         instance = self.instance
-        key = (choice.layout, choice.deal, choice.spare)
-        if key not in self.routes:
-            layout = self.layouts[choice.layout]
-            table = route(instance, layout, choice.deal, choice.spare)
-            self.routes[key] = table, guests(instance, layout, table)
-        table, away = self.routes[key]
+        table, away = self._route(choice.layout, choice.deal, choice.spare, choice.pick)
         keys = leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)
         trace = schedule(instance, table, choice.rules, keys)
         return value(instance, table, trace), (table, trace)
 
 
-def run_layout(instance: Instance, rules: Sequence[Rules],
-               layout: Layout | None = None) -> tuple[list[int], list[int], float, int]:
-    """Route, trace, period and makespan of one greedy schedule."""
-    table = route(instance, layout or aligned(instance))
-    trace = schedule(instance, table, rules)
-    return table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace)
+def filled(instance: Instance, layout: Layout, table: list[int], template: Template) -> tuple[Rules, ...]:
+    """A template's rules for every stage of a route."""
+    count = len(instance.jobs)
+    rules = []
+    for s, home in enumerate(layout.home):
+        homes = [home[d] for d in layout.label]
+        if not template.hot or table[s * count:(s + 1) * count] == homes:
+            rules.append(template.base)
+            continue
+        cap = min(instance.cap[w] // max(1, instance.hold[w]) for w in layout.at[s])
+        backlog = max(1, min(cap, count) * template.hot // 6)
+        rules.append(replace(template.base, forward_first=1, backlog=backlog))
+    return tuple(rules)
+
+
+def run(instance: Instance, template: Template, layout: Layout | None = None) -> Schedule:
+    """One greedy schedule by a template."""
+    layout = layout or aligned(instance)
+    table = route(instance, layout)
+    trace = schedule(instance, table, filled(instance, layout, table, template))
+    return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))

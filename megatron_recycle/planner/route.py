@@ -9,9 +9,12 @@ from .instance import Instance
 
 #: ways to deal the guests of a stage to its peers; the portfolio tries all
 DEALS = ("spread", "runs", "late")
+#: which of its own micro-batches a worker with too many gives away
+PICKS = ("even", "first", "last")
 
 
-def route(instance: Instance, layout: Layout, deal: str = "spread", spare: int = 0) -> list[int]:
+def route(instance: Instance, layout: Layout, deal: str = "spread", spare: int = 0,
+          pick: str = "even") -> list[int]:
     """The worker of every node. ``spare``: how many micro-batches fewer than possible a slower worker
     keeps."""
     count = len(instance.jobs)
@@ -24,7 +27,7 @@ def route(instance: Instance, layout: Layout, deal: str = "spread", spare: int =
             for j, d in enumerate(layout.label):
                 table[base + j] = homes[d]
             continue
-        for unit, w in _stage(instance, layout, s, sizes, deal, spare):
+        for unit, w in _stage(instance, layout, s, sizes, deal, spare, pick):
             for j in unit.jobs:
                 table[base + j] = w
     return table
@@ -45,7 +48,7 @@ def _even(instance: Instance, layout: Layout, s: int, sizes: list[int]) -> bool:
 
 
 def _stage(instance: Instance, layout: Layout, s: int, sizes: list[int], deal: str,
-           spare: int) -> list[tuple[Unit, int]]:
+           spare: int, pick: str) -> list[tuple[Unit, int]]:
     """Units of a stage with their workers: homes keep what the best possible slowest load allows."""
     keep = _targets(instance, layout, s, spare)
     placed: list[tuple[Unit, int]] = []
@@ -57,7 +60,7 @@ def _stage(instance: Instance, layout: Layout, s: int, sizes: list[int], deal: s
             guests.extend(own)
             continue
         surplus = sizes[d] - keep[w]
-        away = _evenly(own, surplus) if surplus > 0 else set()
+        away = _away(own, surplus, pick) if surplus > 0 else set()
         for i, unit in enumerate(own):
             if i in away:
                 guests.append(unit)
@@ -69,10 +72,14 @@ def _stage(instance: Instance, layout: Layout, s: int, sizes: list[int], deal: s
     return placed
 
 
-def _evenly(own: list[Unit], surplus: int) -> set[int]:
-    """Indices of units, spread over the pipeline, that hold at least ``surplus`` micro-batches."""
+def _away(own: list[Unit], surplus: int, pick: str) -> set[int]:
+    """Indices of units of a pipeline that hold at least ``surplus`` micro-batches."""
     size = max(len(unit.jobs) for unit in own)
     leave = min(len(own), -(-surplus // size))
+    if pick == "first":
+        return set(range(leave))
+    if pick == "last":
+        return set(range(len(own) - leave, len(own)))
     return {(2 * i + 1) * len(own) // (2 * leave) for i in range(leave)}
 
 

@@ -10,7 +10,7 @@ from .align import dropped
 from .api import improve, quick
 from .greedy import Rules
 from .instance import Schedule, build, plan_of
-from .portfolio import TEMPLATES, run_layout
+from .portfolio import TEMPLATES, Template, goal, run
 
 TECHNIQUES = ("none", "adaptive", "decoupled", "staggered", "drop")
 
@@ -32,9 +32,7 @@ def one_f_one_b(problem: Problem) -> Plan:
         usual = (stages - worker.stage) * problem.weight(worker.stage)
         cap[worker] = min(problem.cap.get(worker, usual), usual)
     tight = build(replace(problem, cap=cap))
-    table, trace, period, makespan = run_layout(tight, [Rules()] * stages)
-    instance = replace(tight, problem=problem)
-    return plan_of(instance, Schedule(table, trace, period, makespan), lower_bound(problem), "1f1b")
+    return plan_of(replace(tight, problem=problem), run(tight, Template(Rules())), lower_bound(problem), "1f1b")
 
 
 def drop(problem: Problem) -> Plan:
@@ -44,16 +42,12 @@ def drop(problem: Problem) -> Plan:
     """
     instance = build(problem)
     best: Schedule | None = None
-    for rules in TEMPLATES[:4]:  # the baseline is scheduled as well as our own plans are
-        found = Schedule(*run_layout(instance, [rules] * instance.stages, dropped(instance)))
-        if best is None or _goal(problem, found) < _goal(problem, best):
+    for template in TEMPLATES[:8]:  # the baseline is scheduled as well as our own plans are
+        found = run(instance, template, dropped(instance))
+        if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
     return plan_of(instance, best, lower_bound(problem), "drop")
-
-
-def _goal(problem: Problem, found: Schedule) -> float:
-    return found.makespan if problem.objective == "makespan" else found.period
 
 
 def planned(problem: Problem, technique: str, budget_s: float, seed: int,

@@ -131,7 +131,7 @@ def test_a_broken_plan_file_is_refused(capsys, tmp_path, change, fault):
     value = json.loads(path.read_text())
     change(value["workers"]["0:0"])
     path.write_text(json.dumps(value))
-    status, out, err = recycle_plan(capsys, "--check", str(path))
+    status, _, err = recycle_plan(capsys, "--check", str(path))
     assert status == 2 and fault in err and len(err.splitlines()) == 1
 
 
