@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from ..plan import Plan, Problem, lower_bound, violations
 from . import background
@@ -13,8 +14,8 @@ from .align import aligned
 from .cache import Cache
 from .canonical import canonical
 from .evaluate import figures
-from .greedy import schedule
-from .instance import Schedule, build, plan_of, schedule_of
+from .greedy import schedule as listed
+from .instance import Instance, Schedule, build, plan_of, schedule_of
 from .portfolio import TEMPLATES, filled, goal, search
 from .route import route
 
@@ -35,7 +36,7 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
     guests = table != [home[d] for home in layout.home for d in layout.label]
     best: Schedule | None = None
     for template in TEMPLATES[:2 if guests and instance.actions <= TWICE else 1]:
-        trace = schedule(instance, table, filled(instance, layout, table, template))
+        trace = listed(instance, table, filled(instance, layout, table, template))
         if best is None:
             first = time.perf_counter() - begin
         found = Schedule(table, trace, *figures(instance, table, trace))
@@ -61,13 +62,23 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
     table, trace = schedule_of(instance, incumbent)
     request = {"problem": problem.to_json(), "route": table, "trace": trace, "budget": budget_s, "seed": seed}
     found, stats = background.run(request, instance.actions, budget_s, cancelled)
-    if found is None:
+    schedule = None if found is None else _received(instance, found)
+    if found is None or schedule is None:
         return None
     stats = {**incumbent.stats, **stats, "best_seconds": round(time.monotonic() - begin, 3), "seed": seed}
-    plan = plan_of(instance, Schedule(found["route"], found["trace"],
-                                      *figures(instance, found["route"], found["trace"])),
-                   incumbent.lower_bound, found["source"], stats)
+    plan = plan_of(instance, schedule, incumbent.lower_bound, str(found["source"]), stats)
     return plan if plan.objective_value < incumbent.objective_value and not violations(plan) else None
+
+
+def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
+    """A schedule that came from another process, or None if its numbers do not even name actions and
+    workers."""
+    table, trace = found.get("route"), found.get("trace")
+    nodes = instance.stages * len(instance.jobs)
+    if (not isinstance(table, list) or len(table) != nodes or sorted(trace or ()) != list(range(instance.actions))
+            or not all(isinstance(w, int) and 0 <= w < len(instance.workers) for w in table)):
+        return None
+    return Schedule(table, list(trace or ()), *figures(instance, table, list(trace or ())))
 
 
 def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, budget_s: float = 0.0,

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+#: how the interpreter is told to run the search
+COMMAND = ("-m", "megatron_recycle.planner.child")
 #: seconds kept back for reading and validating, at the least and per action of the plan
 RESERVE, RESERVE_PER_ACTION = 0.05, 8e-6
 
@@ -29,7 +31,7 @@ def run(request: dict[str, Any], actions: int, budget_s: float,
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(p for p in (package, os.environ.get("PYTHONPATH", "")) if p)
     child = subprocess.Popen(
-        [sys.executable, "-m", "megatron_recycle.planner.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [sys.executable, *COMMAND], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL, start_new_session=True, env={**os.environ, "PYTHONPATH": path})
     stats: dict[str, Any] = {"killed": False}
     best: dict[str, Any] | None = None
@@ -82,4 +84,8 @@ def _lines(child: subprocess.Popen[bytes], end: float, cancelled: Callable[[], b
                 return
             *whole, rest = (rest + chunk).split(b"\n")
             for line in whole:
-                yield json.loads(line)
+                try:
+                    message = json.loads(line)
+                except json.JSONDecodeError:
+                    return
+                yield message

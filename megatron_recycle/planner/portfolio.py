@@ -66,8 +66,8 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Choice:
-    """One point of the search: layout, deal, spare and pick of slow workers, leads of guest jobs, and rules per
-    stage."""
+    """One point of the search: layout, deal, spare and pick of slow workers, leads of guest jobs, and rules
+    per stage."""
 
     layout: int
     deal: str
