@@ -66,6 +66,12 @@ class RecycleConfig:
         "its micro-batches are dealt to the others",
         choices=("reroute", "drop"),
     )
+    clip_norm: str = _option(
+        "stock",
+        "gradient norm for clipping; stock: as the framework counts it (DeepSpeed in fp32: the first stage only); "
+        "global: over all stages",
+        choices=("stock", "global"),
+    )
     redo: str = _option(
         "iteration",
         "what is computed again of an iteration that a failure interrupted; iteration: all of it",
@@ -104,8 +110,8 @@ class RecycleConfig:
         self._check_ranges()
         self._check_timeouts()
         if self.policy == "drop" and self.reduction == "exact":
-            raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a fixed "
-                              "order; use reduction fast, or policy reroute")
+            raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a "
+                              "fixed order; use reduction fast, or policy reroute")
 
     @classmethod
     def resolve(

@@ -92,7 +92,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._recycle = settings
         self._options = options
         self._stage = DeepSpeedStage(self)
-        self._splitter = Splitter(self.module.modules())
+        self._splitter = Splitter(self.module)
         place = _place(self)
         if self.global_rank == 0:
             get_logger().info(settings.describe())
@@ -101,6 +101,8 @@ class RecyclePipelineEngine(PipelineEngine):
         self._seconds = 0.0  # of training since the last log line
         self._agent = connect(place, settings, options.embed, self._abort_transport)
         atexit.register(self._finish)
+        if place.me.pipeline == 0:
+            get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
         # Whoever asks for the state wants it as it stays.
         self.module.register_state_dict_pre_hook(lambda *_: self.settle())
         self.optimizer.register_state_dict_pre_hook(lambda *_: self.settle())
@@ -269,8 +271,10 @@ class DeepSpeedStage:
                 for tensor in inputs if tensor.is_floating_point()]
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
+        if self._engine.gradient_clipping() <= 0.0:
+            return 0.0
         # Stock counts model-parallel rank 0 only, which in a pipeline is the first stage.
-        if self._engine.gradient_clipping() <= 0.0 or self._engine.grid.get_model_parallel_rank() != 0:
+        if self._engine._recycle.clip_norm == "stock" and self._engine.grid.get_model_parallel_rank() != 0:
             return 0.0
         norms = [gradient.detach().float().norm(2.0) for gradient in gradients]
         return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0

@@ -10,7 +10,7 @@ saved tensors by detached copies, and the gradient would be computed for those.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -28,19 +28,24 @@ class DeferredLinear:
     """A linear layer's weight gradient, not computed yet.
 
     ``inputs`` is (..., in), ``output_gradient`` (..., out); a parameter that needs no gradient is None.
+    ``transposed``: the weight is (in, out), as in GPT-2's Conv1D, and not (out, in).
     """
 
     inputs: torch.Tensor
     output_gradient: torch.Tensor
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    transposed: bool = False
 
     def contributions(self) -> Iterator[Contribution]:
         gradient = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
         if self.weight is not None:
-            yield self.weight, gradient.t().mm(self.inputs.reshape(-1, self.inputs.shape[-1]))
+            # Under autocast the layer ran in the gradient's type, whatever its inputs' own.
+            inputs = self.inputs.reshape(-1, self.inputs.shape[-1]).to(gradient.dtype)
+            product = inputs.t().mm(gradient) if self.transposed else gradient.t().mm(inputs)
+            yield self.weight, product.to(self.weight.dtype)
         if self.bias is not None:
-            yield self.bias, gradient.sum(0)
+            yield self.bias, gradient.sum(0).to(self.bias.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -80,11 +85,15 @@ class Deferring(Protocol):
 
 
 class Splitter:
-    """Makes the linear layers of one model defer their weight gradients on demand."""
+    """Makes the linear layers of one model defer their weight gradients on demand.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    Everything else (embeddings, norms, a user's own autograd functions) runs whole in B.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._queue: WeightQueue | None = None
-        self.layers = [module for module in modules if _splittable(module)]
+        self.layers = [module for module in model.modules() if _splittable(module)]
         for layer in self.layers:
             layer.forward = _forward_of(layer, self)
 
@@ -102,15 +111,44 @@ class Splitter:
         finally:
             self._queue = None
 
+    def describe(self) -> str:
+        """One line: how much of the model's backward is split, and which modules run whole in B."""
+        total = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
+        split = {parameter for layer in self.layers for parameter in layer.parameters(recurse=False)}
+        whole = []
+        for name, module in self._model.named_modules():
+            count = sum(parameter.numel() for parameter in module.parameters(recurse=False)
+                        if parameter.requires_grad and parameter not in split)
+            if count:
+                whole.append((count, f"{name or 'model'} ({type(module).__name__}, {100 * count / total:.1f} %)"))
+        share = 100 * (1 - sum(count for count, _ in whole) / total) if total else 0.0
+        text = f"weight gradients of {len(self.layers)} linear layers ({share:.1f} % of the parameters) can be delayed"
+        if whole:
+            largest = sorted(whole, key=lambda item: -item[0])
+            text += "; whole in B: " + ", ".join(line for _, line in largest[:_NAMED])
+            text += f" and {len(whole) - _NAMED} smaller ones" if len(whole) > _NAMED else ""
+        return text
+
+
+_NAMED = 6  # modules that a description lists
+
 
 def _splittable(module: nn.Module) -> bool:
     # A subclass may compute something else, and a parametrised weight is no leaf: both run whole in B.
-    return type(module) is nn.Linear and isinstance(module._parameters.get("weight"), nn.Parameter)
+    return (type(module) is nn.Linear or _is_conv1d(module)) and isinstance(
+        module._parameters.get("weight"), nn.Parameter)
 
 
-def _forward_of(layer: nn.Linear, splitter: Splitter) -> Any:
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer with an (in, out) weight, as in the transformers package, which need not be installed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "bias", None) is not None
+
+
+def _forward_of(layer: nn.Module, splitter: Splitter) -> Any:
+    transposed = _is_conv1d(layer)
+
     def forward(inputs: torch.Tensor) -> torch.Tensor:
-        return _SplitLinear.apply(inputs, layer.weight, layer.bias, splitter)
+        return _SplitLinear.apply(inputs, layer.weight, layer.bias, splitter, transposed)
     return forward
 
 
@@ -118,22 +156,30 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                splitter: Splitter) -> torch.Tensor:
+                splitter: Splitter, transposed: bool) -> torch.Tensor:
         ctx.save_for_backward(inputs)
-        ctx.weight, ctx.bias, ctx.splitter = weight, bias, splitter
+        ctx.weight, ctx.bias, ctx.splitter, ctx.transposed = weight, bias, splitter, transposed
+        if transposed:
+            assert bias is not None
+            flat = torch.addmm(bias, inputs.view(-1, inputs.shape[-1]), weight)
+            return flat.view(*inputs.shape[:-1], weight.shape[1])
         return functional.linear(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient, = gradients
         inputs, = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         item = DeferredLinear(inputs, gradient, ctx.weight if needs_weight else None,
-                              ctx.bias if needs_bias else None)
-        for_inputs = gradient.matmul(ctx.weight) if needs_input else None
+                              ctx.bias if needs_bias else None, ctx.transposed)
+        for_inputs = None
+        if needs_input:
+            weight = ctx.weight.to(gradient.dtype)
+            for_inputs = gradient.matmul(weight.t() if ctx.transposed else weight).to(inputs.dtype)
         queue = ctx.splitter.queue
         if queue is not None:
-            queue.deferred.append(item)
-            return for_inputs, None, None, None
+            if needs_weight or needs_bias:
+                queue.deferred.append(item)
+            return for_inputs, None, None, None, None
         now = dict(item.contributions())
-        return for_inputs, now.get(ctx.weight), now.get(ctx.bias) if ctx.bias is not None else None, None
+        return for_inputs, now.get(ctx.weight), now.get(ctx.bias), None, None

@@ -340,6 +340,7 @@ class StageWorker:
                 "tied": [list(stages) for stages in self.stage.tied_stages],
                 "costs": Costs.parse(config.costs or "1,1,1", grid.stages).to_json(),
                 "split_backward": config.split_backward, "step": config.step, "policy": config.policy,
+                "clip_norm": config.clip_norm,
                 "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,
                 "planner_budget": config.planner_budget,
                 "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
