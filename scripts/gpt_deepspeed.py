@@ -163,17 +163,22 @@ def train(args: argparse.Namespace) -> None:
         loss_fn=loss_function,
         partition_method="uniform",
     )
+    windows = Windows(read_text(args.data), shape.length, validation=False)
     engine, _, _, _ = deepspeed.initialize(
         args=args,
         model=model,
         model_parameters=[parameter for parameter in model.parameters() if parameter.requires_grad],
-        training_data=Windows(read_text(args.data), shape.length, validation=False),
+        training_data=None if args.in_process_data else windows,
         config=None if args.deepspeed_config else deepspeed_config(args),
     )
+    if args.in_process_data:
+        read_in_process(engine, windows)
     initial = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
-    losses, begin = [], time.time()
+    losses, times = [], []
     for _ in range(args.iterations):
+        wall, processor = time.perf_counter(), time.process_time()
         losses.append(float(engine.train_batch()))
+        times.append((time.perf_counter() - wall, time.process_time() - processor))
     if args.dump is not None:
         args.dump.mkdir(parents=True, exist_ok=True)
         state = {
@@ -184,9 +189,23 @@ def train(args: argparse.Namespace) -> None:
             "parameters": dict(engine.module.state_dict()),
             "optimizer": engine.optimizer.state_dict(),
             "losses": losses,
-            "seconds": time.time() - begin,
+            "times": times,  # of each iteration: seconds, and processor seconds of this process
         }
         torch.save(state, args.dump / f"worker-{state['pipeline']}-{state['stage']}.pt")
+
+
+def read_in_process(engine: Any, windows: Windows) -> None:
+    """Give the stock engine the order of its own loader, without that loader's two processes per worker.
+
+    The plugin reads its batches in the training process as well: a comparison of the two should not hang on this.
+    """
+    from deepspeed.runtime.dataloader import RepeatingLoader
+    from torch.utils.data import DistributedSampler
+
+    pipeline, pipelines = engine.grid.get_data_parallel_id(), engine.grid.get_data_parallel_world_size()
+    sampler = DistributedSampler(windows, pipelines, pipeline, shuffle=False)
+    loader = engine.deepspeed_io(windows, data_sampler=sampler, num_local_io_workers=0)
+    engine.set_dataloader(RepeatingLoader(loader))
 
 
 def deepspeed_config(args: argparse.Namespace) -> dict[str, Any]:
@@ -257,6 +276,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="threads per worker")
     parser.add_argument("--log-every", type=int, default=5, help="iterations between two log lines")
+    parser.add_argument(
+        "--in-process-data", action="store_true", help="stock engine only: no loader processes"
+    )
     parser.add_argument("--dump", type=Path, help="folder for each worker's final state")
     parser.add_argument(
         "--validate", type=Path, metavar="DIR", help="only print the validation loss of a dump"

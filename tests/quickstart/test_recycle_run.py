@@ -1,0 +1,92 @@
+"""`recycle run` with a real DeepSpeed script that is not changed for it, as a user meets it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_recycle.observe.events import read_events
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+LIMIT = 150
+
+FAILS_ON_RANK_0 = """
+import os, runpy, sys
+import deepspeed
+
+initialize = deepspeed.initialize
+def failing(*args, **keywords):
+    engine, *rest = initialize(*args, **keywords)
+    train_batch = engine.train_batch
+    def train(*args):
+        if os.environ["RANK"] == "0" and engine.global_steps == 3:
+            raise RuntimeError("a bug that only rank 0 meets")
+        return train_batch(*args)
+    engine.train_batch = train
+    return engine, *rest
+deepspeed.initialize = failing
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+TRAINING = ["--length", "16", "--width", "16", "--blocks", "2", "--batch", "2"]
+
+
+def run(command: list[str], cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environ}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=LIMIT, env=environ)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT + 30)
+def test_a_script_that_raises_on_one_rank_costs_that_rank_and_another_logs_on(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ON_RANK_0.format(script=str(SCRIPTS / "gpt_deepspeed.py")))
+    command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", str(tmp_path / "run")]
+    done = run([*command, str(script), "--iterations", "8", "--log-every", "2", *TRAINING], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    events = read_events(tmp_path / "run/events.jsonl")
+    (suspected,) = [event for event in events if event["event"] == "suspected"]
+    assert (suspected["worker"], suspected["kind"]) == ("0:0", "exit")
+    assert [event["iteration"] for event in events if event["event"] == "committed"] == list(range(8))
+    logs = {rank: (tmp_path / f"run/worker-{rank}.log").read_text() for rank in range(4)}
+    assert "a bug that only rank 0 meets" in logs[0]
+    assert re.findall(r"^steps: (\d+)", logs[0], re.MULTILINE) == ["2"]
+    assert re.findall(r"^steps: (\d+)", logs[1], re.MULTILINE) == ["4", "6", "8"]
+    # An interpreter that ends under a thread of the communication library says so and aborts.
+    assert not [rank for rank, log in logs.items() if "terminate called" in log]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT + 30)
+def test_under_torchrun_the_job_trains_and_one_line_names_recycle_run(tmp_path: Path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "megatron_recycle", str(SCRIPTS / "gpt_deepspeed.py"), "--iterations", "3", *TRAINING]
+    done = run(command, tmp_path, RECYCLE_RUN_DIR=str(tmp_path / "run"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in (done.stdout + done.stderr).splitlines() if "recycle run" in line]
+    assert len(told) == 1 and "ends the other workers" in told[0]
+    events = read_events(tmp_path / "run/events.jsonl")
+    assert [event["iteration"] for event in events if event["event"] == "committed"] == [0, 1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT + 30)
+def test_the_json_file_can_switch_the_plugin_off(tmp_path: Path):
+    (tmp_path / "ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "steps_per_print": 1, '
+        '"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "recycle": {"enabled": false}}'
+    )
+    command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "2", "--run-dir", str(tmp_path / "run")]
+    training = ["--iterations", "2", "--deepspeed_config", str(tmp_path / "ds.json"), *TRAINING]
+    done = run([*command, str(SCRIPTS / "gpt_deepspeed.py"), *training], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "none of them trained with the plugin" in done.stdout
+    assert re.findall(r"^steps: (\d+)", (tmp_path / "run/worker-0.log").read_text(), re.MULTILINE) == ["1", "2"]
