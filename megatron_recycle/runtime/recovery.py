@@ -130,6 +130,7 @@ def reconcile(worker: StageWorker, go: Go) -> None:
     """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by
     everybody, anything beyond it is undone and forgotten."""
     worker.stepper.reconcile(go.resume, worker.current_groups())
+    worker.evaluations.reconcile(worker.current_groups())
 
 
 def resume(worker: StageWorker, go: Go) -> None:

@@ -112,8 +112,11 @@ class Transport:
                 was = self._outbound.get(target, _Outbound(()))
                 outbound[target] = _Outbound(tuple(messages), announced=was.announced, number=was.number)
                 self._target.update(dict.fromkeys(messages, target))
-        self._inbound = {**self._inbound, **inbound}
-        self._outbound = {**self._outbound, **outbound}
+        # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
+        self._inbound = {**{source: _Inbound((), meta=old.meta, number=old.number)
+                            for source, old in self._inbound.items()}, **inbound}
+        self._outbound = {**{target: _Outbound((), announced=was.announced, number=was.number)
+                             for target, was in self._outbound.items()}, **outbound}
 
     def begin(self) -> None:
         """A new iteration: every channel starts over, and its first receives are posted."""

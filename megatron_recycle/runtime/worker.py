@@ -21,6 +21,7 @@ from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict, share_digests
 from megatron_recycle.runtime.data import DataSource, digest
+from megatron_recycle.runtime.evaluate import Evaluations, run_pass
 from megatron_recycle.runtime.groups import RETIRING, Groups
 from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
@@ -82,6 +83,7 @@ class StageWorker:
         self._layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
         self.stepper = Stepper(stage, self._layout, place.grid, place.me, self.ledger, config.step == "staggered", self)
+        self.evaluations = Evaluations(place.grid, stage.report_width)
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
         self._plan: Plan
@@ -104,11 +106,41 @@ class StageWorker:
             JobEnded: training cannot go on.
             DataError: first and last stage read different data.
         """
+        self._begin(iteration)
+        return self._through_failures(lambda: self._run_to(iteration))
+
+    def evaluate(self, iteration: int, data: DataSource, number: int) -> torch.Tensor:
+        """Forwards of one global batch, through any failures, before ``iteration`` is trained.
+
+        Args:
+            iteration: the one that training goes on with.
+            data: micro-batches by place.
+            number: of the global batch in ``data``, from 0.
+
+        Returns:
+            What the last stage reports of each micro-batch, (total, width), the same on all workers.
+
+        Raises JobEnded if the job cannot go on.
+        """
+        self._begin(iteration)
+        self.settle()
+        passed = self.evaluations.done
+
+        def run() -> float:
+            # A failure may have told this worker that the pass is done already.
+            while self.evaluations.done == passed:
+                run_pass(self, self._transport, data, number)
+            return 0.0
+
+        self._through_failures(run)
+        return self.evaluations.table
+
+    def _begin(self, iteration: int) -> None:
+        """Take part in the job, if this is the first that this worker does in it."""
         if self.generation == 0:
             self.ledger.stand_at(iteration)
             join(self)
             self._announce_memory()
-        return self._through_failures(lambda: self._run_to(iteration))
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""
