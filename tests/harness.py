@@ -36,10 +36,12 @@ from megatron_recycle.membership.store import Journal
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
 
-_PRELOAD = ("torch", "deepspeed", "deepspeed.pipe", "megatron_recycle.backends.deepspeed")
+_PRELOAD = ("torch", "deepspeed", "deepspeed.pipe", "megatron_recycle.backends.deepspeed",
+            "tests.backends.megatron_job", "megatron.core.optimizer", "megatron.core.models.gpt.gpt_layer_specs")
 # For the server that test workers are forked from, which is started with the first job.
-os.environ.update({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(
-    [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])})
+os.environ.update({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"})
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
 
 
 @dataclass(frozen=True)

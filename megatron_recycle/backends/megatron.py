@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
 from megatron_recycle.backends import megatron_groups
-from megatron_recycle.backends.megatron_data import source_of
+from megatron_recycle.backends.megatron_data import LateSource, source_of
 from megatron_recycle.backends.megatron_split import MegatronSplitter
 from megatron_recycle.backends.megatron_stage import MegatronStage
 from megatron_recycle.backends.megatron_support import check_call, check_supported, optimizer_of
@@ -26,7 +26,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.data import FactorySource
+from megatron_recycle.runtime.data import DataSource, FactorySource
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.worker import StageWorker
@@ -43,6 +43,9 @@ class RecycleSchedule:
         self._place: Place
         self._microbatches = 0
         self._iteration = 0
+        self._data = LateSource()
+        self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
+        """Iterators that were evaluated with, by identity: where to read their micro-batches, passes over them."""
 
     def __call__(self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int,
                  forward_only: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
@@ -56,26 +59,49 @@ class RecycleSchedule:
             SystemExit: the job cannot go on; the message says why and what to do.
         """
         if self._worker is None:
-            self._start(model if isinstance(model, list) else [model], data_iterator, num_microbatches)
+            self._start(model if isinstance(model, list) else [model], num_microbatches)
         assert self._worker is not None
         check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
         self._stage.forward_step = forward_step_func
         try:
-            self._worker.train(self._iteration)
+            reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
             raise SystemExit(end.status) from None
+        return self._stage.reports(reports) if self._place.last else []
+
+    def _train(self, data_iterator: Any) -> torch.Tensor:
+        assert self._worker is not None
+        if self._iteration == 0:
+            self._data.source = (source_of(data_iterator) if self._options.data is None
+                                 else FactorySource(self._options.data))
+        self._worker.train(self._iteration)
         self._iteration += 1
         verdict, reports = self._worker.stepper.verdict, self._worker.stepper.reports
         assert verdict is not None and reports is not None
         self._stage.result = (True, self._stage.norm(verdict.norm_squares, verdict.weight), None)
-        return self._stage.reports(reports) if self._place.last else []
+        return reports
+
+    def _evaluate(self, data_iterator: Any) -> torch.Tensor:
+        assert self._worker is not None
+        # The iterator is kept, so that no other one gets its identity.
+        _, source, passes = self._evaluated.get(id(data_iterator)) or (None, source_of(data_iterator), 0)
+        self._evaluated[id(data_iterator)] = (data_iterator, source, passes + 1)
+        reports = self._worker.evaluate(self._iteration, source, passes)
+        for pipeline in range(self._place.grid.pipelines):
+            source.forget(pipeline, (passes + 1) * self._microbatches)
+        return reports
+
+    def live(self) -> tuple[Worker, ...]:
+        """The workers that are left, in the order of their ranks."""
+        assert self._worker is not None
+        return self._worker.live()
 
     def speaks(self) -> bool:
         """Whether this worker writes the log line: the last one of the last stage that is left."""
         if self._worker is None:
             return dist.get_rank() == dist.get_world_size() - 1
-        return self._worker.live()[-1] == self._place.me
+        return self.live()[-1] == self._place.me
 
     def log_part(self) -> str:
         """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
@@ -83,9 +109,9 @@ class RecycleSchedule:
         if self._worker is None:
             return ""
         away = sum(worker.pipeline != pipeline for (pipeline, _, _), worker in self._worker.plan.route().items())
-        return f" live: {len(self._worker.live())}/{len(self._place.rank_of)} | rerouted: {away} |"
+        return f" live: {len(self.live())}/{len(self._place.rank_of)} | rerouted: {away} |"
 
-    def _start(self, models: list[Any], data_iterator: Any, microbatches: int) -> None:
+    def _start(self, models: list[Any], microbatches: int) -> None:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
         check_supported(models, config, optimizer, self._settings)
@@ -93,11 +119,10 @@ class RecycleSchedule:
         self._place = _place(microbatches)
         if dist.get_rank() == 0:
             get_logger().info(self._settings.describe())
-        data = source_of(data_iterator) if self._options.data is None else FactorySource(self._options.data)
         self._stage = MegatronStage(models[0], optimizer, microbatches)
         agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
-        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=MegatronSplitter(), data=data,
-                                   agent=agent, config=self._settings, observer=self._options.observer)
+        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=MegatronSplitter(),
+                                   data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
         megatron_groups.detach(self._place)
         atexit.register(self.finish)
@@ -110,13 +135,14 @@ class RecycleSchedule:
     def finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""
         assert self._worker is not None
-        if getattr(sys, "last_type", None) is not None or self._agent.ended is not None:
-            self._agent.close()
-            return
+        failed = getattr(sys, "last_type", None) is not None or self._agent.ended is not None
         try:
-            self._worker.finish()
+            if not failed:
+                self._worker.finish()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
+        finally:
+            self._worker.close()
 
 
 def _place(microbatches: int) -> Place:

@@ -25,6 +25,18 @@ class NoData:
         pass
 
 
+class LateSource:
+    """Training data whose iterator is not known before training begins; evaluation may come first."""
+
+    source: DataSource = NoData()
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        return self.source.batch(pipeline, number)
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self.source.forget(pipeline, before)
+
+
 class SamplerSource:
     """One sampler per pipeline served: a copy of Megatron's, with that pipeline's data-parallel rank.
 

@@ -1,0 +1,133 @@
+"""Workers of a Megatron job are killed at chosen moments; training goes on and ends with the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.backends import megatron_job
+from tests.backends.comparing import check_survivors, differences, run
+from tests.harness import Hold, Job, Result
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.processes
+
+PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 4, 1
+WORKERS = PIPELINES * STAGES
+POSITIONS = [f"{pipeline}:{stage}" for pipeline in range(PIPELINES) for stage in range(STAGES)]
+EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,
+                            "settings": {"reduction": "exact"}}
+"""Tied embeddings, Adam, clipping and dropout are the script's defaults."""
+
+
+def job_of(*options: str, **settings: Any) -> Mapping[str, Any]:
+    return {**EXACT, "options": options, "settings": {**EXACT["settings"], **settings}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, Result]:
+    """The exact job without failures."""
+    return run(megatron_job.train, WORKERS, EXACT)
+
+
+def kill_and_compare(holds: list[Hold], reference: Mapping[int, Result], arguments: Mapping[str, Any] = EXACT,
+                     within: float = 0.0) -> Job:
+    with Job(megatron_job.train, WORKERS, arguments, holds) as job:
+        job.wait_held()
+        job.kill(*holds)
+        check_survivors(job, {hold.worker for hold in holds}, reference, within)
+    return job
+
+
+@pytest.mark.parametrize("position", [
+    position if position == "1:1" else pytest.param(position, marks=pytest.mark.slow) for position in POSITIONS])
+def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(position, undisturbed):
+    job = kill_and_compare([Hold(position, "backward", KILLED_IN, 1)], undisturbed)
+    assert next(event for event in job.events if event["event"] == "reconciled")["target"] == KILLED_IN - 1
+    survivor = next(result for result in job.results.values() if result.status == 0)
+    assert survivor.value["rerouted"] == " live: 5/6 | rerouted: 4 |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("position", "phase", "nth"), [
+    ("0:0", "weight", 3), ("2:1", "reduce", 0), ("1:0", "reduced", 0), ("0:1", "step", 0)])
+def test_a_worker_killed_later_in_an_iteration_leaves_the_same_bits(position, phase, nth, undisturbed):
+    kill_and_compare([Hold(position, phase, KILLED_IN, nth)], undisturbed)
+
+
+@pytest.mark.slow
+def test_two_workers_of_both_tied_stages_killed_at_once(undisturbed):
+    kill_and_compare([Hold("0:0", "backward", KILLED_IN, 1), Hold("2:1", "forward", KILLED_IN, 3)], undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [
+    ("--untied",), ("--bf16",), ("--per-token-loss",), ("--recompute", "full"), ("--recompute", "selective")],
+    ids=" ".join)
+def test_the_same_bits_with(options):
+    arguments = job_of(*options)
+    kill_and_compare([Hold("0:1", "backward", KILLED_IN, 2)], run(megatron_job.train, WORKERS, arguments), arguments)
+
+
+@pytest.mark.slow
+def test_recomputation_repeats_the_dropout_of_its_own_forward(undisturbed):
+    recomputed = run(megatron_job.train, WORKERS, job_of("--recompute", "full"))
+    assert not any(differences(recomputed[rank], undisturbed[rank]) for rank in undisturbed)
+
+
+@pytest.mark.slow
+def test_with_the_fast_reduction_results_agree_to_rounding():
+    arguments = job_of("--optimizer", "sgd", "--lr", "0.1", reduction="fast")
+    kill_and_compare([Hold("2:0", "backward", KILLED_IN, 2)], run(megatron_job.train, WORKERS, arguments), arguments,
+                     within=1e-5)
+
+
+# ---- evaluation
+
+EVALUATING = ("--eval-every", "1", "--eval-iterations", "2")
+
+
+@pytest.fixture(scope="module")
+def evaluated() -> dict[int, Result]:
+    return run(megatron_job.train, WORKERS, job_of(*EVALUATING))
+
+
+def test_evaluation_changes_nothing_and_reports_the_same_everywhere(evaluated, undisturbed):
+    assert not any(differences(evaluated[rank], undisturbed[rank]) for rank in undisturbed)
+    losses = [result.value["validations"] for result in evaluated.values() if result.value["stage"] == STAGES - 1]
+    assert losses.count(losses[0]) == PIPELINES and len(set(losses[0])) == len(losses[0]) == 2 * ITERATIONS
+
+
+@pytest.mark.parametrize(("position", "nth"), [
+    ("1:1", 2), *[pytest.param(position, nth, marks=pytest.mark.slow) for position, nth in [("0:0", 0), ("2:1", 7)]]])
+def test_a_worker_killed_in_an_evaluation_leaves_the_same_losses(position, nth, evaluated):
+    arguments = job_of(*EVALUATING)
+    hold = Hold(position, "evaluate", 0, nth)
+    with Job(megatron_job.train, WORKERS, arguments, [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {position}, evaluated)
+    for rank, result in job.results.items():
+        if result.status == 0:
+            assert result.value["validations"] == evaluated[rank].value["validations"]
+
+
+# ---- without failures
+
+
+@pytest.mark.parametrize(("pipelines", "options"), [
+    (3, ()), *[pytest.param(pipelines, options, marks=pytest.mark.slow) for pipelines, options in [
+        (2, ()), (3, ("--optimizer", "sgd", "--lr", "0.1")), (2, ("--bf16",)), (3, ("--untied", "--clip", "0"))]]])
+def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options):
+    arguments = {"pipelines": pipelines, "iterations": 5, "options": ("--dropout", "0", *options)}
+    with Job(megatron_job.train, 2 * pipelines, {**arguments, "plugin": False}, coordinated=False) as job:
+        stock = job.wait()
+    with Job(megatron_job.train, 2 * pipelines, arguments) as job:
+        ours = job.wait()
+    for rank in stock:
+        assert stock[rank].status == ours[rank].status == 0, (stock[rank].error, ours[rank].error)
+        found = differences(stock[rank], ours[rank])
+        assert found.pop("losses", 0.0) < 1e-5  # of the sums over the global batch, for the log
+        assert not found
