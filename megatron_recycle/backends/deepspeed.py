@@ -22,6 +22,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
 from megatron_recycle.backends.buffers import check_unchanged
@@ -87,6 +88,8 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
         self._dataset = keywords.get("training_data")
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        """fp32 master weight of each bf16 parameter; empty in fp32."""
         super().__init__(*args, **keywords)
         check_supported(self)
         self._recycle = settings
@@ -155,6 +158,15 @@ class RecyclePipelineEngine(PipelineEngine):
         finally:
             self._worker.close()
 
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        """fp32 master weights and moments whole on every peer: stock's BF16_Optimizer spreads them over the
+        data-parallel ranks, so that a dead worker takes a part of them along."""
+        self._masters = {}
+        for group in optimizer.param_groups:
+            self._masters.update({parameter: nn.Parameter(parameter.detach().float()) for parameter in group["params"]})
+            group["params"] = [self._masters[parameter] for parameter in group["params"]]
+        return optimizer
+
     def _build_data_iter(self, dataset: Any) -> None:
         """Stock starts loader processes here; batches are read by place instead."""
 
@@ -219,16 +231,18 @@ class DeepSpeedStage:
     """The runtime's view of the engine (`runtime.stage.Stage`)."""
 
     averaging: Averaging = "after"
-    gradient_dtype: torch.dtype | None = None
     report_width = 0
-    tied_stages: tuple[tuple[int, ...], ...] = ()
-    ties: Sequence[Tie] = ()
 
     def __init__(self, engine: RecyclePipelineEngine) -> None:
         self._engine = engine
         self.device = engine.device
         self.parameters: Sequence[nn.Parameter] = [
             parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
+        self._stepped: Sequence[nn.Parameter] = [engine._masters.get(parameter, parameter)
+                                                 for parameter in self.parameters]
+        self.gradient_dtype = torch.float32 if engine._masters else None
+        self.tied_stages = _tied_stages(engine.module)
+        self.ties = _ties(engine)
         self._checked_buffers = False
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
@@ -271,12 +285,16 @@ class DeepSpeedStage:
                 for tensor in inputs if tensor.is_floating_point()]
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
-        if self._engine.gradient_clipping() <= 0.0:
+        """Stock's way of counting: in fp32 model-parallel rank 0 only, which in a pipeline is the first stage; in
+        bf16 all stages, a tied parameter once."""
+        engine = self._engine
+        if engine.gradient_clipping() <= 0.0:
             return 0.0
-        # Stock counts model-parallel rank 0 only, which in a pipeline is the first stage.
-        if self._engine._recycle.clip_norm == "stock" and self._engine.grid.get_model_parallel_rank() != 0:
+        everywhere = engine._recycle.clip_norm == "global" or bool(engine._masters)
+        if not everywhere and engine.grid.get_model_parallel_rank() != 0:
             return 0.0
-        norms = [gradient.detach().float().norm(2.0) for gradient in gradients]
+        norms = [gradient.detach().float().norm(2.0) for parameter, gradient in zip(self.parameters, gradients)
+                 if not (everywhere and getattr(parameter, "ds_pipe_replicated", False))]
         return torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
@@ -297,20 +315,24 @@ class DeepSpeedStage:
         return torch.min(torch.tensor([1.0]), limit / (norm + 1e-6)).item()
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+        for parameter, gradient in zip(self._stepped, gradients, strict=True):
             parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         self._engine._exec_optimizer_step()
+        for parameter, master in self._engine._masters.items():
+            parameter.data.copy_(master.data)
 
     def state(self) -> dict[str, torch.Tensor]:
         tensors = {f"parameter {index}": parameter.data for index, parameter in enumerate(self.parameters)}
-        for index, parameter in enumerate(self.parameters):
+        if self._engine._masters:
+            tensors.update({f"master {index}": master.data for index, master in enumerate(self._stepped)})
+        for index, parameter in enumerate(self._stepped):
             for key, value in self._engine.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key} {index}"] = value
         return tensors
 
     def reset_state(self, names: Collection[str]) -> None:
-        for index, parameter in enumerate(self.parameters):
+        for index, parameter in enumerate(self._stepped):
             kept = self._engine.optimizer.state.get(parameter, {})
             for key in [key for key in kept if isinstance(kept[key], torch.Tensor) and f"{key} {index}" not in names]:
                 del kept[key]
@@ -320,7 +342,7 @@ class DeepSpeedStage:
     def counters(self) -> Any:
         engine = self._engine
         numbers = [{key: value for key, value in engine.optimizer.state.get(parameter, {}).items()
-                    if not isinstance(value, torch.Tensor)} for parameter in self.parameters]
+                    if not isinstance(value, torch.Tensor)} for parameter in self._stepped]
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in engine.optimizer.param_groups]
         schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
@@ -329,7 +351,7 @@ class DeepSpeedStage:
     def set_counters(self, counters: Any) -> None:
         engine = self._engine
         numbers, groups, schedule, values = copy.deepcopy(counters)
-        for parameter, own in zip(self.parameters, numbers, strict=True):
+        for parameter, own in zip(self._stepped, numbers, strict=True):
             if own:
                 engine.optimizer.state[parameter].update(own)
         for group, own in zip(engine.optimizer.param_groups, groups, strict=True):
@@ -360,6 +382,25 @@ class DeepSpeedStage:
         if torch.is_tensor(data):
             return data.to(self.device)
         return tuple(tensor.to(self.device).detach() for tensor in data)
+
+
+def _tied_stages(module: deepspeed.PipelineModule) -> tuple[tuple[int, ...], ...]:
+    """The stages of each tied layer that lives in several, the same on all workers."""
+    stages: dict[str, set[int]] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(module.stage_owner(index))
+    return tuple(tuple(sorted(stages[key])) for key in sorted(stages) if len(stages[key]) > 1)
+
+
+def _ties(engine: PipelineEngine) -> list[Tie]:
+    """This stage's copies of tied parameters, in the same order on all stages."""
+    topology, module, found = engine.grid.topology(), engine.module, []
+    for key, comm in sorted(module.tied_comms.items()):
+        stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
+        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages)
+                  for name in comm["weight_attr"] if len(stages) > 1]
+    return found
 
 
 def _place(engine: PipelineEngine) -> Place:

@@ -26,14 +26,12 @@ def check_supported(engine: PipelineEngine) -> None:
 def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
     optimizer = engine.optimizer
     return [
-        (engine.fp16_enabled(), "fp16: remove the section from the DeepSpeed JSON (fp32 only for now)"),
-        (engine.bfloat16_enabled(), "bf16: remove the section from the DeepSpeed JSON (fp32 only for now)"),
-        (engine.torch_autocast_enabled(), "torch_autocast: remove the section (fp32 only for now)"),
+        (engine.fp16_enabled(), "fp16: use bf16 or fp32"),
+        (engine.torch_autocast_enabled(), "torch_autocast: remove the section, use bf16 or fp32"),
         (engine.zero_optimization_stage() > 0, "ZeRO: set zero_optimization.stage to 0"),
         (not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ in _COMMUNICATING_OPTIMIZERS,
          f"optimizer {type(optimizer).__name__}: use one of torch.optim, for instance "
          '{"type": "Adam", "params": {"torch_adam": true}}'),
-        (bool(engine.module.tied_comms), "tied layers (TiedLayerSpec): untie them"),
         (engine.has_moe_layers, "mixture-of-experts layers: use dense ones"),
         (engine.grid.model_parallel_size > 1, "tensor parallelism: use a topology of pipe and data only"),
         (engine.is_pipe_partitioned or engine.is_grad_partitioned, "partitioned activations: turn them off"),
@@ -45,7 +43,8 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
          "turn them off"),
         (any(isinstance(part, nn.Embedding) and part.sparse for part in engine.module.modules()),
          "sparse embedding gradients: use nn.Embedding(sparse=False)"),
-        (engine.communication_data_type not in (None, torch.float32), "communication_data_type: use fp32"),
+        (engine.communication_data_type not in (None, torch.float32) and not engine.bfloat16_enabled(),
+         "communication_data_type: use fp32"),
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0,
          "prescale_gradients and gradient_predivide_factor: leave them at their defaults"),
         (engine.flops_profiler_enabled(), "flops_profiler: turn it off"),

@@ -111,9 +111,9 @@ class Commit:
     Args:
         held: what this worker holds.
         guess: the coefficient that its own numbers suggest.
-        offer: number of the better plan that this worker has been offered, 0 for none. Only one number is on
-            offer at a time in a generation, so a sum of as many times that number as there are workers means
-            that all of them have it: the commit carries the promise to adopt it.
+        offer: number of the better plan that this worker has been offered, 0 for none. The commit carries the
+            promise to adopt it: numbers whose mean is this worker's, and whose squares' mean is its square, are
+            all the same.
         notify: called with this object, in a thread of its own, when it is done.
     """
 
@@ -155,16 +155,17 @@ class Commit:
         stages, total = self._grid.stages, self._grid.total
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
-        loss, weight, offers = numbers[2 * stages:2 * stages + 3]
+        loss, weight, offers, squares = numbers[2 * stages:2 * stages + 4]
         verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:stages]), tuple(numbers[stages:2 * stages]))
-        return verdict, self.offer > 0 and offers == self.offer * self._members
+        agreed = offers == self.offer * self._members and squares == self.offer**2 * self._members
+        return verdict, self.offer > 0 and agreed
 
 
 def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int) -> torch.Tensor:
-    """[norm squares | guesses | loss, weight, offers | first stage's digests | last stage's digests]"""
+    """[norm squares | guesses | loss, weight, offers, squared | first stage's digests | last stage's digests]"""
     stages, total = grid.stages, grid.total
-    vector = torch.zeros(2 * stages + 3 + 2 * total, dtype=torch.float64)
-    vector[2 * stages + 2] = offer
+    vector = torch.zeros(2 * stages + 4 + 2 * total, dtype=torch.float64)
+    vector[2 * stages + 2], vector[2 * stages + 3] = offer, offer**2
     stage = groups.me.stage
     if groups.peers(stage)[0] == groups.me:
         vector[stage] = held.norm_square

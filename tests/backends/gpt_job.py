@@ -7,7 +7,7 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.nn import functional
@@ -89,7 +89,7 @@ def make(mistake: str) -> None:
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, microbatches: int = 4,
           iterations: int = 5, dropout: float = 0.1, optimizer: str = "Adam", plugin: bool = True,
           clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
-          mistake: str | None = None) -> Any:
+          tied: bool = False, bf16: bool = False, mistake: str | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members"} of this worker."""
     if mistake:
         make(mistake)
@@ -103,6 +103,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     deepspeed.init_distributed("gloo", verbose=False)
     middle = 2 * stages - 2
     layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout) for _ in range(middle)], LayerSpec(Head)]
+    if tied:
+        layers[0] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight")
+        layers[-1] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight",
+                                   forward_fn=lambda module, x: functional.linear(x, module.token.weight))
     model = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform",
                            activation_checkpoint_interval=checkpoint)
     parameters = {"Adam": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
@@ -112,6 +116,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         "optimizer": {"type": optimizer, "params": parameters}}
     if clipping is not None:
         ds_config["gradient_clipping"] = clipping
+    if bf16:
+        ds_config["bf16"] = {"enabled": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
                                       training_data=Text() if plugin else None)
     if not plugin:
@@ -123,7 +129,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if plugin:
         engine.settle()
     result = {"losses": losses, "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
-              "parameters": {name: value.detach().numpy().copy() for name, value in engine.module.named_parameters()},
+              "parameters": {name: value.detach().float().numpy().copy()
+                             for name, value in engine.module.named_parameters()},
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()
                          if value is not None} for state in engine.optimizer.state_dict()["state"].values()],
               "members": None}

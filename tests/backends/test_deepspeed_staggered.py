@@ -83,3 +83,24 @@ def test_a_worker_killed_while_another_has_not_stepped_yet(clipping, killed, hel
         job.wait_event("decided", generation=2)
         job.release(held)
         check_survivors(job, {killed.worker}, waiting[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tied", "bf16", "stages", "clipping", "hold"), [
+    (True, False, 3, ALWAYS, Hold("1:2", "reduce", 1)),
+    (True, False, 2, 0.0, Hold("0:0", "backward", 2, 1)),
+    (False, True, 2, 0.0, Hold("1:1", "weight", 2, 2)),
+    (True, True, 3, ALWAYS, Hold("1:0", "stepped", 1)),
+], ids=str)
+def test_tied_weights_and_bf16(tied, bf16, stages, clipping, hold):
+    options = {"tied": tied, "bf16": bf16}
+    waiting = run(gpt_job.train, 2 * stages, {**arguments(2, stages, clipping, "barrier"), **options})
+    with Job(gpt_job.train, 2 * stages, {**arguments(2, stages, clipping), **options}, [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {hold.worker}, waiting)
+    if tied:
+        first, last = (next(waiting[rank].value["parameters"][name] for rank in ranks
+                            for name in waiting[rank].value["parameters"] if "token.weight" in name)
+                       for ranks in ([0], [2 * stages - 1]))
+        assert (first == last).all()
