@@ -21,7 +21,17 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 
     Recomputation of checkpointed activations restores what its forward saved, so it needs nothing here.
     """
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
+    # Not torch.manual_seed(): for every kind of device that was never used it formats a stack trace and keeps it,
+    # milliseconds and memory for each forward.
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
         yield
+    finally:
+        for generator, state in zip(generators, before):
+            generator.set_state(state)
