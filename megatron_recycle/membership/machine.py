@@ -87,18 +87,15 @@ def _came_back(state: State, happened: Hello, now: float) -> Step:
 
 
 def _restarted(state: State, happened: Restarted, now: float) -> Step:
-    """A recovery found half done is begun again; otherwise the members say where they stand first."""
+    """Nothing is decided before the members have said where they stand, or have been silent for too long."""
     if state.phase is not Phase.RETURNING:
         return state, ()
-    event = Emit({"event": "restarted", "t": now, "generation": state.generation})
-    if state.resume is not None and state.went == state.generation:
-        return state, (event,)
-    state, decisions = _regenerate(state, {}, now, now)
-    return state, (event, *decisions)
+    return state, (Emit({"event": "restarted", "t": now, "generation": state.generation}),)
 
 
 def _returned(state: State, happened: Hello, now: float) -> Step:
-    """If all members are in the generation that was announced last, training has never stopped."""
+    """If all members were told to go in the last generation, training has never stopped. If one was not, its
+    recovery was half done and is begun again."""
     if happened.generation < state.generation:
         return _regenerate(state, {}, now, now)
     state = state.with_(returned=state.returned | {happened.member.worker})
@@ -267,7 +264,7 @@ def _go(state: State, now: float) -> Step:
         "resume": go["resume"],
         "digest": state.plan.get("digest"),
     }
-    state = progress.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume, went=state.generation))
+    state = progress.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
     decisions: list[Decision] = [Store(record)]
     if state.generation > 1:
         decisions.append(Emit(progress.reconciled_event(state, resume, now)))

@@ -34,7 +34,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             committed=last,
         )
     if went is not None:
-        state = state.with_(resume=Resume.from_json(went["resume"]), went=went["generation"])
+        state = state.with_(resume=Resume.from_json(went["resume"]))
     if ended is not None:
         state = state.with_(phase=Phase.ENDED, ended=(ended["status"], ended["message"]))
     return state

@@ -87,8 +87,7 @@ def decide(
             f"another stage is at {target + 1}: they cannot be brought together. {RESTART}"
         )
     # A step that is not committed can be undone; one that is cannot.
-    ahead = next((name for name in members
-                  if reports[name].get("committed", reports[name]["stepped"]) > target), None)
+    ahead = next((name for name in members if reports[name].get("committed", reports[name]["stepped"]) > target), None)
     if ahead is not None:
         return Stop(
             f"worker {ahead} has stepped iteration {reports[ahead]['stepped']}, which some stage lost before "
@@ -103,7 +102,8 @@ def decide(
     if announced is not None and announced[0] == following:
         attempt = max(attempt, announced[1] + 1)
     redone = sum(report["actions"] for report in again) + sum(
-        report["actions"] + report.get("earlier", 0) for report in reports.values() if report["iteration"] > following)
+        report["actions"] + report.get("earlier", 0) for report in reports.values() if report["iteration"] > following
+    )
     return Resume(target, following, attempt, verdict, _copies(target, peers, reports), redone)
 
 

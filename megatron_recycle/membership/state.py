@@ -67,8 +67,6 @@ class State:
     """The last announced go, to be told again to a worker that lost its connection."""
     resume: Resume | None = None
     """The last resume point that was announced."""
-    went: int = 0
-    """The generation that it was announced for."""
     returned: frozenset[str] = frozenset()
     """RETURNING: members that have said they are in the current generation."""
     ended: tuple[int, str] | None = None

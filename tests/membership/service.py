@@ -35,9 +35,7 @@ class Service:
         self._loop = asyncio.new_event_loop()
         settings = {"size": 6, "token": TOKEN, "plan": fake_plan, **options}
         self.coordinator = Coordinator(journal=journal, emit=self._emit, **settings)
-        self._thread = threading.Thread(
-            target=self._loop.run_until_complete, args=(self._serve(),), daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
 
     def _emit(self, event: Mapping[str, Any]) -> None:
         with self._changed:
@@ -85,9 +83,7 @@ class Service:
 @contextmanager
 def service(folder: Path, **options: Any) -> Iterator[Service]:
     """A running coordinator; quick timeouts unless others are given."""
-    options.setdefault(
-        "timeouts", Timeouts(heartbeat_interval=0.1, heartbeat_timeout=2.0, report_timeout=5.0)
-    )
+    options.setdefault("timeouts", Timeouts(heartbeat_interval=0.1, heartbeat_timeout=2.0, report_timeout=5.0))
     running = Service(Journal.create(folder / "journal.jsonl"), **options).start()
     try:
         yield running
