@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 from ..plan import Problem, lower_bound
@@ -67,10 +68,16 @@ class _Search:
             self.stats["cpsat"] = "missing"
             return
         limits = cpsat.Limits(work=self.budget * 0.3, wall=max(0.1, self.end - time.monotonic()), seed=self.seed)
-        outcome = cpsat.solve(self.instance, self.route, self.trace, self.floor, limits,
-                              lambda trace: self._offer(self.route, trace, "cpsat"))
-        self.stats.update(cpsat_bound=outcome.bound, cpsat_proven=outcome.proven, cpsat_work=outcome.work)
-        self.stats["cut"] = self.stats["cut"] or outcome.cut
+        polish = replace(limits, work=self.budget * 0.1, interleave=False, merge_only=True)
+        for chosen in (polish, limits):
+            if self.best <= self.floor or self._over():
+                break
+            outcome = cpsat.solve(self.instance, self.route, self.trace, self.floor, chosen,
+                                  lambda trace: self._offer(self.route, trace, "cpsat"))
+            self.stats["cpsat_work"] = round(self.stats.get("cpsat_work", 0.0) + outcome.work, 3)
+            self.stats["cut"] = self.stats["cut"] or outcome.cut
+            if not chosen.merge_only:
+                self.stats.update(cpsat_bound=outcome.bound, cpsat_proven=outcome.proven)
 
     def _note(self, found: Found) -> None:
         self.stats["trials"] = found.trials

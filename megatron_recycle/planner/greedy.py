@@ -87,130 +87,132 @@ def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[in
     return after_f, after_b
 
 
+class _Board:
+    """Everything the event loop reads and writes, per worker; see _simulate.
+
+    ``soon_*`` are known arrivals, ``*_queue`` what is ready, ``early`` codes that arrived before their turn,
+    and ``shut_*`` the nodes that still wait for another one's turn.
+    """
+
+    def __init__(self, instance: Instance, route: list[int], rules: Sequence[Rules],
+                 keys: tuple[list[int], list[int]], strict: bool) -> None:
+        workers, nodes = len(instance.workers), len(route)
+        mine = [rules[s] for s in instance.stage]
+        self.left = [max(cap - rule.spare, hold)
+                     for cap, hold, rule in zip(instance.cap, instance.hold, mine)]
+        self.freed = [hold - keep for hold, keep in zip(instance.hold, instance.keep)]
+        self.gated = instance.ordered or strict
+        self.after_f, self.after_b = _chains(instance, route, strict) if self.gated else ([], [])
+        self.shut_f, self.shut_b = _shut(self.after_f, nodes), _shut(self.after_b, nodes)
+        self.early: set[int] = set()
+        self.soon_f: list[list[int]] = [[] for _ in range(workers)]
+        self.soon_b: list[list[int]] = [[] for _ in range(workers)]
+        self.f_queue: list[list[int]] = [[] for _ in range(workers)]
+        self.b_queue: list[list[int]] = [[] for _ in range(workers)]
+        self.ahead = [0] * workers  # forwards still to do
+        for w in route:
+            self.ahead[w] += 1
+        for node in range(len(instance.jobs)):
+            if self.shut_f[node]:
+                self.early.add(node)
+            else:
+                self.f_queue[route[node]].append(keys[0][node])
+        for queue in self.f_queue:
+            heapify(queue)
+        self.forward_first, self.drain = [rule.forward_first for rule in mine], [rule.drain for rule in mine]
+        self.backlog = [rule.backlog or nodes + 1 for rule in mine]
+        self.slack_b = [rule.wait_b * x // 100 for rule, x in zip(mine, instance.weight)]
+        self.slack_f = [rule.wait_f * x // 100 for rule, x in zip(mine, instance.weight)]
+        self.slack_w = [rule.give_way * x // 100 for rule, x in zip(mine, instance.forward)]
+        self.ways = [rule.ways for rule in mine]
+
+    def wait(self, w: int, t: int, room: bool, bits: int) -> int:
+        """Until when a worker with nothing but W to do had better wait at ``t``; 0 to go on."""
+        coming_b, coming_f = self.soon_b[w], self.soon_f[w]
+        if coming_b and (coming_b[0] >> bits) - t < self.slack_b[w]:
+            return coming_b[0] >> bits
+        if room and coming_f and (coming_f[0] >> bits) - t < self.slack_f[w]:
+            return coming_f[0] >> bits
+        return 0
+
+    def gives_way(self, w: int, t: int, bits: int, done: int) -> bool:
+        """Whether a worker that could start an F had better wait for one of its first B."""
+        coming = self.soon_b[w]
+        return done < self.ways[w] and bool(coming) and (coming[0] >> bits) - t < self.slack_w[w]
+
+
 def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys: tuple[list[int], list[int]],
               strict: bool) -> list[int]:
-    """The event loop: ``agenda`` wakes workers; ``soon_*`` are known arrivals, ``*_queue`` what is ready.
+    """The event loop: ``agenda`` wakes workers, and each that is free picks its next action.
 
     Everything that a started action will cause is entered at once, as its end is known: its worker cannot
     decide again before that end. Times and numbers are packed into one integer per entry, smallest first.
     """
-    count, edge = len(instance.jobs), (instance.stages - 1) * len(instance.jobs)
-    nodes = count * instance.stages
-    workers = len(instance.workers)
-    stage, hop = instance.stage, instance.problem.costs.hop
-    split = instance.problem.split_backward
+    board = _Board(instance, route, rules, keys, strict)
+    count, nodes = len(instance.jobs), len(route)
+    edge, workers = nodes - count, len(instance.workers)
+    hop, split = instance.problem.costs.hop, instance.problem.split_backward
     d_forward, d_backward, d_weight = instance.forward, instance.backward, instance.weight
-    hold, keep = instance.hold, instance.keep
-    freed = [h - k for h, k in zip(hold, keep)]
-    mine = [rules[s] for s in stage]
-    left = [max(cap - rule.spare, h) for cap, h, rule in zip(instance.cap, hold, mine)]
-    shift, job_bits = workers.bit_length(), nodes.bit_length()
-    mask, job_mask = (1 << shift) - 1, (1 << job_bits) - 1
-    key_f, key_b = keys
-    gated = instance.ordered or strict
-    after_f, after_b = _chains(instance, route, strict) if gated else ([], [])
-    shut_f, shut_b = _shut(after_f, nodes), _shut(after_b, nodes)
-    early: set[int] = set()  # codes that arrived before their turn
-
-    soon_f: list[list[int]] = [[] for _ in range(workers)]
-    soon_b: list[list[int]] = [[] for _ in range(workers)]
-    f_queue: list[list[int]] = [[] for _ in range(workers)]
-    b_queue: list[list[int]] = [[] for _ in range(workers)]
+    hold, keep, left, freed = instance.hold, instance.keep, board.left, board.freed
+    shift, bits = workers.bit_length(), nodes.bit_length()
+    mask, job_mask = (1 << shift) - 1, (1 << bits) - 1
+    (key_f, key_b), gated, ahead = keys, board.gated, board.ahead
+    soon_f, soon_b, f_queue, b_queue = board.soon_f, board.soon_b, board.f_queue, board.b_queue
+    forward_first, drain, backlog, slack_w = board.forward_first, board.drain, board.backlog, board.slack_w
+    waits = any(board.slack_b) or any(board.slack_f)
     w_queue: list[list[int]] = [[] for _ in range(workers)]
-    w_next = [0] * workers
-    busy = [0] * workers
-    ahead = [0] * workers  # forwards still to do
-    for w in route:
-        ahead[w] += 1
-    for node in range(count):
-        w = route[node]
-        if shut_f[node]:
-            early.add(node)
-        else:
-            f_queue[w].append(key_f[node])
-    for queue in f_queue:
-        heapify(queue)
-    agenda = list(range(workers))
-    trace: list[int] = []
-    forward_first, drain = [rule.forward_first for rule in mine], [rule.drain for rule in mine]
-    backlog = [rule.backlog or nodes + 1 for rule in mine]
-    slack_b = [rule.wait_b * x // 100 for rule, x in zip(mine, d_weight)]
-    slack_w = [rule.give_way * x // 100 for rule, x in zip(mine, d_forward)]
-    ways = [rule.ways for rule in mine]
-    b_done = [0] * workers
-    slack_f = [rule.wait_f * x // 100 for rule, x in zip(mine, d_weight)]
-    waits = any(slack_b) or any(slack_f)
+    w_next, busy, b_done = [0] * workers, [0] * workers, [0] * workers
+    agenda, trace = list(range(workers)), []
 
     while agenda:
         code = heappop(agenda)
         t, w = code >> shift, code & mask
         if busy[w] > t:
             continue
-        limit = (t + 1) << job_bits
+        limit = (t + 1) << bits
         coming_f, coming_b, fs, bs = soon_f[w], soon_b[w], f_queue[w], b_queue[w]
-        while coming_b and coming_b[0] < limit:
-            node = heappop(coming_b) & job_mask
-            if shut_b[node]:
-                early.add(nodes + node)
-            else:
-                heappush(bs, key_b[node])
-        while coming_f and coming_f[0] < limit:
-            node = heappop(coming_f) & job_mask
-            if shut_f[node]:
-                early.add(node)
-            else:
-                heappush(fs, key_f[node])
+        if coming_b and coming_b[0] < limit:
+            _arrive(coming_b, bs, key_b, board.shut_b, board.early, nodes, limit, job_mask)
+        if coming_f and coming_f[0] < limit:
+            _arrive(coming_f, fs, key_f, board.shut_f, board.early, 0, limit, job_mask)
         room = left[w] >= hold[w]
         pending = len(w_queue[w]) - w_next[w]
+        until = 0
         if pending >= backlog[w] and ahead[w]:
             kind = 2
         elif fs and room and (forward_first[w] or not bs):
             kind = 0
-            if slack_w[w] and coming_b and (coming_b[0] >> job_bits) - t < slack_w[w] and b_done[w] < ways[w]:
-                heappush(agenda, ((coming_b[0] >> job_bits) << shift) | w)
-                continue
+            if slack_w[w] and board.gives_way(w, t, bits, b_done[w]):
+                until = coming_b[0] >> bits
         elif pending and drain[w] and fs and not room:
             kind = 2
         elif bs:
             kind = 1
         elif pending:
             kind = 2
-            if waits and not (fs and not room):
-                until = 0
-                if coming_b and (coming_b[0] >> job_bits) - t < slack_b[w]:
-                    until = coming_b[0] >> job_bits
-                elif room and coming_f and (coming_f[0] >> job_bits) - t < slack_f[w]:
-                    until = coming_f[0] >> job_bits
-                if until:
-                    heappush(agenda, (until << shift) | w)
-                    continue
+            if waits and (room or not fs):
+                until = board.wait(w, t, room, bits)
         else:
-            if coming_b:
-                first = coming_b[0]
-                if coming_f and coming_f[0] < first:
-                    first = coming_f[0]
-                heappush(agenda, ((first >> job_bits) << shift) | w)
-            elif coming_f:
-                heappush(agenda, ((coming_f[0] >> job_bits) << shift) | w)
+            if coming_b or coming_f:
+                heappush(agenda, (min(coming_b[:1] + coming_f[:1]) >> bits << shift) | w)
+            continue
+        if until:
+            heappush(agenda, (until << shift) | w)
             continue
 
+        to = -1
         if kind == 0:
             node = heappop(fs) & job_mask
-            end = t + d_forward[w]
+            arrival = end = t + d_forward[w]
             left[w] -= hold[w]
             ahead[w] -= 1
             trace.append(node)
             if node < edge:
-                to, entry, box = route[node + count], node + count, soon_f
-                arrival = end + hop
+                to, entry, box, arrival = route[node + count], node + count, soon_f, end + hop
             else:
-                to, entry, box, arrival = w, node, soon_b, end
+                to, entry, box = w, node, soon_b
             if gated:
-                follow = after_f[node]
-                if follow >= 0:
-                    shut_f[follow] = 0
-                    if follow in early:
-                        heappush(fs, key_f[follow])
+                _release(board.after_f[node], fs, key_f, board.shut_f, board.early, 0)
         elif kind == 1:
             node = heappop(bs) & job_mask
             end = t + d_backward[w]
@@ -220,30 +222,41 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             if split:
                 w_queue[w].append(node)
             if node >= count:
-                to, entry, box = route[node - count], node - count, soon_b
-                arrival = end + hop
-            else:
-                to = -1
+                to, entry, box, arrival = route[node - count], node - count, soon_b, end + hop
             if gated:
-                follow = after_b[node]
-                if follow >= 0:
-                    shut_b[follow] = 0
-                    if nodes + follow in early:
-                        heappush(bs, key_b[follow])
+                _release(board.after_b[node], bs, key_b, board.shut_b, board.early, nodes)
         else:
-            node = w_queue[w][w_next[w]]
+            trace.append(2 * nodes + w_queue[w][w_next[w]])
             w_next[w] += 1
             end = t + d_weight[w]
             left[w] += keep[w]
-            trace.append(2 * nodes + node)
-            to = -1
         busy[w] = end
         heappush(agenda, (end << shift) | w)
         if to >= 0:
-            heappush(box[to], (arrival << job_bits) | entry)
+            heappush(box[to], (arrival << bits) | entry)
             if to != w and busy[to] <= t:
                 heappush(agenda, (arrival << shift) | to)
     return trace
+
+
+def _arrive(coming: list[int], queue: list[int], key: list[int], shut: bytearray, early: set[int], offset: int,
+            limit: int, mask: int) -> None:
+    """Move what has arrived into the ready queue, or aside where it is not yet its turn."""
+    while coming and coming[0] < limit:
+        node = heappop(coming) & mask
+        if shut[node]:
+            early.add(offset + node)
+        else:
+            heappush(queue, key[node])
+
+
+def _release(follow: int, queue: list[int], key: list[int], shut: bytearray, early: set[int],
+             offset: int) -> None:
+    """Let the next node of a chain have its turn; it may have arrived long ago."""
+    if follow >= 0:
+        shut[follow] = 0
+        if offset + follow in early:
+            heappush(queue, key[follow])
 
 
 def _shut(after: list[int], nodes: int) -> bytearray:
