@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.nn import functional
@@ -12,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_every_place_has_its_own_seed_that_torch_accepts():
-    places = [(seed, k, d, m, s) for seed in (0, 1) for k in range(3) for d in range(3) for m in range(3) for s in (0, 1)]
+    places = list(product((0, 1), range(3), range(3), range(3), (0, 1)))
     seeds = {seed_of(*place) for place in places}
     assert len(seeds) == len(places)
     assert all(0 <= seed < 2**63 for seed in seeds)
