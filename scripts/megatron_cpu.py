@@ -3,6 +3,8 @@
 megatron-core names CUDA in many places. `install()` makes these mean the CPU: device arguments, random states,
 memory counters, streams. It changes torch for the whole process, so it belongs to scripts and tests only; the
 plugin itself never loads it. With a GPU there it does nothing.
+
+    recycle run --nproc 6 scripts/megatron_cpu.py PATH/pretrain_gpt.py ARGUMENTS   # Megatron-LM's own script
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import runpy
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -103,3 +107,23 @@ def _pretend(cuda: Any) -> None:
     cuda.Stream = cuda.stream = _Stream
     cuda.set_stream = lambda stream: None
     cuda.current_stream = cuda.default_stream = lambda *arguments: _Stream()
+
+
+def main(arguments: list[str]) -> None:
+    """Run a script of Megatron-LM, which compiles kernels and helpers at its start, on the CPU."""
+    sys.argv = arguments
+    sys.path.insert(0, os.path.dirname(os.path.realpath(arguments[0])))
+    install(pretend=True)
+    # Needs a C++ compiler and pybind11; mock data does without, other data wants the helpers built beforehand.
+    import megatron.core.datasets.utils as datasets
+
+    datasets.compile_helpers = lambda: None
+    with contextlib.suppress(ImportError):
+        import megatron.legacy.fused_kernels as kernels
+
+        kernels.load = lambda arguments: None
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_recycle.backends import megatron_groups
+from megatron_recycle.backends import megatron_groups, megatron_training
 from megatron_recycle.backends.megatron_data import LateSource, source_of
 from megatron_recycle.backends.megatron_split import MegatronSplitter
 from megatron_recycle.backends.megatron_stage import MegatronStage
@@ -97,6 +97,10 @@ class RecycleSchedule:
         assert self._worker is not None
         return self._worker.live()
 
+    def missing(self) -> list[str]:
+        """The workers that are not there any more."""
+        return [str(worker) for worker in sorted(set(self._place.rank_of) - set(self.live()))]
+
     def speaks(self) -> bool:
         """Whether this worker writes the log line: the last one of the last stage that is left."""
         if self._worker is None:
@@ -115,6 +119,7 @@ class RecycleSchedule:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
         check_supported(models, config, optimizer, self._settings)
+        megatron_training.check_arguments()
         self._microbatches = microbatches
         self._place = _place(microbatches)
         if dist.get_rank() == 0:
@@ -124,7 +129,7 @@ class RecycleSchedule:
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=MegatronSplitter(),
                                    data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
-        megatron_groups.detach(self._place)
+        megatron_training.take_over(self, megatron_groups.Detached(self._place).attached)
         atexit.register(self.finish)
 
     def _abort_transport(self, generation: int) -> None:

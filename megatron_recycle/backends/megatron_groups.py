@@ -9,6 +9,8 @@ stay, and give back what they are given. Sizes and ranks that the loop computes 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,15 +25,31 @@ _SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTI
            "_MODEL_PARALLEL_GROUP")
 
 
-def detach(place: Place) -> None:
-    """Make Megatron's own collectives end at this worker; called once, when all workers are there."""
-    alone = _alone(place)
-    state: Any = parallel_state
-    state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
-    state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
-    for name in _SHARED:
-        setattr(state, name, alone)
-    _detach_timers()
+class Detached:
+    """Makes Megatron's own collectives end at this worker; made once, when all workers are there."""
+
+    def __init__(self, place: Place) -> None:
+        state: Any = parallel_state
+        self._spanning = {name: getattr(state, name) for name in _SHARED}
+        self._alone = dict.fromkeys(_SHARED, _alone(place))
+        state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
+        state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
+        _use(self._alone)
+        _detach_timers()
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside the block Megatron's groups span all workers again, who must all be there."""
+        _use(self._spanning)
+        try:
+            yield
+        finally:
+            _use(self._alone)
+
+
+def _use(groups: Mapping[str, Any]) -> None:
+    for name, group in groups.items():
+        setattr(parallel_state, name, group)
 
 
 def _alone(place: Place) -> dist.ProcessGroup:
