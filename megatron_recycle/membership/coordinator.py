@@ -57,6 +57,9 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
 
+_SPARE_STRANGERS = 64
+"""Connections without a hello, beside one for each worker; more of them would only cost memory."""
+
 log = logging.getLogger(__name__)
 
 
@@ -178,6 +181,10 @@ class Coordinator:
     def connected(self, connection: Connection) -> None:
         self._connections.add(connection)
         self._quiet.clear()
+        strangers = sum(other.role is None for other in self._connections)
+        if strangers > self.state.size + _SPARE_STRANGERS:
+            self.refused(connection.source, f"{strangers} connections have not said hello yet")
+            connection.close()
 
     def disconnected(self, connection: Connection) -> None:
         self._connections.discard(connection)

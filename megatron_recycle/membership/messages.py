@@ -58,6 +58,8 @@ REPORT = {
     "verdict": (dict, type(None)),
     "actions": int,
 }
+OPTIONAL_REPORT = {"committed": int, "earlier": int}
+"""What a report may have beside (see `resume.decide`); a field of a wrong type is refused all the same."""
 
 
 def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
@@ -78,6 +80,7 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
 def check_report(report: Mapping[str, Any]) -> None:
     """Raises WireError if a report (see `resume.decide`) lacks a field or has one of a wrong type."""
     _fields("report", report, REPORT)
+    _fields("report", report, {name: OPTIONAL_REPORT[name] for name in OPTIONAL_REPORT if name in report})
     verdict = report["verdict"]
     if verdict is not None and not isinstance(verdict.get("iteration"), int):
         raise WireError("report: its verdict names no iteration")

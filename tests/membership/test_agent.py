@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import socket
@@ -217,6 +218,19 @@ def test_a_silent_stranger_is_closed(tmp_path: Path) -> None:
             while connection.recv(1 << 16):
                 continue
         assert "in time" in running.await_event("refused")["reason"]
+
+
+def test_a_crowd_of_strangers_is_not_let_in_and_workers_still_are(running: Service) -> None:
+    host, _, port = running.address.rpartition(":")
+    with contextlib.ExitStack() as crowd:
+        for _ in range(80):
+            crowd.enter_context(socket.create_connection((host, int(port)), timeout=LIMIT))
+        assert "not said hello" in running.await_event("refused")["reason"]
+    one = agent(running.address, "0:0")
+    one.ready(DESCRIPTION, report(attempt=0))
+    one.event("here")
+    running.await_event("here")
+    one.close()
 
 
 def test_decisions_are_on_disk_before_they_are_heard_of(running: Service, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_malformed_hello_is_refused_with_the_field(change: dict[str, object], 
 def test_a_malformed_report_or_description_is_refused() -> None:
     good = {"type": "report", "generation": 2, "report": report(verdict={"iteration": 1})}
     assert check(good, FROM_WORKER) is good
-    for bad in (report(holds=None), report(verdict={"norm": 1.0}), {}):
+    for bad in (report(holds=None), report(verdict={"norm": 1.0}), report(committed="all"), {}):
         with pytest.raises(WireError):
             check({**good, "report": bad}, FROM_WORKER)
     for grid in (None, {}, {"stages": 0, "microbatches": [1]}, {"stages": 2, "microbatches": ["x"]}):
