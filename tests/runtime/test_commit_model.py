@@ -6,6 +6,7 @@ A worker's parameters are the list of updates made to them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +57,13 @@ class Model:
                 "committed": self.committed, "verdict": self.verdict, "actions": 0}
 
 
+def some_of(live: Mapping[str, Model]) -> st.SearchStrategy[list[str]]:
+    return st.lists(st.sampled_from(sorted(live)), min_size=1, max_size=len(live), unique=True)
+
+
 class CommitProtocol(RuleBasedStateMachine):
 
-    @initialize(pipelines=st.integers(2, 3), stages=st.integers(1, 3), early=st.booleans())
+    @initialize(pipelines=st.integers(2, 5), stages=st.integers(1, 3), early=st.booleans())
     def start(self, pipelines: int, stages: int, early: bool) -> None:
         self.stages, self.early = stages, early
         self.live = {f"{d}:{s}": Model() for d in range(pipelines) for s in range(stages)}
@@ -77,43 +82,48 @@ class CommitProtocol(RuleBasedStateMachine):
     def contribute(self, data: st.DataObject) -> None:
         """A worker ends its part of an iteration: every worker had to step the one before to get that far, and it
         knows the verdict on that one before it reduces."""
-        name = data.draw(st.sampled_from(sorted(self.live)))
-        model = self.live[name]
-        following = model.stepped + 1
-        if model.committed == model.stepped and all(m.stepped >= following - 1 for m in self.live.values()):
-            model.contributed = following
+        for name in data.draw(some_of(self.live)):
+            model = self.live[name]
+            following = model.stepped + 1
+            if model.committed == model.stepped and all(m.stepped >= following - 1 for m in self.live.values()):
+                model.contributed = following
 
     @precondition(going)
-    @rule(data=st.data(), guess=st.sampled_from(["1", "1", "0.5"]))
-    def hold(self, data: st.DataObject, guess: str) -> None:
-        """The reduction completes on one worker, maybe not yet on its peers."""
-        name = data.draw(st.sampled_from(sorted(self.live)))
-        model = self.live[name]
-        following = model.stepped + 1
-        if model.kept is None and all(peer.contributed >= following for peer in self.peers(name)):
-            model.kept = following
-            self.right.setdefault(following, data.draw(st.sampled_from(["1", "0.5"])))
-            if self.early:
-                model.snapshot = list(model.updates)
-                model.step("1" if self.stages > 1 else guess)
+    @rule()
+    def contribute_everywhere(self) -> None:
+        """As above, on every worker that can: most of the time nothing is in the way."""
+        for model in self.live.values():
+            if model.committed == model.stepped and all(m.stepped >= model.stepped for m in self.live.values()):
+                model.contributed = model.stepped + 1
+
+    @precondition(going)
+    @rule(data=st.data())
+    def hold(self, data: st.DataObject) -> None:
+        """The reduction completes on some workers, maybe not yet on their peers."""
+        for name in data.draw(some_of(self.live)):
+            model = self.live[name]
+            following = model.stepped + 1
+            if model.kept is None and all(peer.contributed >= following for peer in self.peers(name)):
+                model.kept = following
+                self.right.setdefault(following, data.draw(st.sampled_from(["1", "1", "0.5"])))
+                if self.early:
+                    model.snapshot = list(model.updates)
+                    model.step("1")
 
     @precondition(going)
     @rule(data=st.data())
     def learn(self, data: st.DataObject) -> None:
-        """The commit completes on one worker: all hold the iteration, or are even further."""
-        name = data.draw(st.sampled_from(sorted(self.live)))
-        model = self.live[name]
-        if model.kept is not None and all(
-                other.kept == model.kept or other.committed >= model.kept for other in self.live.values()):
-            wrong = any(other.updates[-1][1] != self.right[model.kept] for other in self.live.values()
-                        if other.stepped == model.kept and other.committed < model.kept)
-            model.settle({"iteration": model.kept, "right": self.right[model.kept]})
-            if wrong:
-                model.contributed = model.stepped
+        """The commit completes on some workers: all hold the iteration, or are even further."""
+        for name in data.draw(some_of(self.live)):
+            model = self.live[name]
+            if model.kept is not None and all(
+                    other.kept == model.kept or other.committed >= model.kept for other in self.live.values()):
+                model.settle({"iteration": model.kept, "right": self.right[model.kept]})
 
-    @precondition(lambda self: bool(getattr(self, "live", None)))
+    @precondition(lambda self: any(model.kept is not None for model in getattr(self, "live", {}).values()))
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
+        """While somebody keeps a gradient: at any other time nothing is at stake."""
         name = data.draw(st.sampled_from(sorted(self.live)))
         if len(self.peers(name)) > 1:
             del self.live[name]
