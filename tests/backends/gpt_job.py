@@ -91,12 +91,12 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
           tied: bool = False, bf16: bool = False, mistake: str | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members"} of this worker."""
-    if mistake:
+    if mistake and mistake != "apart":
         make(mistake)
     if plugin:
         stage, pipeline = divmod(rank, pipelines)  # DeepSpeed's order of ranks: checked by the engine's own place
         config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
-                                  **(settings or {})})
+                                  "verify": "peers", **(settings or {})})
         megatron_recycle.enable(config, observer=observer_of(f"{pipeline}:{stage}"))
     torch.manual_seed(7)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -120,6 +120,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         ds_config["bf16"] = {"enabled": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
                                       training_data=Text() if plugin else None)
+    if mistake == "apart" and rank == 1:
+        next(engine.module.parameters()).data[0] += 1
     if not plugin:
         # Stock would start two loader processes per rank; the same order without them.
         sampler = DistributedSampler(Text(), pipelines, engine.grid.get_data_parallel_id(), shuffle=False)

@@ -146,3 +146,10 @@ def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipe
 def test_the_comparison_notices(mistake, undisturbed):
     wrong = run(gpt_job.train, PIPELINES * STAGES, {**EXACT, "mistake": mistake})
     assert any(differences(wrong[rank], undisturbed[rank]) for rank in wrong)
+
+
+def test_peers_that_do_not_begin_alike_are_told_so():
+    with Job(gpt_job.train, PIPELINES * STAGES, {**EXACT, "mistake": "apart"}, limit=40) as job:
+        results = job.wait()
+        assert all(result.status == 1 for result in results.values()), job.where()
+    assert any("build the model from the same seed" in (result.error or "") for result in results.values())
