@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
-from megatron_recycle.planner import improve, quick
+from megatron_recycle.planner import Cache, ahead, improve, plan_for
 from megatron_recycle.planner.technique import drop
 
 log = logging.getLogger(__name__)
@@ -41,12 +41,16 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str]) -> Proble
 class Planning:
     """`plan` at once and `improve` in the background, with the best plan of each membership kept.
 
+    While nothing else is to be searched, the plans of the likeliest next memberships are made ahead, each for
+    all memberships that are the same up to names, so that most failures find their plan ready.
+
     Args:
         folder: gets a plan file, named by the digest, of every plan that is handed out; None for none.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
+        self._cache = Cache()
         self._best: dict[frozenset[str], Plan] = {}
         self._lock = threading.Lock()
 
@@ -59,7 +63,7 @@ class Planning:
             if description.get("policy") == "drop":
                 known = drop(problem)
             else:
-                known = quick(problem, seed=int(description.get("seed") or 0))
+                known = plan_for(problem, self._cache, work=0, seed=int(description.get("seed") or 0))
             with self._lock:
                 self._best[failed] = known
         self._keep(known)
@@ -72,19 +76,36 @@ class Planning:
         plan: Mapping[str, Any],
         cancelled: threading.Event,
     ) -> dict[str, Any] | None:
-        """A better plan within the job's `planner_budget`, or None. It is kept for later in any case."""
+        """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
+
+        Plans for what may fail next are made afterwards, until ``cancelled``.
+        """
         budget = float(description.get("planner_budget") or 0)
         if budget <= 0 or cancelled.is_set() or plan["source"] == "drop":
             return None
         problem = problem_of(description, failed)
         seed = int(description.get("seed") or 0)
         better = improve(problem, Plan.from_json(dict(plan)), budget, seed, cancelled.is_set)
+        if not cancelled.is_set():
+            threading.Thread(
+                target=self._plan_ahead, args=(problem, budget, seed, cancelled), name="recycle-ahead", daemon=True
+            ).start()
         if better is None:
             return None
         with self._lock:
             self._best[failed] = better
+        self._cache.put(problem, better)
         self._keep(better)
         return better.to_json()
+
+    def _plan_ahead(self, problem: Problem, budget: float, seed: int, cancelled: threading.Event) -> None:
+        for likely in ahead(problem):
+            if cancelled.is_set():
+                return
+            if likely not in self._cache:
+                found = plan_for(likely, None, work=0, budget_s=budget, seed=seed, cancelled=cancelled.is_set)
+                if not cancelled.is_set():  # a search that was cut short is not worth remembering
+                    self._cache.put(likely, found)
 
     def _keep(self, plan: Plan) -> None:
         if self._folder is None:

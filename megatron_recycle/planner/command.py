@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import shutil
 import sys
@@ -91,8 +90,9 @@ def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:
     if args.output:
         plan.save(args.output)
     if args.picture:
-        # this command is a front end and may use any package, the planner behind it imports plan alone
-        importlib.import_module("megatron_recycle.observe.timeline").draw(plan, args.picture)
+        from megatron_recycle.observe.timeline import draw
+
+        draw(plan, args.picture)
     if args.json:
         print(json.dumps(plan.to_json()))
         return

@@ -61,3 +61,18 @@ def test_no_search_without_a_budget_or_after_it_was_cancelled() -> None:
     assert planning.improve(DESCRIPTION, frozenset(), plan, cancelled) is None
     cancelled.set()
     assert planning.improve({**DESCRIPTION, "planner_budget": 60.0}, frozenset(), plan, cancelled) is None
+
+
+def test_the_plans_of_what_may_fail_next_are_made_ahead() -> None:
+    planning, cancelled = Planning(), threading.Event()
+    description = {**DESCRIPTION, "planner_budget": 0.3}
+    planning.improve(description, frozenset(), planning.plan(description, frozenset()), cancelled)
+    ahead = next(thread for thread in threading.enumerate() if thread.name == "recycle-ahead")
+    ahead.join(60)
+    assert not ahead.is_alive()
+    for stage in range(2):
+        for pipeline in range(3):
+            failed = frozenset({f"{pipeline}:{stage}"})
+            plan = Plan.from_json(planning.plan(description, failed))
+            assert plan.stats.get("cached") and violations(plan) == []
+            assert {str(worker) for worker in plan.problem.failed} == failed
