@@ -16,6 +16,8 @@ import runpy
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
+from importlib.metadata import distribution
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,7 +86,7 @@ def install(*, pretend: bool = False) -> None:
     cuda.synchronize = cuda.set_device = cuda.empty_cache = cuda.reset_peak_memory_stats = lambda *arguments: None
     cuda.get_rng_state = lambda *arguments, **keywords: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *arguments, **keywords: torch.set_rng_state(state)
-    cuda.manual_seed = torch.manual_seed
+    cuda.manual_seed = torch.default_generator.manual_seed
     random: Any = megatron_random
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
@@ -109,15 +111,28 @@ def _pretend(cuda: Any) -> None:
     cuda.current_stream = cuda.default_stream = lambda *arguments: _Stream()
 
 
+def _borrow_helpers() -> None:
+    """The datasets' compiled helpers come from the pip package: a checkout would build them with a C++ compiler."""
+    import megatron.core.datasets.utils as datasets
+
+    datasets.compile_helpers = lambda: None
+    name = "megatron.core.datasets.helpers_cpp"
+    if find_spec(name) is not None:
+        return
+    package = distribution("megatron-core")
+    path = next(str(package.locate_file(file)) for file in package.files or () if "helpers_cpp" in file.name)
+    spec = spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+
+
 def main(arguments: list[str]) -> None:
     """Run a script of Megatron-LM, which compiles kernels and helpers at its start, on the CPU."""
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.realpath(arguments[0])))
     install(pretend=True)
-    # Needs a C++ compiler and pybind11; mock data does without, other data wants the helpers built beforehand.
-    import megatron.core.datasets.utils as datasets
-
-    datasets.compile_helpers = lambda: None
+    _borrow_helpers()
     with contextlib.suppress(ImportError):
         import megatron.legacy.fused_kernels as kernels
 

@@ -3,6 +3,7 @@
 
     torchrun --nproc-per-node 6 scripts/pretrain_gpt_megatron.py --dump runs/stock   # core's 1F1B, 3 x 2 workers
     recycle run --nproc 6 scripts/pretrain_gpt_megatron.py --dump runs/mine          # the same, surviving failures
+    python scripts/pretrain_gpt_megatron.py --validate runs/mine                     # validation loss before and after
 
 Needs the pip package megatron-core only (Megatron-LM's training/ is not in it). The text is that of
 gpt_deepspeed.py. Without a GPU, CUDA is made to mean the CPU (megatron_cpu.py) and gloo is used.
@@ -11,6 +12,8 @@ gpt_deepspeed.py. Without a GPU, CUDA is made to mean the CPU (megatron_cpu.py) 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
 import time
 import warnings
@@ -132,6 +135,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(args.seed + parallel_state.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(args.seed)
     _, model, optimizer = build(args)
+    initial = {name: value.detach().clone() for name, value in model.module.named_parameters()}
     data, validation = batches(args, validation=False), batches(args, validation=True)
     step = partial(
         get_forward_backward_func(), forward_step_func=forward_step, model=[model],
@@ -158,14 +162,15 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             log(step.func, args, iteration + 1, time.time() - began, losses[-1], norm)
     state = {
         "pipeline": parallel_state.get_data_parallel_rank(), "stage": parallel_state.get_pipeline_model_parallel_rank(),
-        "tensor": parallel_state.get_tensor_model_parallel_rank(), "losses": losses, "validations": validations,
+        "arguments": {key: value for key, value in vars(args).items() if not isinstance(value, Path)},
+        "losses": losses, "validations": validations, "initial": initial,
         "parameters": {name: value.detach() for name, value in model.module.named_parameters()},
         "optimizer": [{key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
                       for state in optimizer.optimizer.state.values()],
         "seconds": time.time() - begin}
     if args.dump is not None:
         args.dump.mkdir(parents=True, exist_ok=True)
-        torch.save(state, args.dump / f"worker-{state['pipeline']}-{state['stage']}-{state['tensor']}.pt")
+        torch.save(state, args.dump / f"worker-{state['pipeline']}-{state['stage']}.pt")
     return state
 
 
@@ -190,6 +195,51 @@ def log(step: Any, args: argparse.Namespace, iteration: int, seconds: float, los
     print(f" [{datetime.now():%Y-%m-%d %H:%M:%S.%f}] iteration {iteration:8d}/{args.iterations:8d} |"
           f" elapsed time per iteration (ms): {1000 * seconds:.1f} | lm loss: {loss:.6E} |"
           f" grad norm: {norm:.3f} |{extra}", flush=True)
+
+
+def validate(folder: Path, data: Path | None = None, windows: int = 256) -> dict[str, float]:
+    """Validation loss, in nats per byte, of the model that the workers left in `folder`.
+
+    One worker per stage is enough: their parameters join to those of a model of one stage, built in this process.
+
+    Returns:
+        "first_validation_loss" before and "final_validation_loss" after training.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dumps = [torch.load(path, weights_only=True) for path in sorted(folder.glob("worker-*.pt"))]
+    if not dumps:
+        raise SystemExit(f"--validate: no worker-*.pt in {folder}; train with --dump {folder} first")
+    args = argparse.Namespace(**{**dumps[0]["arguments"], "data": data, "dropout": 0.0})
+    stages, args.stages = args.stages, 1
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, backend="gloo")
+    parallel_state.initialize_model_parallel(1, 1)
+    model_parallel_cuda_manual_seed(args.seed)
+    model = build(args)[1].module
+    model = (model if isinstance(model, GPTModel) else model.module).float().eval()
+    dataset = Windows(read_text(data), args.length, validation=True)
+    tokens, labels = (torch.stack(part) for part in zip(*(dataset[at] for at in range(min(windows, len(dataset))))))
+    found = {}
+    for name, key in (("first_validation_loss", "initial"), ("final_validation_loss", "parameters")):
+        joined = {whole_name(part, dump["stage"], args.blocks // stages): value.float()
+                  for dump in dumps for part, value in dump[key].items()}
+        if not args.untied:
+            joined.pop("output_layer.weight")  # the embedding's
+        missing, unknown = model.load_state_dict(joined, strict=False)
+        assert not unknown and not [part for part in missing if "_extra_state" not in part], (missing, unknown)
+        with torch.no_grad():
+            found[name] = float(forward_step(iter([(tokens, labels)]), model)[0].mean())
+    return found
+
+
+def whole_name(name: str, stage: int, layers: int) -> str:
+    """A parameter's name in the whole model, given its stage and the layers of a stage."""
+    parts = name.removeprefix("module.").split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        parts[2] = str(int(parts[2]) + stage * layers)
+    return ".".join(parts)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -219,20 +269,27 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=int, default=0, help="iterations between two validations; 0: none")
     parser.add_argument("--eval-iterations", type=int, default=1)
     parser.add_argument("--dump", type=Path, help="folder for each worker's final state")
+    parser.add_argument("--validate", type=Path, metavar="DIR", help="only print the validation loss of a dump")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> dict[str, Any]:
+    """Train, or print the validation loss of an earlier training; returns the worker's state, or the losses."""
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|TensorWrapper)")
     args = parse(argv)
     torch.set_num_threads(args.threads)
+    if not torch.cuda.is_available():
+        import megatron_cpu  # beside this script
+
+        megatron_cpu.install()
+    if args.validate is not None:
+        found = validate(args.validate, args.data)
+        print(json.dumps({**found, "uniform": math.log(VOCABULARY)}))
+        return found
     if torch.cuda.is_available():
         torch.distributed.init_process_group("nccl")
         torch.cuda.set_device(torch.distributed.get_rank() % torch.cuda.device_count())
     else:
-        import megatron_cpu  # beside this script
-
-        megatron_cpu.install()
         torch.distributed.init_process_group("gloo")
     return train(args)
 

@@ -1,0 +1,155 @@
+"""`pretrain_gpt.py` of NVIDIA/Megatron-LM itself, on the CPU; MEGATRON_LM names a checkout of core_v0.16.1."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCH = ROOT / "patches" / "megatron-lm-core_v0.16.1.patch"
+NEEDED = ("megatron.core", "six", "regex", "yaml")
+ITERATIONS = 6
+ARGUMENTS = f"""--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 16 --train-iters {ITERATIONS} --lr 1e-3
+    --min-lr 1e-4 --lr-decay-style cosine --tokenizer-type NullTokenizer --vocab-size 255 --distributed-backend gloo
+    --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
+    --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --use-cpu-initialization --eval-iters 1
+    --eval-interval 3 --log-interval 1 --attention-backend unfused --distributed-timeout-minutes 2 --num-workers 0
+    --split 98,1,1 --rerun-mode disabled --attention-dropout 0 --hidden-dropout 0""".split()
+
+pytestmark = [
+    pytest.mark.slow, pytest.mark.processes,
+    pytest.mark.skipif("MEGATRON_LM" not in os.environ,
+                       reason="MEGATRON_LM does not name a checkout of NVIDIA/Megatron-LM at core_v0.16.1"),
+    pytest.mark.skipif(any(find_spec(name.split(".")[0]) is None for name in NEEDED),
+                       reason=f"Megatron-LM's scripts need {', '.join(NEEDED)}")]
+
+
+@pytest.fixture(scope="module")
+def checkout() -> Path:
+    return Path(os.environ["MEGATRON_LM"])
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This test's own source in Megatron's indexed format, one document per line; the path without its endings."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = tmp_path_factory.mktemp("data") / "text_document"
+    builder = IndexedDatasetBuilder(str(prefix) + ".bin", dtype=numpy.uint16)
+    for line in 20 * Path(__file__).read_bytes().splitlines(keepends=True):
+        builder.add_item(torch.frombuffer(bytearray(line), dtype=torch.uint8).to(torch.int32))
+        builder.end_document()
+    builder.finalize(str(prefix) + ".idx")
+    return prefix
+
+
+def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",
+               "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", "-m", *launcher, str(ROOT / "scripts" / "megatron_cpu.py"),
+               str(checkout / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
+    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def stock(checkout: Path, *arguments: str) -> str:
+    """What a run without the plugin prints."""
+    return ended(start(("torch.distributed.run", "--standalone", "--nproc-per-node", "4"), checkout, arguments))
+
+
+def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int] | None = None) -> str:
+    """What the workers of a run under `recycle run` print; ``kill``: a worker, and the iteration after which."""
+    job = start(("megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", str(folder)), checkout, arguments)
+    try:
+        if kill is not None:
+            _kill(folder / "events.jsonl", *kill)
+        ended(job)
+    finally:
+        job.kill()
+    return "".join(path.read_text() for path in sorted(folder.glob("worker-*.log")))
+
+
+def ended(job: subprocess.Popen[str]) -> str:
+    try:
+        printed = job.communicate(timeout=90)[0]
+    finally:
+        job.kill()
+    assert job.returncode == 0, printed[-4000:]
+    return printed
+
+
+def _kill(events: Path, worker: str, after: int) -> None:
+    limit = time.monotonic() + 60
+    while time.monotonic() < limit:
+        seen = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
+        if any(event["event"] == "committed" and event["iteration"] == after for event in seen):
+            pids = next(event["pids"] for event in seen if event["event"] == "started")
+            os.kill(pids[worker], signal.SIGKILL)
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"iteration {after} was not committed in time")
+
+
+def losses(printed: str) -> dict[str, tuple[float, float]]:
+    """Iteration -> (loss, gradient norm), and "validation" lines -> (loss, perplexity)."""
+    found = {match[1]: (float(match[2]), float(match[3])) for match in re.finditer(
+        r" iteration +(\d+)/.* lm loss: (\S+) \|.* grad norm: (\S+) \|", printed)}
+    found |= {match[1]: (float(match[2]), float(match[3])) for match in re.finditer(
+        r"(validation loss at .*?) \| lm loss value: (\S+) \| lm loss PPL: (\S+) \|", printed)}
+    return found
+
+
+def test_the_patch_applies(checkout):
+    subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=checkout, check=True)
+
+
+def test_the_unchanged_script_trains_as_without_the_plugin(checkout, text, tmp_path):
+    expected = losses(stock(checkout, "--data-path", str(text)))
+    assert len(expected) == ITERATIONS + 4
+    printed = recycled(tmp_path, checkout, "--data-path", str(text))
+    found = losses(printed)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-5), key  # sums for the log are in another order
+    assert printed.count("| live: 4/4 | rerouted: 0 |") == ITERATIONS
+    samples = [int(number) for number in re.findall(r"consumed samples: +(\d+)", printed)]
+    assert samples == [16 * (iteration + 1) for iteration in range(ITERATIONS)]
+
+
+def test_the_last_rank_killed_leaves_the_same_numbers(checkout, text, tmp_path):
+    # Dropout on: it comes from Megatron's own generators.
+    options = ("--data-path", str(text), "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+    os.environ["RECYCLE_REDUCTION"] = "exact"
+    try:
+        calm = losses(recycled(tmp_path / "calm", checkout, *options))
+        printed = recycled(tmp_path / "killed", checkout, *options, kill=("1:1", 2))
+    finally:
+        del os.environ["RECYCLE_REDUCTION"]
+    found = losses(printed)
+    assert {*calm} - {*found} <= {"3"}  # the line that the victim was about to write
+    assert found == {key: calm[key] for key in found}
+    assert "| live: 3/4 | rerouted: 4 |" in printed
+
+
+def test_the_patched_script_has_the_flag_and_without_it_is_as_before(checkout, tmp_path):
+    patched = tmp_path / "Megatron-LM"
+    shutil.copytree(checkout, patched, ignore=shutil.ignore_patterns(".git", "docs", "tests", "examples"))
+    subprocess.run(["git", "apply", str(PATCH)], cwd=patched, check=True)
+    expected = stock(checkout, "--mock-data")
+    assert losses(stock(patched, "--mock-data")) == losses(expected)
+    printed = stock(patched, "--mock-data", "--recycle", "--recycle-reduction", "exact")
+    assert printed.count("| live: 4/4 | rerouted: 0 |") == ITERATIONS
+    assert losses(printed).keys() == losses(expected).keys()
