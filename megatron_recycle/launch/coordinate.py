@@ -67,7 +67,12 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
 
     def emit(event: Mapping[str, Any]) -> None:
         fields = dict(event)
-        log.emit(fields.pop("event"), **fields)
+        name = fields.pop("event")
+        if name != "profile":
+            log.emit(name, **fields)
+        elif (costs := planning.measured(fields)) is not None:
+            log.emit("profiled", t=fields["t"], generation=fields["generation"], costs=costs.to_json())
+            coordinator.search_again()
 
     planning = Planning(args.run_dir / "plans")
     coordinator = Coordinator(

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
-from megatron_recycle.planner import Cache, ahead, improve, plan_for
+from megatron_recycle.planner import Cache, Profile, ahead, drifted, improve, plan_for, recosted
 from megatron_recycle.planner.technique import drop
 
 log = logging.getLogger(__name__)
 
 
-def problem_of(description: Mapping[str, Any], failed: frozenset[str]) -> Problem:
+def problem_of(
+    description: Mapping[str, Any], failed: frozenset[str], measured: Costs | None = None
+) -> Problem:
     """What the planner is asked for a job without its `failed` workers.
 
-    The description's `costs` are a plan file's (default: 1 for each kind of work). Its `cap` is a number of
+    The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of
+    work). Its `cap` is a number of
     activations for every worker, or an object with one for each; without it a worker may hold twice what 1F1B
     holds at most.
     """
@@ -28,7 +31,7 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str]) -> Proble
     caps = cap if isinstance(cap, dict) else {str(worker): cap for worker in grid.workers()}
     return Problem(
         grid=grid,
-        costs=Costs.uniform(grid.stages, 1, 1, 1) if costs is None else Costs.from_json(costs),
+        costs=Costs.from_json(costs) if costs else measured or Costs.uniform(grid.stages, 1, 1, 1),
         failed=tuple(Worker.parse(name) for name in failed),
         cap={Worker.parse(name): value for name, value in caps.items() if name not in failed},
         block=description.get("block") or 0,
@@ -51,15 +54,19 @@ class Planning:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._cache = Cache()
+        self._measured: Costs | None = None
+        self._durations: dict[str, dict[str, float]] = {}
         self._best: dict[frozenset[str], Plan] = {}
         self._lock = threading.Lock()
+        self.ahead: threading.Thread | None = None
+        """Makes plans ahead; None before that has begun."""
 
     def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
         with self._lock:
             known = self._best.get(failed)
         if known is None:
-            problem = problem_of(description, failed)
+            problem = problem_of(description, failed, self._measured)
             if description.get("policy") == "drop":
                 known = drop(problem)
             else:
@@ -68,6 +75,25 @@ class Planning:
                 self._best[failed] = known
         self._keep(known)
         return known.to_json()
+
+    def measured(self, profile: Mapping[str, Any]) -> Costs | None:
+        """Take in one worker's median seconds of each kind of action; returns the job's costs if they have changed
+        so much that plans should be made again."""
+        with self._lock:
+            self._durations[profile["worker"]] = {kind: profile[kind] for kind in "FBW" if kind in profile}
+            stages = 1 + max(Worker.parse(name).stage for name in self._durations)
+            durations = Profile(stages)
+            for name, seconds in self._durations.items():
+                for kind, value in seconds.items():
+                    durations.add(kind, Worker.parse(name), value)
+                durations.add("S", Worker.parse(name), 0.0)
+            costs = durations.costs()
+            if costs is None or (self._measured is not None and not drifted(self._measured, costs)):
+                return None
+            self._measured = costs
+            # What was planned for other costs is still legal, but no longer the best to begin with.
+            self._cache, self._best = Cache(), {}
+            return costs
 
     def improve(
         self,
@@ -83,13 +109,15 @@ class Planning:
         budget = float(description.get("planner_budget") or 0)
         if budget <= 0 or cancelled.is_set() or plan["source"] == "drop":
             return None
-        problem = problem_of(description, failed)
+        problem = problem_of(description, failed, self._measured)
         seed = int(description.get("seed") or 0)
-        better = improve(problem, Plan.from_json(dict(plan)), budget, seed, cancelled.is_set)
+        incumbent = recosted(problem, Plan.from_json(dict(plan)))
+        better = improve(problem, incumbent, budget, seed, cancelled.is_set)
         if not cancelled.is_set():
-            threading.Thread(
+            self.ahead = threading.Thread(
                 target=self._plan_ahead, args=(problem, budget, seed, cancelled), name="recycle-ahead", daemon=True
-            ).start()
+            )
+            self.ahead.start()
         if better is None:
             return None
         with self._lock:

@@ -296,6 +296,11 @@ class Coordinator:
         for decision in decisions:
             self._carry_out(decision)
 
+    def search_again(self) -> None:
+        """What the planner knows has changed: look for a better plan for the membership in force."""
+        if self.state.phase is Phase.TRAINING and self.state.plan is not None:
+            self._carry_out(Improve(self.state.generation, self.state.failed, self.state.plan))
+
     def _new_generation(self) -> None:
         """Timers and searches of the last generation are void."""
         self._cancelled.set()

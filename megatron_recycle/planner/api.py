@@ -70,6 +70,16 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
     return plan if plan.objective_value < incumbent.objective_value and not violations(plan) else None
 
 
+def recosted(problem: Problem, plan: Plan) -> Plan:
+    """The same orders under ``problem``'s costs, which have changed since the plan was made."""
+    if problem.costs == plan.problem.costs:
+        return plan
+    instance = build(problem)
+    table, trace = schedule_of(instance, plan)
+    found = Schedule(table, trace, *figures(instance, table, trace))
+    return plan_of(instance, found, lower_bound(problem), plan.source)
+
+
 def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
     """A schedule that came from another process, or None if its numbers do not even name actions and
     workers."""

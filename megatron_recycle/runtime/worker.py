@@ -33,10 +33,12 @@ from megatron_recycle.runtime.reduce import ExactReduction, FastReduction, Reduc
 from megatron_recycle.runtime.split import Deferring, WeightQueue
 from megatron_recycle.runtime.stage import Forward, Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
+from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Transport
 
 _POLL_SECONDS = 0.001
+_FIRST_PROFILE, _PROFILE_EVERY = 4, 25  # commits after which the measured durations go to the planner
 _LONGEST_CLOSE = 5.0
 
 
@@ -91,6 +93,8 @@ class StageWorker:
         self._next_plan: tuple[int, Plan] | None = None
         self._offer: Offer | None = None
         self._agreed = 0
+        self._commits = 0
+        self._stopwatch = Stopwatch(stage.device)
         self._transport: Transport
         self._reduction: Reduction
         self._attempt: Attempt | None = None
@@ -269,7 +273,8 @@ class StageWorker:
         if not self.place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._transport.receive(("F", pipeline, microbatch)))
-        with seeded(seed_of(self.config.seed, iteration, pipeline, microbatch, me.stage), self.stage.device):
+        with (seeded(seed_of(self.config.seed, iteration, pipeline, microbatch, me.stage), self.stage.device),
+              self._stopwatch.measure("F")):
             forward = self.stage.forward(inputs, batch)
         if forward.loss is not None:
             self._now.losses[pipeline, microbatch] = forward.loss.detach()
@@ -285,7 +290,8 @@ class StageWorker:
         forward = self._now.forwards.pop((pipeline, microbatch))
         gradients = [] if self.place.last else self._transport.receive(("B", pipeline, microbatch))
         queue = WeightQueue()
-        with self._splitter.into(queue if self._plan.problem.split_backward else None):
+        into = self._splitter.into(queue if self._plan.problem.split_backward else None)
+        with into, self._stopwatch.measure("B"):
             for_inputs = self.stage.backward(forward, gradients)
         if not self.place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)
@@ -310,7 +316,7 @@ class StageWorker:
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
         queue = self._now.queues.pop((pipeline, microbatch))
-        with torch.no_grad():
+        with torch.no_grad(), self._stopwatch.measure("W"):
             self._now.sums.add(pipeline, microbatch, queue.contributions())
         self._done(action)
 
@@ -357,6 +363,9 @@ class StageWorker:
         for pipeline, count in enumerate(self.place.grid.microbatches):
             self._data.forget(pipeline, (verdict.iteration + 1) * count)
         self.agent.committed(verdict.iteration, verdict.loss)
+        self._commits += 1
+        if self._commits == _FIRST_PROFILE or self._commits % _PROFILE_EVERY == 0:
+            self.agent.event("profile", **self._stopwatch.medians())
         if adopt and self._offer is not None:
             # Nobody has begun the iteration after next: that takes this very verdict.
             self._agreed = self._offer.number
@@ -370,7 +379,7 @@ class StageWorker:
         return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
                 "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
                 "tied": [list(stages) for stages in self.stage.tied_stages],
-                "costs": Costs.parse(config.costs or "1,1,1", grid.stages).to_json(),
+                "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,
                 "split_backward": config.split_backward, "step": config.step, "policy": config.policy,
                 "clip_norm": config.clip_norm,
                 "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,

@@ -67,12 +67,33 @@ def test_the_plans_of_what_may_fail_next_are_made_ahead() -> None:
     planning, cancelled = Planning(), threading.Event()
     description = {**DESCRIPTION, "planner_budget": 0.3}
     planning.improve(description, frozenset(), planning.plan(description, frozenset()), cancelled)
-    ahead = next(thread for thread in threading.enumerate() if thread.name == "recycle-ahead")
-    ahead.join(60)
-    assert not ahead.is_alive()
+    assert planning.ahead is not None
+    planning.ahead.join(60)
+    assert not planning.ahead.is_alive()
     for stage in range(2):
         for pipeline in range(3):
             failed = frozenset({f"{pipeline}:{stage}"})
             plan = Plan.from_json(planning.plan(description, failed))
             assert plan.stats.get("cached") and violations(plan) == []
             assert {str(worker) for worker in plan.problem.failed} == failed
+
+
+def profile(worker: str, forward: float) -> dict[str, object]:
+    return {"worker": worker, "F": forward, "B": 0.022, "W": 0.018}
+
+
+def test_measured_durations_replace_equal_costs_and_a_slow_worker_gets_less_work() -> None:
+    planning = Planning()
+    equal = Plan.from_json(planning.plan(DESCRIPTION, frozenset({"1:1"})))
+    assert equal.problem.costs.forward == (1, 1)
+    names = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
+    assert planning.measured(profile(names[1], 0.02)) is None, "stage 0 is not measured yet"
+    costs, *rest = [found for name in names if (found := planning.measured(profile(name, 0.02)))]
+    assert not rest and costs.forward == (20000, 20000) and costs.backward_weight == (18000, 18000)
+    assert planning.measured(profile("2:1", 0.021)) is None, "that is noise"
+    plan = Plan.from_json(planning.plan(DESCRIPTION, frozenset({"1:1"})))
+    assert plan.problem.costs == costs and violations(plan) == []
+    slow = planning.measured({"worker": "2:0", "F": 0.08, "B": 0.09, "W": 0.07})
+    assert slow is not None and slow.speed[Worker(2, 0)] > 3
+    given = {**DESCRIPTION, "costs": equal.problem.costs.to_json()}
+    assert problem_of(given, frozenset(), slow).costs == equal.problem.costs, "what the user says comes first"
