@@ -74,7 +74,7 @@ class Accumulator:
         """The flat sum, (numel,); zero where no micro-batch gave a gradient. Nothing can be added afterwards."""
         if not self._ahead.parameters:
             return self._block.complete()
-        for parameter in list(self._block.parameters):
+        for parameter in self._block.parameters:
             self._ahead.add(parameter, self._block.take(parameter))
         return self._ahead.complete()
 
@@ -85,29 +85,33 @@ class _Sum:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._flat: torch.Tensor | None = None
-        self.parameters: set[nn.Parameter] = set()
+        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        """Each parameter's part of the buffer, once it has a sum: a view costs as much as an addition."""
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that have a sum."""
+        return list(self._views)
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+        view = self._views.get(parameter)
+        if view is not None:
+            view.add_(gradient)
+            return
         if self._flat is None:
             self._flat = self._layout.empty()
-        view = self._layout.view(self._flat, parameter)
-        if parameter in self.parameters:
-            view.add_(gradient)
-        else:
-            view.copy_(gradient)
-            self.parameters.add(parameter)
+        view = self._views[parameter] = self._layout.view(self._flat, parameter)
+        view.copy_(gradient)
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
         """This parameter's sum, which starts anew; valid until the next addition."""
-        assert self._flat is not None
-        self.parameters.remove(parameter)
-        return self._layout.view(self._flat, parameter)
+        return self._views.pop(parameter)
 
     def complete(self) -> torch.Tensor:
         if self._flat is None:
             self._flat = self._layout.empty()
         for parameter in self._layout.parameters:
-            if parameter not in self.parameters:
+            if parameter not in self._views:
                 self._layout.view(self._flat, parameter).zero_()
         return self._flat
 
