@@ -62,6 +62,7 @@ class MegatronStage:
         self.parameters: Sequence[nn.Parameter] = [
             parameter for parameter in model.module.parameters() if parameter.requires_grad][::-1]
         self.device = self.parameters[0].device
+        self._generator = torch.Generator(self.device)
         self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
         self.averaging: Averaging = "none" if self._per_token else "before"
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
@@ -214,14 +215,10 @@ class MegatronStage:
         """Megatron's named generators, from the seed that torch's own has now, which depends on what is computed and
         not on where."""
         tracker = get_cuda_rng_tracker()
-        names = sorted(tracker.get_states())
-        if not names:
-            return
         seed = torch.initial_seed()
-        tracker.reset()
-        for name in names:
-            rank = 0 if name == "data-parallel-rng" else parallel_state.get_tensor_model_parallel_rank()
-            tracker.add(name, (seed + zlib.crc32(f"{name}:{rank}".encode())) % 2**63)
+        # Not tracker.add(), which takes the state of the device's generator away and back for each name.
+        tracker.set_states({name: self._generator.manual_seed((seed + zlib.crc32(name.encode())) % 2**63).get_state()
+                            for name in tracker.get_states()})
 
 
 def _mean(value: Sequence[float]) -> float:
