@@ -140,7 +140,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     step = partial(
         get_forward_backward_func(), forward_step_func=forward_step, model=[model],
         num_microbatches=args.microbatches, seq_length=args.length, micro_batch_size=args.batch)
-    losses, validations, begin = [], [], time.time()
+    losses, validations, times, begin = [], [], [], time.time()
 
     def evaluate() -> None:
         model.eval()
@@ -152,18 +152,19 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     for iteration in range(args.iterations):
         if args.eval_every and iteration % args.eval_every == 0:
             evaluate()
-        began = time.time()
+        began, processor = time.perf_counter(), time.process_time()
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = step(data_iterator=data, forward_only=False)
         _, norm, _ = optimizer.step()
         losses.append(mean_loss(reports))
+        times.append((time.perf_counter() - began, time.process_time() - processor))
         if (iteration + 1) % args.log_every == 0:
-            log(step.func, args, iteration + 1, time.time() - began, losses[-1], norm)
+            log(step.func, args, iteration + 1, times[-1][0], losses[-1], norm)
     state = {
         "pipeline": parallel_state.get_data_parallel_rank(), "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "arguments": {key: value for key, value in vars(args).items() if not isinstance(value, Path)},
-        "losses": losses, "validations": validations, "initial": initial,
+        "losses": losses, "times": times, "validations": validations, "initial": initial,
         "parameters": {name: value.detach() for name, value in model.module.named_parameters()},
         "optimizer": [{key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
                       for state in optimizer.optimizer.state.values()],

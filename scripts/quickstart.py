@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -27,8 +28,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 PIPELINES, STAGES, MICROBATCHES = 3, 2, 4
-SCRIPTS = {"deepspeed": "gpt_deepspeed.py"}
+SCRIPTS = {"deepspeed": "gpt_deepspeed.py", "megatron": "pretrain_gpt_megatron.py"}
 """Backend -> the training script that runs on it."""
+FOLDER = Path(__file__).resolve().parent
 LEAST_ITERATIONS = 6
 
 
@@ -69,7 +71,7 @@ def train(args: argparse.Namespace, folder: Path, kills: Sequence[Kill], console
         old.unlink()
     arguments = ["--iterations", str(args.iterations), "--stages", str(STAGES), "--microbatches", str(MICROBATCHES)]
     arguments += ["--dump", str(state), *(["--data", str(args.data)] if args.data else [])]
-    script, settings = SCRIPTS["deepspeed"], {"reduction": "exact"}
+    script, settings = SCRIPTS[args.backend], {"reduction": "exact"}
     text = TextColumn("{task.description}")
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -202,21 +204,28 @@ def compare(outcome: Outcome, reference: Outcome) -> Comparison:
     return made
 
 
+def validate(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Validation losses before and after training; by the script itself, in a process of its own."""
+    command = [sys.executable, "-W", "ignore", str(FOLDER / SCRIPTS[args.backend]), "--validate", str(folder)]
+    done = subprocess.run([*command, *(["--data", str(args.data)] if args.data else [])],
+                          stdout=subprocess.PIPE, text=True, check=True, timeout=args.limit)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: found[name] for name in ("first_validation_loss", "final_validation_loss")}
+
+
 def report_of(args: argparse.Namespace, outcome: Outcome, reference: Outcome) -> dict[str, Any]:
     """What goes into report.json."""
-    from gpt_deepspeed import validate
-
     comparison = compare(outcome, reference)
     committed = outcome.losses()
     largest = comparison.max_abs_difference
     return {
         "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
-        "backend": "deepspeed",
+        "backend": args.backend,
         "reduction": "exact",
         "iterations": args.iterations,
         "final_loss": committed.get(args.iterations - 1),
         "final_loss_fault_free": reference.losses().get(args.iterations - 1),
-        **validate(outcome.folder / "state", args.data),
+        **validate(args, outcome.folder / "state"),
         "bitwise_equal": all(comparison.equal.values()),
         "equal": comparison.equal,
         "max_abs_difference": largest if math.isfinite(largest) else None,
@@ -286,13 +295,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="quickstart.sh", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="a text file or a folder of them (default: the standard library)")
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--output", type=Path, default=Path("runs/quickstart"), help="where everything goes")
+    parser.add_argument("--backend", choices=tuple(SCRIPTS), default="deepspeed")
+    parser.add_argument("--output", type=Path, help="where everything goes (default: runs/quickstart, or "
+                                                    "runs/quickstart-megatron)")
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for each of the two jobs")
     args = parser.parse_args(argv)
     if args.iterations < LEAST_ITERATIONS:
         parser.error(f"--iterations is {args.iterations}; give {LEAST_ITERATIONS} or more")
     if args.data is not None:
         args.data = args.data.absolute()
+    if args.output is None:
+        args.output = Path("runs") / ("quickstart" if args.backend == "deepspeed" else f"quickstart-{args.backend}")
     return args
 
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """What the plugin costs while nothing fails: iterations of the quickstart's job against the stock engine.
 
-    python scripts/bench/overhead.py            # 3 rounds of stock, fast, exact
+    python scripts/bench/overhead.py                      # 3 rounds of stock, fast, exact
+    python scripts/bench/overhead.py --backend megatron   # stock is megatron-core's own 1F1B
 
-Each round runs scripts/gpt_deepspeed.py once per side, in turn and in another order each time: stock DeepSpeed
+Each round runs the backend's script once per side, in turn and in another order each time: the stock framework
 under torchrun, the plugin with `reduction: fast` and `reduction: exact` under `recycle run`. All read their data
 in the training process (DeepSpeed would start two loader processes per worker otherwise), with one thread each.
 
@@ -37,6 +38,8 @@ from megatron_recycle.launch.child import Child
 PIPELINES, STAGES, MICROBATCHES = 3, 2, 4
 WORKERS = PIPELINES * STAGES
 SIDES = ("stock", "fast", "exact")
+TRAINING = {"deepspeed": "gpt_deepspeed.py", "megatron": "pretrain_gpt_megatron.py"}
+"""Backend -> the training script that runs on it."""
 SKIPPED = 5
 """First iterations of a run that do not count."""
 
@@ -50,11 +53,13 @@ def run(side: str, args: argparse.Namespace, folder: Path) -> list[list[tuple[fl
         old.unlink()
     arguments = ["--iterations", str(args.iterations + SKIPPED), "--stages", str(STAGES), "--dump", str(folder)]
     arguments += ["--microbatches", str(MICROBATCHES), "--width", str(args.width), "--batch", str(args.batch)]
+    script = TRAINING[args.backend]
     if side == "stock":
-        run_stock([*arguments, "--in-process-data"], folder, args.limit)
+        extra = ["--in-process-data"] if args.backend == "deepspeed" else []
+        run_stock([str(SCRIPTS / script), *arguments, *extra], folder, args.limit)
     else:
         settings = {"reduction": side, "step": args.step}
-        with Job("gpt_deepspeed.py", arguments, folder, WORKERS, settings, args.limit) as job:
+        with Job(script, arguments, folder, WORKERS, settings, args.limit) as job:
             for _ in job.events():
                 pass
             job.check_ended_well()
@@ -69,7 +74,7 @@ def run_stock(arguments: Sequence[str], folder: Path, limit: float) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
     environ = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
     log = folder / "torchrun.log"
-    child = Child([*command, str(SCRIPTS / "gpt_deepspeed.py"), *arguments], environ, log)
+    child = Child([*command, *arguments], environ, log)
     try:
         status = child.wait(limit)
         if status != 0:
@@ -115,10 +120,16 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=40, help="that count, in each run")
     parser.add_argument("--width", type=int, default=96, help="of the model")
     parser.add_argument("--batch", type=int, default=4, help="windows per micro-batch")
-    parser.add_argument("--step", default="staggered", choices=("staggered", "barrier"))
+    parser.add_argument("--backend", choices=tuple(TRAINING), default="deepspeed")
+    parser.add_argument("--step", choices=("staggered", "barrier"), help="default: staggered; Megatron: barrier")
     parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for each run")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench/overhead.json"))
+    parser.add_argument("--output", type=Path, help="default: runs/bench/overhead.json, or overhead-megatron.json")
     args = parser.parse_args()
+    if args.step is None:
+        args.step = "barrier" if args.backend == "megatron" else "staggered"
+    if args.output is None:
+        args.output = Path("runs/bench") / (
+            "overhead.json" if args.backend == "deepspeed" else f"overhead-{args.backend}.json")
     exit_on_sigterm()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     output = args.output.absolute()
@@ -139,7 +150,7 @@ def main() -> int:
                           f"time ({time.monotonic() - begin:.0f} s)")
     record: dict[str, Any] = {
         "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
-        "width": args.width, "batch": args.batch, "step": args.step,
+        "backend": args.backend, "width": args.width, "batch": args.batch, "step": args.step,
         "processors": os.cpu_count(), "load_before_each_run": load,
         "ratio": ratios(runs, "seconds"), "processor_ratio": ratios(runs, "processor_seconds"), "runs": runs,
     }
