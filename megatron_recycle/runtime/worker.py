@@ -208,7 +208,7 @@ class StageWorker:
         begun = ledger.iteration == ledger.committed + 1
         self.next_attempt = 1 + (ledger.attempt if begun else self.next_attempt)
         self.agent.event("rolled_back", iteration=ledger.committed, actions=len(ledger.done) if begun else 0)
-        self.observe("recovering", ledger.iteration)
+        self.observe("recovering", ledger.committed + 1)
         self.discard_attempt()
         try:
             renew(self)
