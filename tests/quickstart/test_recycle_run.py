@@ -33,6 +33,15 @@ deepspeed.initialize = failing
 sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
+HAS_THE_FLAG = """
+import argparse, runpy, sys
+import megatron_recycle
+
+parser = argparse.ArgumentParser()
+megatron_recycle.add_arguments(parser)
+_, sys.argv[1:] = parser.parse_known_args()
+runpy.run_path({script!r}, run_name="__main__")
+"""
 TRAINING = ["--length", "16", "--width", "16", "--blocks", "2", "--batch", "2"]
 
 
@@ -90,3 +99,21 @@ def test_the_json_file_can_switch_the_plugin_off(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "none of them trained with the plugin" in done.stdout
     assert re.findall(r"^steps: (\d+)", (tmp_path / "run/worker-0.log").read_text(), re.MULTILINE) == ["1", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT + 30)
+def test_a_script_with_our_flags_trains_with_the_plugin_only_if_the_flag_is_given(tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(HAS_THE_FLAG.format(script=str(SCRIPTS / "gpt_deepspeed.py")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)]
+    training = ["--iterations", "2", "--log-every", "1", *TRAINING]
+    without = run([*command, *training], tmp_path, RECYCLE_RUN_DIR=str(tmp_path / "without"))
+    assert without.returncode == 0, without.stdout + without.stderr
+    assert "megatron-recycle" not in without.stdout + without.stderr and not (tmp_path / "without").exists()
+    given = ["--recycle", "--recycle-reduction", "exact", "--recycle-run-dir", str(tmp_path / "given")]
+    with_it = run([*command, *given, *training], tmp_path)
+    assert with_it.returncode == 0, with_it.stdout + with_it.stderr
+    assert re.search(r"reduction \.+ exact +--recycle-reduction", with_it.stdout)
+    assert [e["iteration"] for e in read_events(tmp_path / "given/events.jsonl") if e["event"] == "committed"] == [0, 1]
