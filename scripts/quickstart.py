@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -245,10 +245,10 @@ def is_good(report: dict[str, Any]) -> bool:
 
 
 def draw(outcome: Outcome, path: Path) -> None:
-    """The plan before and after the first failure."""
+    """The plan before and after the first failure, both timed with the costs that were known after it."""
     from megatron_recycle.launch.planning import plan_file
     from megatron_recycle.observe.timeline import draw_pair
-    from megatron_recycle.plan import Plan
+    from megatron_recycle.plan import Plan, lower_bound, replay
 
     def in_use(generation: int) -> Plan:
         """The plan that this generation followed in the end."""
@@ -258,8 +258,12 @@ def draw(outcome: Outcome, path: Path) -> None:
         return Plan.load(plan_file(outcome.folder / "plans", digests[-1]))
 
     first = failures(outcome)[0]
-    titles = ("all workers", f"after worker {first['worker']} was killed")
-    draw_pair(in_use(first["generation"] - 1), in_use(first["generation"]), path, titles)
+    before, after = in_use(first["generation"] - 1), in_use(first["generation"])
+    # A job starts with assumed costs and plans with measured ones later: unlike units.
+    problem = replace(before.problem, costs=after.problem.costs)
+    timeline, bound = replay(replace(before, problem=problem)), lower_bound(problem)
+    before = replace(before, problem=problem, period=timeline.period, makespan=timeline.makespan, lower_bound=bound)
+    draw_pair(before, after, path, ("all workers", f"after worker {first['worker']} was killed"))
 
 
 def show(report: dict[str, Any], console: Console) -> None:
