@@ -13,14 +13,16 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.launch.planning import Planning
+from megatron_recycle.launch.ports import listen
 from megatron_recycle.membership import Coordinator, Journal, Timeouts
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.restart import restore, untold
 from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import EventLog, read_events
 
@@ -48,21 +50,32 @@ def start_store(listener: socket.socket) -> Any:
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, State | None]:
-    """A new journal, or that of a coordinator that has died with the state that follows from it."""
+@dataclass(frozen=True)
+class Past:
+    """What is left of a coordinator that has died: `state` follows from its journal; of the events that its
+    decisions had, it has `told` some and not the `untold`."""
+
+    state: State | None = None
+    told: Sequence[Mapping[str, Any]] = ()
+    untold: Sequence[Mapping[str, Any]] = ()
+
+
+def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]:
+    """A new journal, or that of a coordinator that has died."""
     path = args.run_dir / "journal.jsonl"
     if not args.resume:
-        return Journal.create(path), None
+        return Journal.create(path), Past()
     journal = Journal.reopen(path)
     told = read_events(events) if events.exists() else []
     committed = max((event["iteration"] for event in told if event["event"] == "committed"), default=-1)
-    return journal, restore(args.size, journal.records, committed)
+    state = restore(args.size, journal.records, committed)
+    return journal, Past(state, told, untold(journal.records, told))
 
 
 async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig, starter: IO[str]) -> int:
     """Serve until the job is over; returns its status. `starter` is told where, once both services listen."""
     events = args.run_dir / "events.jsonl"
-    journal, state = open_journal(args, events)
+    journal, past = open_journal(args, events)
     log = EventLog(events)
 
     def emit(event: Mapping[str, Any]) -> None:
@@ -74,6 +87,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
             log.emit("profiled", t=fields["t"], generation=fields["generation"], costs=costs.to_json())
             coordinator.search_again()
 
+    for event in past.untold:
+        emit(event)
     planning = Planning(args.run_dir / "plans")
     coordinator = Coordinator(
         size=args.size,
@@ -83,12 +98,12 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         improve=planning.improve,
         emit=emit,
         timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
-        host=args.interface,
-        port=args.port,
+        listener=listen(args.interface, args.port),
         launched=not args.embedded,
-        state=state,
+        state=past.state,
+        told=(*past.told, *past.untold),
     )
-    listener = None if args.store_port < 0 else socket.create_server((args.interface, args.store_port))
+    listener = None if args.store_port < 0 else listen(args.interface, args.store_port)
     store_port = None if listener is None else listener.getsockname()[1]
     control = await coordinator.start()
     with starter:

@@ -15,9 +15,7 @@ from megatron_recycle.planner.technique import drop
 log = logging.getLogger(__name__)
 
 
-def problem_of(
-    description: Mapping[str, Any], failed: frozenset[str], measured: Costs | None = None
-) -> Problem:
+def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Costs | None = None) -> Problem:
     """What the planner is asked for a job without its `failed` workers.
 
     The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of

@@ -42,8 +42,12 @@ class Summary:
     def add(self, event: Mapping[str, Any]) -> str | None:
         name = event["event"]
         if name == "started":
+            if self.names:
+                return None  # told again after a reconnect
             self.names = {rank: name for name, rank in event["ranks"].items()}
         elif name == "suspected":
+            if any((f.rank, f.generation) == (event["rank"], event["generation"]) for f in self.failures):
+                return None
             self._suspected(event)
         elif name == "planned":
             for failure in self._open():

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,8 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
 
+_KEPT = ("started", "suspected")
+"""Events that a launcher is told again when it comes back."""
 _SPARE_STRANGERS = 64
 """Connections without a hello, beside one for each worker; more of them would only cost memory."""
 
@@ -87,9 +90,10 @@ class Coordinator:
         journal: where decisions are kept.
         plan, improve: the planner (this package does not know it).
         emit: gets every event, see observe.events; called in the event loop.
-        host, port: the only address to listen on; port 0 chooses one.
+        listener: a socket that listens already; without one, any free port of 127.0.0.1.
         launched: whether launchers report exits. If not, the end of a worker's connection is its exit.
         state: what `restart.restore` has read from the journal of a coordinator that has died.
+        told: the events it has told; a launcher must know of every failure, to judge its workers' ends.
     """
 
     def __init__(
@@ -102,10 +106,10 @@ class Coordinator:
         improve: Improver | None = None,
         emit: Callable[[Mapping[str, Any]], None],
         timeouts: Timeouts | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
+        listener: socket.socket | None = None,
         launched: bool = True,
         state: State | None = None,
+        told: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self.state = State(size=size) if state is None else state
         self.token = token
@@ -115,18 +119,19 @@ class Coordinator:
         self._plan = plan
         self._improve = improve
         self._emit = emit
-        self._host = host
-        self._port = port
+        self._listener = listener
         self._launched = launched
         self._workers: dict[str, Connection] = {}
         self._launchers: set[Connection] = set()
         self._connections: set[Connection] = set()
         self._progress: dict[str, Any] = {}
+        self._failures = [dict(event) for event in told if event["event"] in _KEPT]
         self._heartbeats: Heartbeats[str] = Heartbeats(self.timeouts.heartbeat_timeout)
         self._refusals: RateLimit[str] = RateLimit(60.0)
         self._cancelled = threading.Event()
         self._ended: asyncio.Future[End] | None = None
         self._quiet = asyncio.Event()
+        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.Server | None = None
 
@@ -136,7 +141,8 @@ class Coordinator:
         """Listen; returns "host:port"."""
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
-        self._server = await self._loop.create_server(lambda: Connection(self), self._host, self._port)
+        listener = self._listener or socket.create_server(("127.0.0.1", 0))
+        self._server = await self._loop.create_server(lambda: Connection(self), sock=listener)
         self._loop.call_later(self.timeouts.start_timeout, self._start_late)
         if self.state.phase is not Phase.FORMING:
             self._come_back()
@@ -165,11 +171,14 @@ class Coordinator:
             log.info("recycle: %d connections are still open", len(self._connections))
 
     async def close(self) -> None:
+        """Stop serving; nothing is decided afterwards."""
+        self._closed = True
         self._cancelled.set()
         if self._server is not None:
             self._server.close()
         for connection in tuple(self._connections):
             connection.close()
+        await asyncio.sleep(0)  # the connections notice
         self._journal.close()
 
     def interrupt(self, status: int, message: str) -> None:
@@ -240,6 +249,8 @@ class Coordinator:
         kind = message["type"]
         if kind == "hello":
             self._launchers.add(connection)
+            for event in self._failures:
+                connection.send({"type": "event", "event": event})
             if self._ended is not None and self._ended.done():
                 connection.send({"type": "end", **vars(self._ended.result())})
         elif kind == "exit":
@@ -274,7 +285,7 @@ class Coordinator:
         if silent:
             losses = tuple(Loss(incarnation, "frozen") for incarnation in silent)
             self._feed(Lost(losses, time.time() - (now - min(silent.values()))))
-        if self.state.phase is not Phase.ENDED:
+        if self.state.phase is not Phase.ENDED and not self._closed:
             pace = min(0.5, max(0.05, self.timeouts.heartbeat_interval / 2))
             self._loop.call_later(pace, self._tick)
 
@@ -289,6 +300,8 @@ class Coordinator:
     # What goes out
 
     def _feed(self, happened: Input) -> None:
+        if self._closed:
+            return
         before = self.state
         self.state, decisions = step(before, happened, time.time())
         if self.state.generation != before.generation:
@@ -346,6 +359,8 @@ class Coordinator:
             doing = self._progress.get(self._incarnation_of(event))
             event = {**event, "progress": doing} if doing else event
         self._emit(event)
+        if event["event"] in _KEPT:
+            self._failures.append(dict(event))
         for launcher in self._launchers:
             launcher.send({"type": "event", "event": dict(event)})
 

@@ -94,7 +94,7 @@ def _form(state: State, now: float) -> Step:
         "pids": {name: state.members[name].pid for name in in_order(state.members)},
         "grid": dict(description["grid"]),
     }
-    return state, (Store(notices.decided_record(state)), Emit(started), MakePlan(1, frozenset()))
+    return state, (Store(notices.decided_record(state, [started])), Emit(started), MakePlan(1, frozenset()))
 
 
 def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:

@@ -103,6 +103,8 @@ class Link:
             try:
                 self._socket = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT)
                 with self._socket:
+                    if self._socket.getsockname() == self._socket.getpeername():
+                        raise ConnectionRefusedError("met itself: nobody listens there")
                     self._serve(self._socket)
             except (OSError, WireError) as error:
                 self._failed(error)

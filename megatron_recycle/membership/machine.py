@@ -173,14 +173,15 @@ def _regenerate(state: State, lost: Mapping[str, str], since: float, now: float)
         "members": state.incarnations(),
         "out": dict(state.out),
     }
-    store = Store(notices.decided_record(state))
+    events = (*suspected, decided)
+    store = Store(notices.decided_record(state, events))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [
         Tell(tuple(state.incarnations().values()), notices.stop_message(state)),
         MakePlan(state.generation, state.failed),
         Await(state.generation),
     ]
-    tell: list[Decision] = [Emit(event) for event in (*suspected, decided)]
+    tell: list[Decision] = [Emit(event) for event in events]
     tell += [notices.fence(state, member) for member in removed]
     empty = next((s for s, names in enumerate(by_stage(state.stages, members)) if not names), None)
     state, commits = progress.committed_by_all(state, now)
@@ -258,18 +259,16 @@ def _go(state: State, now: float) -> Step:
         "resume": resume.to_json(),
         "prefix": notices.group_prefix(state.generation, incarnations),
     }
+    events = [progress.reconciled_event(state, resume, now)] if state.generation > 1 else []
     record = {
         "kind": "go",
         "generation": state.generation,
         "resume": go["resume"],
         "digest": state.plan.get("digest"),
+        "events": events,
     }
     state = progress.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
-    decisions: list[Decision] = [Store(record)]
-    if state.generation > 1:
-        decisions.append(Emit(progress.reconciled_event(state, resume, now)))
-    decisions.append(Tell(tuple(incarnations.values()), go))
-    return state, tuple(decisions)
+    return state, (Store(record), Tell(tuple(incarnations.values()), go), *map(Emit, events))
 
 
 # Ending

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.membership.state import Emit, End, Member, Phase, State, Step, Store, Tell
@@ -64,8 +64,8 @@ def fence(state: State, member: Member) -> Tell:
     return end_message((member.incarnation,), FENCED_STATUS, text)
 
 
-def decided_record(state: State) -> dict[str, Any]:
-    """What a restarted coordinator needs to know of a generation."""
+def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a restarted coordinator needs to know of a generation; it may still have to tell the `events`."""
     return {
         "kind": "decided",
         "generation": state.generation,
@@ -74,6 +74,7 @@ def decided_record(state: State) -> dict[str, Any]:
         "fenced": sorted(state.fenced),
         "committed": state.committed,
         "description": dict(state.description or {}),
+        "events": list(events),
     }
 
 
@@ -89,7 +90,7 @@ def end(state: State, status: int, message: str, now: float) -> Step:
         "out": dict(state.out),
     }
     decisions = (
-        Store({"kind": "end", "generation": state.generation, "status": status, "message": message}),
+        Store({"kind": "end", "status": status, "message": message, "events": [event]}),
         Emit(event),
         end_message(told, status, message),
         End(status, message),

@@ -38,3 +38,14 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
     if ended is not None:
         state = state.with_(phase=Phase.ENDED, ended=(ended["status"], ended["message"]))
     return state
+
+
+def untold(records: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Events of stored decisions that a coordinator died too early to tell; `told` is events.jsonl."""
+    seen = {_identity(event) for event in told}
+    stored = [dict(event) for record in records for event in record["events"]]
+    return [event for event in stored if _identity(event) not in seen]
+
+
+def _identity(event: Mapping[str, Any]) -> tuple[Any, ...]:
+    return event["event"], event.get("t"), event.get("generation"), event.get("worker")

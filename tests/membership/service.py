@@ -35,12 +35,18 @@ class Service:
         self._loop = asyncio.new_event_loop()
         settings = {"size": 6, "token": TOKEN, "plan": fake_plan, **options}
         self.coordinator = Coordinator(journal=journal, emit=self._emit, **settings)
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _emit(self, event: Mapping[str, Any]) -> None:
         with self._changed:
             self.events.append(dict(event))
             self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import socket
@@ -239,6 +240,16 @@ def test_decisions_are_on_disk_before_they_are_heard_of(running: Service, tmp_pa
     agents["0:0"]._on_stop = lambda stop: seen.put((tmp_path / "journal.jsonl").read_text())
     _kill(running, "1:1")
     assert '"kind":"decided","generation":2' in seen.get(timeout=LIMIT)
+    _close(agents)
+
+
+def test_a_coordinator_that_was_closed_decides_nothing_more(tmp_path: Path) -> None:
+    """Its own closing of the connections is not the end of the workers."""
+    with service(tmp_path, launched=False) as running:
+        agents = _all_ready(running)
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()]
+    assert kinds == ["decided", "go"]
+    assert not [event for event in running.events if event["event"] == "suspected"]
     _close(agents)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.machine import step
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.restart import restore, untold
 from tests.membership.cluster import PLAN
 
 PIPELINES, STAGES = 3, 2
@@ -87,6 +87,7 @@ class Protocol(RuleBasedStateMachine):
         self.decided: list[int] = []
         self.announced: dict[int, tuple[int, int]] = {}
         self.committed: list[int] = []
+        self.told: list[dict[str, Any]] = []
         self.end: st.End | None = None
         self.troubles = 0
         self.processes: dict[str, Process] = {}
@@ -117,8 +118,8 @@ class Protocol(RuleBasedStateMachine):
             self.plans.append(decision.generation)
         elif isinstance(decision, st.Await):
             self.limits.append(decision.generation)
-        elif isinstance(decision, st.Emit) and decision.event["event"] == "committed":
-            self._told_committed(decision.event["iteration"])
+        elif isinstance(decision, st.Emit):
+            self._tell(decision.event)
         elif isinstance(decision, st.End):
             self.end = decision
 
@@ -166,6 +167,11 @@ class Protocol(RuleBasedStateMachine):
         assert max(p.holds for p in members) - target <= 1
         assert all(point > other for other in self.announced.values()), "an attempt announced twice"
         self.announced[go["generation"]] = point
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        self.told.append(dict(event))
+        if event["event"] == "committed":
+            self._told_committed(event["iteration"])
 
     def _told_committed(self, iteration: int) -> None:
         assert iteration == (self.committed[-1] + 1 if self.committed else 0), "committed twice or out of order"
@@ -370,6 +376,8 @@ class Protocol(RuleBasedStateMachine):
         self.told_exits = 0
         last = self.committed[-1] if self.committed else -1
         self.state = restore(PIPELINES * STAGES, self.journal, last)
+        for event in untold(self.journal, self.told):
+            self._tell(event)
         if self.state.generation:
             self._feed(st.Restarted())
         for process in self._those(lambda p: True):
@@ -410,6 +418,8 @@ class Protocol(RuleBasedStateMachine):
             assert self.committed[-1] == min(stepped)
         self.the_fenced_are_no_members()
         self.a_job_ends_only_for_want_of_a_stage()
+        decided = [event["generation"] for event in self.told if event["event"] == "decided"]
+        assert decided == [generation for generation in self.decided if generation > 1], "told once, in order"
 
 
 Protocol.TestCase.settings = settings(

@@ -1,0 +1,43 @@
+"""Ports that stay ours when the process that listens on them dies and is started again.
+
+A port from the range of outgoing connections could be taken by any of them in the meantime, even by a worker
+that tries to connect to the very port and so meets itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import socket
+from pathlib import Path
+
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST = 15000
+_TRIES = 200
+
+
+def listen(interface: str, port: int) -> socket.socket:
+    """A listening socket on `interface` only; port 0 is any that no outgoing connection takes.
+
+    Raises:
+        OSError: the port, or every port that was tried, is in use.
+    """
+    if port:
+        return socket.create_server((interface, port))
+    dice = random.SystemRandom()
+    low, high = _free_range()
+    for _ in range(_TRIES):
+        try:
+            return socket.create_server((interface, dice.randrange(low, high)))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(errno.EADDRINUSE, f"no free port from {low} to {high} on {interface}")
+
+
+def _free_range() -> tuple[int, int]:
+    """The larger of the two ranges beside that of outgoing connections, end excluded."""
+    first, last = map(int, _RANGE.read_text().split())
+    below, above = (min(_LOWEST, first), first), (last + 1, 65536)
+    widest = max(below, above, key=lambda ports: ports[1] - ports[0])
+    return widest if widest[1] - widest[0] > _TRIES else (_LOWEST, 65536)
