@@ -54,6 +54,8 @@ class Planning:
         self._cache = Cache()
         self._measured: Costs | None = None
         self._durations: dict[str, dict[str, float]] = {}
+        self._live: frozenset[str] = frozenset()
+        self._heard: set[str] = set()
         self._best: dict[frozenset[str], Plan] = {}
         self._lock = threading.Lock()
         self.ahead: threading.Thread | None = None
@@ -62,6 +64,7 @@ class Planning:
     def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
         with self._lock:
+            self._live = frozenset(map(str, problem_of(description, frozenset()).grid.workers())) - failed
             known = self._best.get(failed)
         if known is None:
             problem = problem_of(description, failed, self._measured)
@@ -75,10 +78,14 @@ class Planning:
         return known.to_json()
 
     def measured(self, profile: Mapping[str, Any]) -> Costs | None:
-        """Take in one worker's median seconds of each kind of action; returns the job's costs if they have changed
-        so much that plans should be made again."""
+        """Take in one worker's median seconds of each kind of action. Once all live ones have been heard, returns the
+        job's costs if they have changed so much that plans should be made again."""
         with self._lock:
             self._durations[profile["worker"]] = {kind: profile[kind] for kind in "FBW" if kind in profile}
+            self._heard.add(profile["worker"])
+            if not self._heard >= self._live:
+                return None
+            self._heard.clear()
             stages = 1 + max(Worker.parse(name).stage for name in self._durations)
             durations = Profile(stages)
             for name, seconds in self._durations.items():

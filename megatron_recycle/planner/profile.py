@@ -10,7 +10,7 @@ from statistics import median
 from ..plan import Costs, PlanError, Worker
 
 #: a worker counts as slow (or fast) when it differs from its peers' median by more than this
-NOTABLE = 0.10
+NOTABLE = 0.25
 #: measured speeds are rounded to this, so that noise does not make every plan a new one
 SPEED_STEP = 0.05
 
