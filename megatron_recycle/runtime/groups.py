@@ -12,6 +12,7 @@ differs between survivors and would hang them.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -141,8 +142,11 @@ def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[
         TransportAborted: ``interrupted()`` became true, or a member vanished while connecting.
     """
     ordered = tuple(sorted(members, key=rank_of.__getitem__))
-    store = dist.PrefixStore(f"recycle/{prefix}", c10d._get_default_store())
-    meet(store, me, ordered, interrupted)
+    try:
+        store = dist.PrefixStore(f"recycle/{prefix}", _rendezvous(connect_timeout))
+        meet(store, me, ordered, interrupted)
+    except (RuntimeError, OSError) as error:
+        raise TransportAborted(f"generation {generation}: the rendezvous store failed: {error}") from error
 
     def group(name: str, workers: Sequence[Worker], backend: str = backend) -> dist.ProcessGroup:
         ranks = sorted(rank_of[worker] for worker in workers)
@@ -160,6 +164,13 @@ def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[
             lines={name: group(name, workers) for name, workers in lines.items()})
     except RuntimeError as error:
         raise TransportAborted(f"generation {generation}: connecting failed: {error}") from error
+
+
+def _rendezvous(timeout: float) -> dist.Store:
+    """A new connection to the job's store: the one that torch opened at the start is dead if the coordinator, which
+    hosts the store, was started again meanwhile."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                         timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
 def meet(store: dist.Store, me: Worker, members: Sequence[Worker], interrupted: Callable[[], bool]) -> None:
