@@ -90,7 +90,9 @@ class Transport:
                  device: torch.device) -> None:
         self._groups = groups
         self._device = device
-        self._sending: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        # A send that is let go of before it has ended is lost, and gloo says that it has to nobody who does not wait.
+        self._sending: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = {}
+        self._before: list[tuple[dist.Work, torch.Tensor]] = []
         self._inbound: dict[Worker, _Inbound] = {}
         self._outbound: dict[Worker, _Outbound] = {}
         self._source: dict[Message, Worker] = {}
@@ -119,7 +121,13 @@ class Transport:
                              for target, was in self._outbound.items()}, **outbound}
 
     def begin(self) -> None:
-        """A new iteration: every channel starts over, and its first receives are posted."""
+        """A new iteration: every channel starts over, and its first receives are posted.
+
+        Nobody begins one before the last but one is committed: what was sent in that has been read.
+        """
+        self._let_go(self._before)
+        self._before = [send for sends in self._sending.values() for send in sends]
+        self._sending = {}
         for channel in self._inbound.values():
             channel.posted = channel.taken = 0
             channel.pending.clear()
@@ -140,11 +148,8 @@ class Transport:
             self._sent_meta = meta_of(payload)
             if not channel.announced:
                 channel.announced = True
-                self._start_send(target, channel, encode_header(self._sent_meta).to(self._device))
-        for tensor in payload:
-            self._start_send(target, channel, _wire(tensor))
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+                payload = [encode_header(self._sent_meta).to(self._device), *payload]
+        self._sending[message] = [self._start_send(target, channel, _wire(tensor)) for tensor in payload]
 
     def receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be.
@@ -158,6 +163,9 @@ class Transport:
         channel.taken += 1
         for work in works:
             self._wait(work)
+        kind, pipeline, microbatch = message
+        if kind == "B":  # of an activation that has been read, then
+            self._let_go(self._sending.pop(("F", pipeline, microbatch), []))
         return tensors
 
     def post(self) -> None:
@@ -167,13 +175,18 @@ class Transport:
             if channel.posted < wanted and self._meta(source, channel, wait=False) is not None:
                 self._post(source, channel, wanted)
 
-    def _start_send(self, target: Worker, channel: _Outbound, tensor: torch.Tensor) -> None:
+    def _let_go(self, sends: Sequence[tuple[dist.Work, torch.Tensor]]) -> None:
+        for work, _ in sends:
+            self._wait(work)
+
+    def _start_send(self, target: Worker, channel: _Outbound,
+                    tensor: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
         try:
             work = self._groups.world.send([tensor], self._groups.rank(target), channel.number)
         except RuntimeError as error:
             raise TransportAborted(f"sending to {target} failed: {error}") from error
         channel.number += 1
-        self._sending.append((work, tensor))
+        return work, tensor
 
     def _start_receive(self, source: Worker, channel: _Inbound, tensor: torch.Tensor) -> dist.Work:
         try:

@@ -98,6 +98,7 @@ class StageWorker:
         self._transport: Transport
         self._reduction: Reduction
         self._attempt: Attempt | None = None
+        self._relay_before: LossRelay | None = None
 
     # ---- training
 
@@ -225,6 +226,8 @@ class StageWorker:
         self.next_attempt = 1
         relay = LossRelay(self.current_groups(), self.place.grid, self.stage.report_width, self._reduction, iteration,
                           self.ledger.attempt)
+        # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
+        self._relay_before = self._attempt.relay if self._attempt is not None else None
         self._attempt = Attempt(Accumulators(self._layout, self._reduction.place), relay)
         self._transport.begin()
         self._share_losses_if_complete()
