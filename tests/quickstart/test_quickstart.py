@@ -42,7 +42,7 @@ def test_two_workers_are_killed_and_the_result_is_that_of_the_run_without_failur
     text = tmp_path / "text"
     text.mkdir()
     (text / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2000)
-    command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iterations", "9", "--data", str(text)]
+    command = [sys.executable, str(SCRIPTS / "quickstart.py"), "--iterations", "15", "--data", str(text)]
     command += ["--output", str(tmp_path / "out"), "--limit", "180"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=390)
     assert done.returncode == 0, done.stdout + done.stderr
