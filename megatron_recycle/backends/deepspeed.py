@@ -220,6 +220,16 @@ class RecyclePipelineEngine(PipelineEngine):
         self._refuse_when_degraded("save_checkpoint()", "save with all workers alive")
         return super().save_checkpoint(*args, **keywords)
 
+    def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
+        if self._worker is not None:
+            raise UnsupportedError("load_checkpoint() after the first train_batch() is not supported: iterations are "
+                                   "counted from where training began. Load before training, or start a new job")
+        if self._masters:
+            raise UnsupportedError("load_checkpoint() in bf16 is not supported yet: the checkpoint has no fp32 master "
+                                   "weights, and the first step would go back to the initial ones. Use fp32, or load "
+                                   "weights into the model before deepspeed.initialize()")
+        return super().load_checkpoint(*args, **keywords)
+
     def _refuse_when_degraded(self, what: str, remedy: str) -> None:
         missing = set(self._at.grid.workers()) - set(self._worker.live()) if self._worker else None
         if missing:

@@ -145,10 +145,16 @@ class Transport:
         channel.sent += 1
         payload = [tensor.detach().contiguous() for tensor in tensors]
         if message[0] == "F":
-            self._sent_meta = meta_of(payload)
+            meta = meta_of(payload)
+            if self._sent_meta not in (None, meta):
+                raise UnsupportedError(
+                    f"worker {self._groups.me} has {_shapes(meta)} to send after {_shapes(self._sent_meta)}; "
+                    "all micro-batches must have the same shapes: pad them, and if a dataset's last micro-batch is "
+                    "smaller, drop it (DeepSpeed: \"dataloader_drop_last\": true)")
+            self._sent_meta = meta
             if not channel.announced:
                 channel.announced = True
-                payload = [encode_header(self._sent_meta).to(self._device), *payload]
+                payload = [encode_header(meta).to(self._device), *payload]
         self._sending[message] = [self._start_send(target, channel, _wire(tensor)) for tensor in payload]
 
     def receive(self, message: Message) -> list[torch.Tensor]:
@@ -226,6 +232,10 @@ class Transport:
             work.wait()
         except RuntimeError as error:
             raise TransportAborted(f"a transfer of generation {self._groups.generation} failed: {error}") from error
+
+
+def _shapes(meta: Meta | None) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in meta or ())
 
 
 def _wire(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,10 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.transport import Transport, encode_header, meta_of
 
@@ -72,3 +74,12 @@ def test_a_gradient_is_kept_until_the_next_iteration_but_one():
             down.receive(("F", 0, m))
             down.send(("B", 0, m), [torch.zeros(2)])
         assert wire.unread() == COUNT * min(iteration + 1, 2)
+
+
+def test_a_micro_batch_of_another_shape_is_refused():
+    """The receiver has posted a buffer of the first one's shape, and gloo fills as much of it as there is."""
+    up, _ = transport(UP)
+    up.begin()
+    up.send(("F", 0, 0), [torch.zeros(4, 2)])
+    with pytest.raises(UnsupportedError, match=r"float32\[3, 2\].*dataloader_drop_last"):
+        up.send(("F", 0, 1), [torch.zeros(3, 2)])
