@@ -46,9 +46,11 @@ def recover(worker: StageWorker, error: TransportAborted) -> None:
 def finish(worker: StageWorker) -> None:
     """The script has nothing more to do: stand by until that is so everywhere, since another worker may fail
     before it has made its last step."""
+    worker.tell_resumed()
     while not worker.agent.finished():
         stand_still(worker)
         _follow(worker, report(worker))
+        worker.tell_resumed()
 
 
 def _follow(worker: StageWorker, go: Go | None) -> None:

@@ -241,9 +241,8 @@ class StageWorker:
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
         self.agent.progress = {"iteration": iteration, "attempt": self.ledger.attempt, "phase": phase,
                                "action": str(action) if action else None}
-        if self._announce_resumed and action is not None:
-            self._announce_resumed = False
-            self.agent.resumed(self.generation)
+        if action is not None:
+            self.tell_resumed()
         if self._observer is not None:
             self._observer.on(phase, iteration, action)
 
@@ -457,6 +456,12 @@ class StageWorker:
     def announce_resumed(self) -> None:
         """Tell the coordinator when the next action begins."""
         self._announce_resumed = True
+
+    def tell_resumed(self) -> None:
+        """The next action begins, or there is none left to begin."""
+        if self._announce_resumed:
+            self._announce_resumed = False
+            self.agent.resumed(self.generation)
 
     @property
     def _now(self) -> Attempt:

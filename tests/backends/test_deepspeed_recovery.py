@@ -86,6 +86,15 @@ def test_a_worker_killed_between_the_steps_of(stepped, not_yet, undisturbed):
         check_survivors(job, {stepped}, undisturbed)
 
 
+@pytest.mark.parametrize("hold", [
+    Hold("0:1", "reduced", ITERATIONS - 1),
+    pytest.param(Hold("1:0", "backward", ITERATIONS - 1, 1), marks=pytest.mark.slow)], ids=str)
+def test_a_worker_killed_in_the_last_iteration(hold, undisturbed):
+    """Others may have nothing left to do than to stand by; the recovery is told to be over all the same."""
+    job = kill_and_compare([hold], undisturbed)
+    assert [event["generation"] for event in job.events if event["event"] == "resumed"] == [2]
+
+
 @pytest.mark.slow
 def test_two_workers_of_different_stages_killed_at_once(undisturbed):
     kill_and_compare([Hold("0:0", "backward", KILLED_IN, 1), Hold("2:1", "forward", KILLED_IN, 3)], undisturbed)
