@@ -82,9 +82,9 @@ def await_stop(worker: StageWorker, error: TransportAborted) -> None:
     while not worker.interrupted():
         if time.monotonic() > limit:
             raise error
-        if worker.agent.ended is not None:
-            raise JobEnded(worker.agent.ended.message, worker.agent.ended.status)
         time.sleep(_POLL_SECONDS)
+    if worker.agent.ended is not None:
+        raise JobEnded(worker.agent.ended.message, worker.agent.ended.status)
 
 
 def stand_still(worker: StageWorker) -> None:

@@ -235,8 +235,8 @@ class StageWorker:
                 interrupted=self.interrupted)
 
     def interrupted(self) -> bool:
-        """Whether a newer generation than the one in force has been announced."""
-        return self.agent.stop_generation > self.generation
+        """Whether a newer generation than the one in force has been announced, or the end of the job."""
+        return self.agent.stop_generation > self.generation or self.agent.ended is not None
 
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
         self.agent.progress = {"iteration": iteration, "attempt": self.ledger.attempt, "phase": phase,
