@@ -95,7 +95,12 @@ class RecycleConfig:
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
     heartbeat_timeout: float = _option(10.0, "silence after which a worker counts as failed", unit="s")
     report_timeout: float = _option(30.0, "time that a survivor has to report after a failure", unit="s")
-    transport_timeout: float = _option(60.0, "limit of one transfer and of building groups", unit="s")
+    transport_timeout: float = _option(
+        1800.0,
+        "limit of one transfer; failures are found by the coordinator, so that this need not be short: a worker may "
+        "pause that long in the script's own code",
+        unit="s",
+    )
     run_dir: str | None = _option(
         None, "folder for events, logs, pictures; auto: runs/ and the time of the start"
     )

@@ -169,6 +169,8 @@ def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[
 def _rendezvous(timeout: float) -> dist.Store:
     """A new connection to the job's store: the one that torch opened at the start is dead if the coordinator, which
     hosts the store, was started again meanwhile."""
+    if "MASTER_ADDR" not in os.environ:  # a job that met some other way, without a coordinator that comes back
+        return c10d._get_default_store()
     return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
                          timeout=timedelta(seconds=timeout), wait_for_workers=False)
 

@@ -28,7 +28,7 @@ def test_without_any_source_the_defaults_hold_and_say_so():
     assert (settings.heartbeat_interval, settings.heartbeat_timeout, settings.transport_timeout) == (
         0.5,
         10,
-        60,
+        1800,
     )
     assert settings.describe().count("default") == len(config.options())
 

@@ -229,6 +229,10 @@ def test_a_crowd_of_strangers_is_not_let_in_and_workers_still_are(running: Servi
         assert "not said hello" in running.await_event("refused")["reason"]
     one = agent(running.address, "0:0")
     one.ready(DESCRIPTION, report(attempt=0))
+    limit = time.monotonic() + LIMIT
+    while "0:0/0" not in running.coordinator.state.known:  # refused until the server has seen the crowd go
+        assert time.monotonic() < limit
+        time.sleep(0.01)
     one.event("here")
     running.await_event("here")
     one.close()
