@@ -104,3 +104,15 @@ def test_tied_weights_and_bf16(tied, bf16, stages, clipping, hold):
                             for name in waiting[rank].value["parameters"] if "token.weight" in name)
                        for ranks in ([0], [2 * stages - 1]))
         assert (first == last).all()
+
+
+@pytest.mark.slow
+def test_recomputed_activations_have_the_randomness_of_their_own_forward():
+    """With DeepSpeed's activation checkpointing, whose recomputation runs inside B, guests included."""
+    options = {**arguments(2, 2, 0.0), "checkpoint": 1, "dropout": 0.3}
+    hold = Hold("0:1", "weight", 2, 1)
+    calm = run(gpt_job.train, 4, options)
+    with Job(gpt_job.train, 4, options, [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {hold.worker}, calm)
