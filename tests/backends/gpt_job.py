@@ -24,11 +24,15 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 class Text(Dataset):
     """Next-token prediction on fixed random tokens."""
 
+    def __init__(self, first_seed: int = 0) -> None:
+        self.first_seed = first_seed
+
     def __len__(self) -> int:
         return 997
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(
+            self.first_seed + index))
         return tokens[:-1], tokens[1:]
 
 
@@ -91,7 +95,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
           tied: bool = False, bf16: bool = False, mistake: str | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members"} of this worker."""
-    if mistake and mistake != "apart":
+    if mistake and mistake not in ("apart", "data"):
         make(mistake)
     if plugin:
         stage, pipeline = divmod(rank, pipelines)  # DeepSpeed's order of ranks: checked by the engine's own place
@@ -119,7 +123,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if bf16:
         ds_config["bf16"] = {"enabled": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
-                                      training_data=Text() if plugin else None)
+                                      training_data=Text(rank if mistake == "data" else 0) if plugin else None)
     if mistake == "apart" and rank == 1:
         next(engine.module.parameters()).data[0] += 1
     if not plugin:

@@ -1,0 +1,29 @@
+"""Data that no other worker could read is refused, and stages that read different data are found out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_recycle.backends.deepspeed import RecyclePipelineEngine
+from megatron_recycle.backends.options import Options
+from megatron_recycle.errors import DataError
+from tests.backends import gpt_job
+from tests.harness import Job
+
+
+def test_a_bare_iterator_is_refused_with_both_remedies():
+    engine = SimpleNamespace(_options=Options())
+    with pytest.raises(DataError, match="training_data") as refusal:
+        RecyclePipelineEngine.train_batch(engine, iter([]))
+    assert "enable(data=factory)" in str(refusal.value)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_dataset_that_differs_between_first_and_last_stage_ends_the_job():
+    with Job(gpt_job.train, 6, {"mistake": "data"}, limit=40) as job:
+        results = job.wait()
+        assert all(result.status == 1 for result in results.values()), job.where()
+    assert any("read different data" in (result.error or "") for result in results.values())
