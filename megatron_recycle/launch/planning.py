@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.membership.names import Process
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import Cache, Profile, ahead, drifted, improve, plan_for, recosted
 from megatron_recycle.planner.technique import drop
@@ -80,9 +81,10 @@ class Planning:
     def measured(self, profile: Mapping[str, Any]) -> Costs | None:
         """Take in one worker's median seconds of each kind of action. Once all live ones have been heard, returns the
         job's costs if they have changed so much that plans should be made again."""
+        worker = str(Process.parse(profile["worker"]).worker)  # a worker's parts take the same time
         with self._lock:
-            self._durations[profile["worker"]] = {kind: profile[kind] for kind in "FBW" if kind in profile}
-            self._heard.add(profile["worker"])
+            self._durations[worker] = {kind: profile[kind] for kind in "FBW" if kind in profile}
+            self._heard.add(worker)
             if not self._heard >= self._live:
                 return None
             self._heard.clear()

@@ -73,6 +73,7 @@ class Summary:
                 event["generation"],
                 event["iteration"],
                 event.get("ms", 0.0),
+                event.get("ms", 0.0) if event.get("spare") else None,  # training did not stop for it
             )
         )
 

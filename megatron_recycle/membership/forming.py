@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_recycle.membership import notices
+from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.state import (
     Emit,
     Exited,
@@ -17,7 +18,6 @@ from megatron_recycle.membership.state import (
     State,
     Step,
     Store,
-    in_order,
 )
 from megatron_recycle.plan.grid import Grid
 
@@ -71,10 +71,13 @@ def _form(state: State, now: float) -> Step:
     """All workers are ready: generation 1."""
     description = next(iter(state.descriptions.values()))
     grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
-    wanted = {str(worker) for worker in grid.workers()}
+    parts = description.get("parts", 1)
+    wanted = {str(Process(worker, part)) for worker in grid.workers()
+              for part in (range(parts) if parts > 1 else (None,))}
     if wanted != set(state.descriptions):
         text = (
-            f"the grid has {grid.pipelines} pipelines x {grid.stages} stages, but the workers are "
+            f"the grid has {grid.pipelines} pipelines x {grid.stages} stages"
+            + (f" x {parts} parts" if parts > 1 else "") + ", but the workers are "
             f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
         )
         return notices.end(state, 1, text, now)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_recycle.membership import forming, notices, progress
+from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import (
     Adopted,
@@ -27,6 +28,7 @@ from megatron_recycle.membership.state import (
     Loss,
     Lost,
     MakePlan,
+    Member,
     Phase,
     PlanFailed,
     Planned,
@@ -39,7 +41,6 @@ from megatron_recycle.membership.state import (
     Step,
     Store,
     Tell,
-    in_order,
 )
 
 
@@ -61,6 +62,8 @@ def _hello(state: State, happened: Hello, now: float) -> Step:
         return state, (notices.fence(state, member),)
     if state.member(member.incarnation) is not None:
         return _came_back(state, happened, now)
+    if member in state.spares.values():
+        return state, (Tell((member.incarnation,), notices.stop_message(state)),)
     if state.phase is not Phase.FORMING:
         text = f"worker {member.worker} cannot join: the job runs in generation {state.generation} already"
         return state, (notices.refuse(member, text),)
@@ -119,10 +122,19 @@ def _exited(state: State, happened: Exited, now: float) -> Step:
     member = next((m for m in state.known.values() if (m.rank, m.pid) == (happened.rank, happened.pid)), None)
     if state.phase is Phase.FORMING:
         return forming.exited_early(state, member, happened, now)
+    if member is not None and member in state.spares.values():
+        return _lost_spare(state, member, happened, now)
     if member is None or state.member(member.incarnation) is None:
         return state, ()
     left = not happened.status and member.worker in state.finished
     return _lost(state, Lost((Loss(member.incarnation, "leave" if left else "exit"),), happened.since), now)
+
+
+def _lost_spare(state: State, spare: Member, happened: Exited, now: float) -> Step:
+    """Training does not notice, but the launcher has to know that this end was a failure."""
+    kept = {name: other for name, other in state.spares.items() if other != spare}
+    event = {**notices.suspected(state, spare, "exit", happened.since, now), "spare": True}
+    return state.with_(spares=kept, fenced=state.fenced | {spare.incarnation}), (Emit(event),)
 
 
 def _reports_late(state: State, happened: ReportsLate, now: float) -> Step:
@@ -133,29 +145,21 @@ def _reports_late(state: State, happened: ReportsLate, now: float) -> Step:
 
 
 def _regenerate(state: State, lost: Mapping[str, str], since: float, now: float) -> Step:
-    """Generation g+1 without `lost`: decided, stored, announced; everything of g is void."""
+    """Generation g+1 without `lost`: decided, stored, announced; everything of g is void.
+
+    The other parts of a lost worker are spares: told of it, and without work.
+    """
     removed = [state.members[name] for name in in_order(lost)]
-    suspected = [
-        {
-            "event": "suspected",
-            "t": now,
-            "generation": state.generation,
-            "iteration": state.committed + 1,
-            "worker": member.worker,
-            "kind": lost[member.worker],
-            "ms": round((now - since) * 1000, 3),
-            "rank": member.rank,
-            "pid": member.pid,
-        }
-        for member in removed
-    ]
+    suspected = [notices.suspected(state, member, lost[member.worker], since, now) for member in removed]
     first = since if state.since is None else min(state.since, since)
-    members = {name: member for name, member in state.members.items() if name not in lost}
+    idle = siblings(state.members, lost)
+    members = {name: member for name, member in state.members.items() if name not in lost and name not in idle}
     state = state.with_(
         phase=Phase.RECOVERING,
         generation=state.generation + 1,
         members=members,
-        out={**state.out, **lost},
+        out={**state.out, **lost, **dict.fromkeys(idle, "spare")},
+        spares={**state.spares, **{name: state.members[name] for name in idle}},
         fenced=state.fenced | {member.incarnation for member in removed},
         reports={},
         plan=None,
@@ -177,7 +181,7 @@ def _regenerate(state: State, lost: Mapping[str, str], since: float, now: float)
     store = Store(notices.decided_record(state, events))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [
-        Tell(tuple(state.incarnations().values()), notices.stop_message(state)),
+        Tell(state.reachable(), notices.stop_message(state)),
         MakePlan(state.generation, state.failed),
         Await(state.generation),
     ]

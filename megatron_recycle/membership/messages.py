@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.wire import Message, WireError
-from megatron_recycle.plan.grid import Grid, Worker
+from megatron_recycle.plan.grid import Grid
 
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
@@ -88,7 +89,7 @@ def check_report(report: Mapping[str, Any]) -> None:
 
 def _check_worker(name: str) -> None:
     try:
-        plain = str(Worker.parse(name))
+        plain = str(Process.parse(name))
     except ValueError as error:
         raise WireError(f"hello: {error}") from error
     if plain != name:

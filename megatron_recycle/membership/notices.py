@@ -64,6 +64,21 @@ def fence(state: State, member: Member) -> Tell:
     return end_message((member.incarnation,), FENCED_STATUS, text)
 
 
+def suspected(state: State, member: Member, kind: str, since: float, now: float) -> dict[str, Any]:
+    """The event of a failure that was found; `since` is when it happened."""
+    return {
+        "event": "suspected",
+        "t": now,
+        "generation": state.generation,
+        "iteration": state.committed + 1,
+        "worker": member.worker,
+        "kind": kind,
+        "ms": round((now - since) * 1000, 3),
+        "rank": member.rank,
+        "pid": member.pid,
+    }
+
+
 def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What a restarted coordinator needs to know of a generation; it may still have to tell the `events`."""
     return {
@@ -72,6 +87,7 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "members": {name: vars(member) for name, member in state.members.items()},
         "out": dict(state.out),
         "fenced": sorted(state.fenced),
+        "spares": {name: vars(member) for name, member in state.spares.items()},
         "committed": state.committed,
         "description": dict(state.description or {}),
         "events": list(events),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import (
     Adopted,
@@ -21,7 +22,6 @@ from megatron_recycle.membership.state import (
     State,
     Step,
     Tell,
-    in_order,
 )
 
 
@@ -81,7 +81,7 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
             "attempt": resume.attempt,
             "iteration": resume.next,
             "ms": state.ms(last),
-            "survivors": len(state.members),
+            "survivors": len(workers_of(state.members)),
         }
         decisions.append(Emit(event))
     reached = {name: max(state.committed_by.get(name, -1), resume.target) for name in state.members}

@@ -22,14 +22,16 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
     state = State(size=size)
     if decided is not None:
         members = {name: Member(**fields) for name, fields in decided["members"].items()}
+        spares = {name: Member(**fields) for name, fields in decided["spares"].items()}
         last = max(committed, decided["committed"])
         state = state.with_(
             phase=Phase.RETURNING,
             generation=decided["generation"],
-            known={member.incarnation: member for member in members.values()},
+            known={member.incarnation: member for member in (*members.values(), *spares.values())},
             members=members,
             out=decided["out"],
             fenced=frozenset(decided["fenced"]),
+            spares=spares,
             description=decided["description"],
             committed=last,
         )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_recycle.plan.grid import Worker
+from megatron_recycle.membership.names import Process, in_order
 
 Report = Mapping[str, Any]
 
@@ -54,12 +54,18 @@ RESTART = "Restart the job from its last checkpoint with the same command."
 
 
 def by_stage(stages: int, members: Iterable[str], stage_of: Mapping[str, int] | None = None) -> list[list[str]]:
-    """The members of each stage, in worker order."""
+    """The processes of each stage, in worker order."""
     moved = stage_of or {}
     found: list[list[str]] = [[] for _ in range(stages)]
-    for name in sorted(members, key=Worker.parse):
-        found[moved.get(name, Worker.parse(name).stage)].append(name)
+    for name in in_order(members):
+        found[moved.get(name, Process.parse(name).worker.stage)].append(name)
     return found
+
+
+def _by_part(names: Sequence[str]) -> list[list[str]]:
+    """A stage's processes that hold the same parameters: the same part of each worker."""
+    parts = sorted({Process.parse(name).part or 0 for name in names})
+    return [[name for name in names if (Process.parse(name).part or 0) == part] for part in parts]
 
 
 def decide(
@@ -72,7 +78,8 @@ def decide(
 ) -> Resume | Stop:
     """The resume point of a generation.
 
-    `members` maps worker to incarnation; `reports` has one report for each (see the wire protocol).
+    `members` maps process to incarnation; `reports` has one report for each (see the wire protocol).
+    A stage holds what each of its parts holds somewhere.
     `announced` is the (next, attempt) of the last generation that was told to go: an attempt may have been
     announced without any survivor having begun it, and attempts only grow.
     """
@@ -80,10 +87,12 @@ def decide(
     for stage, workers in enumerate(peers):
         if not workers:
             return Stop(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
-    target, lagging = _target(peers, reports)
+    holding = [(stage, names) for stage, workers in enumerate(peers) for names in _by_part(workers)]
+    target, lagging = _target([names for _, names in holding], reports)
     if lagging is not None:
+        stage, names = holding[lagging]
         return Stop(
-            f"stage {lagging} holds nothing newer than iteration {_best(peers[lagging], reports)}, but "
+            f"stage {stage} holds nothing newer than iteration {_best(names, reports)}, but "
             f"another stage is at {target + 1}: they cannot be brought together. {RESTART}"
         )
     # A step that is not committed can be undone; one that is cannot.
@@ -101,10 +110,13 @@ def decide(
     attempt = 1 + max((report["attempt"] for report in again), default=0)
     if announced is not None and announced[0] == following:
         attempt = max(attempt, announced[1] + 1)
-    redone = sum(report["actions"] for report in again) + sum(
-        report["actions"] + report.get("earlier", 0) for report in reports.values() if report["iteration"] > following
+    redone = sum(
+        report["actions"] + (report.get("earlier", 0) if report["iteration"] > following else 0)
+        for name, report in reports.items()
+        if report["iteration"] >= following and not Process.parse(name).part  # a worker's parts do the same
     )
-    return Resume(target, following, attempt, verdict, _copies(target, peers, reports), redone)
+    copies = _copies(target, [names for _, names in holding], reports)
+    return Resume(target, following, attempt, verdict, copies, redone)
 
 
 def _best(workers: Sequence[str], reports: Mapping[str, Report]) -> int:
@@ -112,13 +124,13 @@ def _best(workers: Sequence[str], reports: Mapping[str, Report]) -> int:
 
 
 def _target(peers: Sequence[Sequence[str]], reports: Mapping[str, Report]) -> tuple[int, int | None]:
-    """The newest iteration that some member of every stage holds, at most one behind the newest of all;
-    beside it the stage that is too far behind, if one is."""
+    """The newest iteration that some member of all peers holds, at most one behind the newest of all;
+    beside it the index of peers that are too far behind, if some are."""
     held = [_best(workers, reports) for workers in peers]
     newest = max(held)
     if min(held) == newest:
         return newest, None
-    lagging = next((stage for stage, best in enumerate(held) if best < newest - 1), None)
+    lagging = next((index for index, best in enumerate(held) if best < newest - 1), None)
     return newest - 1, lagging
 
 

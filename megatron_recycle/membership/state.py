@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.plan.grid import Worker
 
 Message = Mapping[str, Any]
 
@@ -34,6 +34,7 @@ class Member:
     """A process that stands for a position of the grid; the incarnation is random per process."""
 
     worker: str
+    """Its name (see `names`): the position, with the part of it where a worker is several processes."""
     rank: int
     incarnation: str
     pid: int
@@ -55,6 +56,8 @@ class State:
     """Positions without a live worker, and the kind of failure."""
     fenced: frozenset[str] = frozenset()
     """Incarnations that were declared out; they are never members again."""
+    spares: Mapping[str, Member] = field(default_factory=dict)
+    """Live processes that have no work, by name: the other parts of a worker that has lost one."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process ended well before it said hello."""
     descriptions: Mapping[str, Message] = field(default_factory=dict)
@@ -89,11 +92,16 @@ class State:
 
     @property
     def failed(self) -> frozenset[str]:
-        return frozenset(self.out)
+        """Workers that are out, wholly or in part: to the planner that is the same."""
+        return frozenset(map(str, workers_of(self.out)))
 
     def incarnations(self) -> dict[str, str]:
-        """Member positions and their incarnations, as the wire and the group prefix want them."""
+        """Member names and their incarnations, as the wire and the group prefix want them."""
         return {name: self.members[name].incarnation for name in in_order(self.members)}
+
+    def reachable(self) -> tuple[str, ...]:
+        """Incarnations of all that are told of a new generation: members and spares."""
+        return (*self.incarnations().values(), *(self.spares[name].incarnation for name in in_order(self.spares)))
 
     def member(self, incarnation: str) -> Member | None:
         """The member of this incarnation; None if it is unknown, out, or not yet in."""
@@ -107,11 +115,6 @@ class State:
 
     def with_(self, **changes: Any) -> State:
         return replace(self, **changes)
-
-
-def in_order(names: Any) -> list[str]:
-    """Worker names in grid order, pipeline by pipeline."""
-    return sorted(names, key=Worker.parse)
 
 
 # What happens

@@ -1,0 +1,133 @@
+"""Workers of several processes (tensor parallelism): lost as a whole when one part is, the other parts idle."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.messages import FROM_WORKER, check
+from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
+from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.resume import Resume, Stop, decide
+from megatron_recycle.membership.wire import WireError
+from megatron_recycle.plan import Worker
+from tests.membership.cluster import Cluster, endings, events, report, told
+
+
+class Parts(Cluster):
+    """2 x 2 workers of two processes each."""
+
+    def __init__(self) -> None:
+        super().__init__(pipelines=2, stages=2)
+        self.names = [f"{worker}.{part}" for worker in self.names for part in range(2)]
+        self.state = st.State(size=len(self.names))
+
+    def train(self) -> Parts:
+        for name in self.names:
+            self.hello(name)
+        for name in self.names:
+            self.ready(name, parts=2)
+        self.plan()
+        self.resume_all()
+        assert self.state.phase is st.Phase.TRAINING
+        return self
+
+
+def test_names() -> None:
+    assert Process.parse("10:2.1") == Process(Worker(10, 2), 1) and str(Process(Worker(10, 2), 1)) == "10:2.1"
+    assert Process.parse("1:2") == Process(Worker(1, 2)) and str(Process(Worker(1, 2))) == "1:2"
+    assert in_order(["1:0.0", "0:1.1", "0:1.0"]) == ["0:1.0", "0:1.1", "1:0.0"]
+    assert workers_of(["0:1.1", "0:1.0", "0:0.1"]) == [Worker(0, 0), Worker(0, 1)]
+    assert siblings(["0:1.0", "0:1.1", "1:1.0"], ["0:1.1"]) == ["0:1.0"]
+
+
+@pytest.mark.parametrize("name", ["1:2.", "1:2.x", "1:2.01", "1.2", ".1"])
+def test_other_names_are_refused_at_the_door(name) -> None:
+    hello = {"worker": name, "rank": 0, "incarnation": "a", "pid": 1, "host": "h", "generation": 0}
+    with pytest.raises(WireError):
+        check({"type": "hello", **hello}, FROM_WORKER)
+
+
+def test_a_wrong_number_of_parts_is_told() -> None:
+    cluster = Parts()
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names[:-1]:
+        cluster.ready(name, parts=4)
+    (end,) = endings(cluster.ready(cluster.names[-1], parts=4))
+    assert "x 4 parts" in end.message and "start 16 processes" in end.message
+
+
+def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle() -> None:
+    cluster = Parts().train()
+    decisions = cluster.exit("0:1.1")
+    ((to, stop),) = told(decisions, "stop")
+    assert to == set(cluster.names) - {"0:1.1"}
+    assert set(stop["members"]) == to - {"0:1.0"}
+    assert stop["out"] == {"0:1.1": "exit", "0:1.0": "spare"}
+    assert st.MakePlan(2, frozenset({"0:1"})) in decisions
+    assert [event["worker"] for event in events(decisions, "suspected")] == ["0:1.1"]
+    ((to, _),) = told(decisions, "end")
+    assert to == {"0:1.1"}
+    assert set(cluster.state.spares) == {"0:1.0"}
+    cluster.plan()
+    ((to, _),) = told(cluster.reports(), "go")
+    assert to == set(stop["members"])
+    (resumed,) = events(cluster.resume_all(), "resumed")
+    assert resumed["survivors"] == 3
+    # What it says counts for nothing, and it is told how the job ends.
+    before = cluster.state
+    assert cluster.feed(st.Reported("0:1.0/0", 2, report())) == [] and cluster.state is before
+    for name in stop["members"]:
+        decisions = cluster.feed(st.Finished(f"{name}/0", 2))
+    ((to, end),) = told(decisions, "end")
+    assert end["status"] == 0 and to == {*stop["members"], "0:1.0"}
+
+
+def test_both_parts_lost_at_once_are_one_decision_without_a_spare() -> None:
+    cluster = Parts().train()
+    lost = tuple(st.Loss(f"0:1.{part}/0", "frozen") for part in range(2))
+    decisions = cluster.feed(st.Lost(lost, cluster.now))
+    ((_, stop),) = told(decisions, "stop")
+    assert stop["out"] == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.spares
+
+
+def test_a_spare_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None:
+    cluster = Parts().train()
+    cluster.exit("0:1.1")
+    (emitted,) = cluster.exit("0:1.0")
+    assert isinstance(emitted, st.Emit) and emitted.event["event"] == "suspected" and emitted.event["spare"]
+    assert cluster.state.generation == 2 and not cluster.state.spares
+
+
+def test_a_spare_that_comes_back_to_another_coordinator_idles_on() -> None:
+    cluster = Parts().train()
+    cluster.exit("0:1.1")
+    cluster.state = restore(8, [dict(one.record) for one in cluster.log if isinstance(one, st.Store)])
+    ((to, stop),) = told(cluster.hello("0:1.0"), "stop")
+    assert to == {"0:1.0"} and "0:1.0" not in stop["members"]
+
+
+def test_a_stage_without_a_whole_worker_ends_the_job() -> None:
+    cluster = Parts().train()
+    cluster.exit("0:1.1")
+    (end,) = endings(cluster.exit("1:1.0"))
+    assert end.status == 1 and "stage 1 has lost its last worker" in end.message
+
+
+def test_a_stage_holds_only_what_each_part_holds() -> None:
+    reports = {f"{d}:{s}.{p}": report(iteration=5, holds=4, actions=3) for d in (0, 1) for s in (0, 1) for p in (0, 1)}
+    for name in ("0:0.0", "0:0.1", "1:1.0", "0:1.1"):
+        reports[name] = report(iteration=5, holds=5, stepped=4, actions=8)
+    members = dict.fromkeys(reports, "x")
+    assert decide(2, members, reports) == Resume(
+        5, 6, 1, None, {"1:0.0": "0:0.0", "1:0.1": "0:0.1", "0:1.0": "1:1.0", "1:1.1": "0:1.1"})
+    reports["0:1.1"] = report(iteration=5, holds=4, actions=3)  # part 1 of stage 1 is held nowhere
+    resume = decide(2, members, reports)
+    assert isinstance(resume, Resume) and (resume.target, resume.next) == (4, 5)
+    assert resume.redone == 8 + 3 + 3 + 8
+    for name in reports:
+        if name.endswith(".0"):
+            reports[name] = report(iteration=7, holds=6, stepped=6)
+    stop = decide(2, members, reports)
+    assert isinstance(stop, Stop) and "stage 1 holds nothing newer than iteration 4" in stop.message
