@@ -81,7 +81,7 @@ class HoldingObserver:
 
 
 def _child(body: Callable[..., Any], rank: int, size: int, port: int, coordinator: str, token: str,
-           holds: Sequence[Hold], arguments: Mapping[str, Any], pipe: Connection, log: str) -> None:
+           holds: Sequence[Hold], arguments: Mapping[str, Any], pipe: Connection, log: str, joining: bool) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -90,6 +90,8 @@ def _child(body: Callable[..., Any], rank: int, size: int, port: int, coordinato
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
         "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+    if joining:
+        os.environ["RECYCLE_JOIN"] = "1"
     if coordinator:
         os.environ.update({"RECYCLE_COORDINATOR": coordinator, "RECYCLE_TOKEN": token})
     torch.set_num_threads(1)
@@ -128,20 +130,31 @@ class Job:
         self._changed = threading.Condition()
         self._deadline = time.monotonic() + self.limit
         self._store = _store(self.size)
-        address = self._start_coordinator() if self.coordinated else ""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(_PRELOAD))
-        self.processes, self._pipes = [], {}
-        for rank in range(self.size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_child, args=(
-                self.body, rank, self.size, self._store.port, address, "token", tuple(self.holds),
-                dict(self.arguments), theirs, str(self.folder / f"worker-{rank}.log")))
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self._pipes[rank] = ours
+        self._address = self._start_coordinator() if self.coordinated else ""
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(_PRELOAD))
+        self._pipes: dict[int, Connection] = {}
+        self.processes = [self._start(rank, self.holds, self.arguments) for rank in range(self.size)]
         return self
+
+    def _start(self, rank: int, holds: Sequence[Hold], arguments: Mapping[str, Any], joining: bool = False) -> Any:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_child, args=(
+            self.body, rank, self.size, self._store.port, self._address, "token", tuple(holds), dict(arguments), theirs,
+            str(self.folder / f"worker-{rank}.log"), joining))
+        process.start()
+        theirs.close()
+        self._pipes[rank] = ours
+        return process
+
+    def rejoin(self, rank: int, *holds: Hold, **arguments: Any) -> None:
+        """Start a process for the place of one that has ended, to join the running job; `holds` and changed
+        `arguments` are this process's own."""
+        assert self.results[rank].status is not None, f"rank {rank} still runs"
+        self._pipes[rank].close()
+        self.results[rank] = Result()
+        self._silent.discard(rank)
+        self.processes[rank] = self._start(rank, holds, {**self.arguments, **arguments}, joining=True)
 
     def __exit__(self, *failure: object) -> None:
         if failure[0] is not None:
@@ -217,6 +230,12 @@ class Job:
         while any(result.status is None for result in self.results.values()):
             self._pump("the end")
         return self.results
+
+    def wait_ended(self, rank: int) -> Result:
+        """Until the process of this rank has ended."""
+        while self.results[rank].status is None:
+            self._pump(f"the end of rank {rank}")
+        return self.results[rank]
 
     def _pump(self, what: str) -> None:
         """Take in what the workers tell, until something new has happened."""

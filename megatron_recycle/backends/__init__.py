@@ -9,6 +9,7 @@ from megatron_recycle.backends import megatron_hook
 from megatron_recycle.backends.lazy import when_imported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.runtime.coming import is_joining, stand_alone
 from megatron_recycle.runtime.data import Factory
 from megatron_recycle.runtime.interpreter import Observer
 from megatron_recycle.runtime.link import Embed
@@ -24,6 +25,8 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
     brings none.
     """
     options = Options(config, flags, data, observer, embed)
+    if is_joining():
+        stand_alone()
     installed = [name for name in ("deepspeed", "megatron") if find_spec(name) is not None]
     if not installed:
         raise ImportError("megatron-recycle found no framework to plug into; install one with "

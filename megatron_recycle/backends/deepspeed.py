@@ -12,6 +12,7 @@ import atexit
 import copy
 import functools
 import json
+import logging
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +21,6 @@ from typing import Any
 
 import deepspeed
 import torch
-import torch.distributed as dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
@@ -32,13 +32,14 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.coming import backend_for
 from megatron_recycle.runtime.data import Batch, DatasetSource, DataSource, FactorySource
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.reduce import Averaging
 from megatron_recycle.runtime.split import Splitter
-from megatron_recycle.runtime.stage import Forward, Tie
+from megatron_recycle.runtime.stage import Forward, Tie, fingerprint
 from megatron_recycle.runtime.worker import StageWorker
 
 _STOCK = "recycle_stock_initialize"
@@ -102,6 +103,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._at = place
         self._worker: StageWorker | None = None
         self._seconds = 0.0  # of training since the last log line
+        self._asked = 0  # the iteration that the script asks for next
         self._agent = connect(place, settings, options.embed, self._abort_transport)
         atexit.register(self._finish)
         if place.me.pipeline == 0:
@@ -131,12 +133,26 @@ class RecyclePipelineEngine(PipelineEngine):
                                        observer=self._options.observer)
         begin = time.monotonic()
         try:
-            loss = super().train_batch()
+            loss = self._train_iteration(self._worker)
         except JobEnded as end:
-            get_logger().error("megatron-recycle: %s", end)
+            get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
             raise SystemExit(end.status) from None
         self._seconds += time.monotonic() - begin
         self._log_as_rank_zero(self._worker, loss)
+        return loss
+
+    def _train_iteration(self, worker: StageWorker) -> torch.Tensor:
+        """The iteration that the script asks for. One that the job had done before this worker came in is over at
+        once, with the last known loss, so that the script's loop ends where the others' do."""
+        if worker.generation == 0:
+            self._asked = self.global_steps
+        worker.begin(self._asked)
+        if worker.has_done(self._asked):
+            self._loss = worker.train(self._asked)
+            loss = self._aggregate_total_loss()
+        else:
+            loss = super().train_batch()
+        self._asked += 1
         return loss
 
     def _abort_transport(self, generation: int) -> None:
@@ -173,7 +189,7 @@ class RecyclePipelineEngine(PipelineEngine):
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         if isinstance(pipe_schedule, deepspeed.runtime.pipe.schedule.TrainSchedule):
             assert self._worker is not None
-            self._loss = self._worker.train(self.global_steps)
+            self._loss = self._worker.train(self._asked)
         else:
             super()._exec_schedule(pipe_schedule)
 
@@ -251,6 +267,7 @@ class DeepSpeedStage:
         self._stepped: Sequence[nn.Parameter] = [engine._masters.get(parameter, parameter)
                                                  for parameter in self.parameters]
         self.gradient_dtype = torch.float32 if engine._masters else None
+        self.model = f"{fingerprint(self.parameters)}, optimizer {type(engine.optimizer).__name__}"
         self.tied_stages = _tied_stages(engine.module)
         self.ties = _ties(engine)
         self._checked_buffers = False
@@ -341,6 +358,24 @@ class DeepSpeedStage:
                     tensors[f"{key} {index}"] = value
         return tensors
 
+    def fixed(self) -> dict[str, torch.Tensor]:
+        trained = set(map(id, self.parameters))
+        frozen = {f"frozen {name}": parameter.data for name, parameter in self._engine.module.named_parameters()
+                  if id(parameter) not in trained}
+        return {**frozen, **{f"buffer {name}": value for name, value in self._engine.module.named_buffers()}}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
+        self.reset_state(tensors.keys())
+        own = {**self.state(), **self.fixed()}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name in own:
+                    own[name].copy_(tensor)
+                else:  # the optimizer makes its state at the first step
+                    key, index = name.rsplit(" ", 1)
+                    self._engine.optimizer.state[self._stepped[int(index)]][key] = tensor
+        self.set_counters(counters)
+
     def reset_state(self, names: Collection[str]) -> None:
         for index, parameter in enumerate(self._stepped):
             kept = self._engine.optimizer.state.get(parameter, {})
@@ -419,4 +454,4 @@ def _place(engine: PipelineEngine) -> Place:
                for pipeline in range(grid.data_parallel_size) for stage in range(grid.pipe_parallel_size)}
     return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), rank_of=rank_of,
                  grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
-                 backend=dist.get_backend())
+                 backend=backend_for(engine.device))

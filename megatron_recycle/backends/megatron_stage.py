@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.data import Batch
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.reduce import Averaging
-from megatron_recycle.runtime.stage import Forward, Tie
+from megatron_recycle.runtime.stage import Forward, Tie, fingerprint
 
 _KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
 
@@ -71,6 +71,7 @@ class MegatronStage:
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         model.param_to_bucket_group.clear()
         self._take_over(optimizer)
+        self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         self._seed_trackers()
@@ -144,6 +145,24 @@ class MegatronStage:
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key} {index}"] = value
         return tensors
+
+    def fixed(self) -> dict[str, torch.Tensor]:
+        trained = set(map(id, self.parameters))
+        frozen = {f"frozen {name}": parameter.data for name, parameter in self._model.named_parameters()
+                  if id(parameter) not in trained}
+        return {**frozen, **{f"buffer {name}": value for name, value in self._model.named_buffers()}}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
+        self.reset_state(tensors.keys())
+        own, optimized = {**self.state(), **self.fixed()}, self._single.get_parameters()
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name in own:
+                    own[name].copy_(tensor)
+                else:  # the optimizer makes its state at the first step
+                    key, index = name.rsplit(" ", 1)
+                    self._single.optimizer.state[optimized[int(index)]][key] = tensor
+        self.set_counters(counters)
 
     def reset_state(self, names: Collection[str]) -> None:
         states = self._single.optimizer.state

@@ -48,11 +48,12 @@ class Go:
 
 @dataclass(frozen=True)
 class Offer:
-    """A better plan for `generation`; all members adopt it together at a boundary."""
+    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for
+    which all members wait at that boundary until the next generation is decided."""
 
     generation: int
     number: int
-    plan: Mapping[str, Any]
+    plan: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class Agent:
         on_stop: called with a `Stop` in the agent's thread at once; it must return soon.
         on_end: called with an `Ended` in the agent's thread at once.
         patience: seconds that a waiting training thread bears a coordinator that cannot be reached.
+        joining: the job runs already, and this process waits to be taken in.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Agent:
         patience: float = 60.0,
         pid: int | None = None,
         host: str | None = None,
+        joining: bool = False,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -102,6 +105,10 @@ class Agent:
         """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
         self.offer: Offer | None = None
         """The latest better plan for the current generation."""
+        self.outside = joining
+        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`."""
+        self._heard = 0
+        self._leave_asked = self._leave_told = False
         self._identity = {
             "type": "hello",
             "role": "worker",
@@ -123,7 +130,7 @@ class Agent:
             token,
             hello=self._hello,
             handle=self._handle,
-            beat=lambda: {"type": "heartbeat", "progress": self.progress},
+            beat=self._beat,
             interval=heartbeat_interval,
             known=TO_WORKER,
             name="recycle-agent",
@@ -141,8 +148,43 @@ class Agent:
     def ready(self, description: Mapping[str, Any], report: Mapping[str, Any]) -> None:
         """The engine is built. `description` must be equal on all workers; then `wait_go(1)`."""
         check_report(report)
+        self._heard = self.stop_generation
         self._ready = {"type": "ready", "description": dict(description), "report": dict(report)}
         self._link.send(self._ready)
+
+    def wait_taken_in(self) -> Go | None:
+        """Block until a generation has this process as a member, after `ready`.
+
+        Returns None if it was taken in and the generation is over again: say `ready` once more.
+
+        Raises:
+            JobEnded: as for `wait_go`.
+        """
+        before, heard = self.generation, self._heard
+
+        def arrived() -> bool:
+            return self.generation > before and self.generation >= self.stop_generation
+
+        self._wait(lambda: arrived() or (self.outside and self.stop_generation > heard), None, "a place in the job")
+        return self._go if arrived() else None
+
+    def wait_stop(self, generation: int) -> None:
+        """Block until a generation above `generation` is announced. Raises JobEnded as `wait_go` does."""
+        self._wait(lambda: self.stop_generation > generation, None, "the next generation")
+
+    def boundary(self, generation: int, iteration: int) -> None:
+        """All before `iteration` is committed here, and this worker waits before it, as agreed: see `wait_stop`."""
+        self._send_kept({"type": "boundary", "generation": generation, "iteration": iteration, "t": time.time()})
+
+    def leave(self) -> None:
+        """Ask to leave at the next boundary; until then go on. Safe in a signal handler: told with the next sign of
+        life."""
+        self._leave_asked = True
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self._leave_asked
 
     def report(self, generation: int, report: Mapping[str, Any]) -> None:
         """The training thread stands still for `generation`; see `resume.decide` for the report's fields."""
@@ -165,10 +207,11 @@ class Agent:
         self._wait(lambda: arrived() or self.stop_generation > generation, timeout, f"the go of {generation}")
         return self._go if self.stop_generation <= generation else None
 
-    def resumed(self, generation: int, t: float | None = None) -> None:
-        """The first action of `generation` begins (at `t`, default now)."""
+    def resumed(self, generation: int, t: float | None = None, received: Mapping[str, Any] | None = None) -> None:
+        """The first action of `generation` begins (at `t`, default now); from one that came in with it, this says that
+        it has `received` its state."""
         moment = time.time() if t is None else t
-        self._send_kept({"type": "resumed", "generation": generation, "t": moment})
+        self._send_kept({"type": "resumed", "generation": generation, "t": moment, "received": received})
 
     def committed(self, iteration: int, loss: float | None = None) -> None:
         """`iteration` is validated and stepped here."""
@@ -218,9 +261,15 @@ class Agent:
 
     def _hello(self) -> list[Message]:
         first: list[Message] = [{**self._identity, "generation": self.generation}]
-        if self._ready is not None and self._go is None:
+        if self._ready is not None and (self._go is None or self.outside):
             first.append(self._ready)
         return first + [self._latest[key] for key in tuple(self._latest)]
+
+    def _beat(self) -> Message:
+        if self._leave_asked and not self._leave_told:
+            self._leave_told = True
+            self._send_kept({"type": "leave"})
+        return {"type": "heartbeat", "progress": self.progress}
 
     def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
         limit = None if timeout is None else time.monotonic() + timeout
@@ -261,6 +310,7 @@ class Agent:
         if stop.generation <= self.stop_generation:
             return
         with self._changed:
+            self.outside = stop.members.get(self.worker) != self.incarnation
             self.stop_generation = stop.generation
             self.offer = None
             self._changed.notify_all()
@@ -273,5 +323,6 @@ class Agent:
         names = ("generation", "attempt", "members", "plan", "prefix")
         go = Go(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
         with self._changed:
+            self.outside = False
             self._go = go
             self._changed.notify_all()

@@ -22,6 +22,7 @@ from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.state import (
     Adopted,
     Await,
+    Boundary,
     Committed,
     Decision,
     Emit,
@@ -33,6 +34,7 @@ from megatron_recycle.membership.state import (
     Improved,
     Input,
     Interrupted,
+    Leave,
     Loss,
     Lost,
     MakePlan,
@@ -306,6 +308,8 @@ class Coordinator:
         self.state, decisions = step(before, happened, time.time())
         if self.state.generation != before.generation:
             self._new_generation()
+        elif self.state.joiners != before.joiners:
+            self._watch()
         for decision in decisions:
             self._carry_out(decision)
 
@@ -321,7 +325,11 @@ class Coordinator:
         if self.state.description is not None:
             self.timeouts = self.timeouts.overridden(self.state.description)
             self._heartbeats.timeout = self.timeouts.heartbeat_timeout
-        self._heartbeats.watch(self.state.incarnations().values(), time.monotonic())
+        self._watch()
+
+    def _watch(self) -> None:
+        waiting = (member.incarnation for member in self.state.joiners.values())
+        self._heartbeats.watch((*self.state.incarnations().values(), *waiting), time.monotonic())
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Store):
@@ -415,8 +423,10 @@ class Coordinator:
 _INPUTS: Mapping[str, Callable[[str, Message], Input]] = {
     "ready": lambda who, m: Ready(who, m["description"], m["report"]),
     "report": lambda who, m: Reported(who, m["generation"], m["report"]),
-    "resumed": lambda who, m: Resumed(who, m["generation"], m["t"]),
+    "resumed": lambda who, m: Resumed(who, m["generation"], m["t"], m["received"]),
     "committed": lambda who, m: Committed(who, m["iteration"], m["loss"]),
     "adopted": lambda who, m: Adopted(who, m["generation"], m["iteration"], m["digest"]),
+    "leave": lambda who, m: Leave(who),
+    "boundary": lambda who, m: Boundary(who, m["generation"], m["iteration"], m["t"]),
     "finished": lambda who, m: Finished(who, m["generation"]),
 }

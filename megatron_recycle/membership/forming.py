@@ -44,8 +44,9 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     if member is None or state.phase is not Phase.FORMING:
         return state, ()
     for other, description in state.descriptions.items():
-        if difference := _difference(description, happened.description):
-            key, ours, theirs = difference
+        alike = model_key(other) == model_key(member.worker)
+        if found := difference(description, happened.description, *(() if alike else ("model",))):
+            key, ours, theirs = found
             text = (
                 f"worker {other} has {key} = {ours} but worker {member.worker} has {theirs}: give all "
                 f"workers the same configuration and the same model"
@@ -58,18 +59,25 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     return _form(state, now) if len(state.descriptions) == state.size else (state, ())
 
 
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The first key, with both values, in which two descriptions differ."""
-    for key in sorted({*one, *other}):
+def difference(one: Mapping[str, Any], other: Mapping[str, Any], *but: str) -> tuple[str, str, str] | None:
+    """The first key, with both values, in which two descriptions differ, `but` these."""
+    for key in sorted({*one, *other} - {*but}):
         ours, theirs = (json.dumps(item.get(key), sort_keys=True) for item in (one, other))
         if ours != theirs:
             return key, ours, theirs
     return None
 
 
+def model_key(name: str) -> str:
+    """Processes with the same key hold the same model: the same part of a worker of the same stage."""
+    (_, stage), part = Process.parse(name)
+    return str(stage) if part is None else f"{stage}.{part}"
+
+
 def _form(state: State, now: float) -> Step:
     """All workers are ready: generation 1."""
-    description = next(iter(state.descriptions.values()))
+    models = {model_key(name): told["model"] for name, told in state.descriptions.items() if "model" in told}
+    description = {key: value for key, value in next(iter(state.descriptions.values())).items() if key != "model"}
     grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
     parts = description.get("parts", 1)
     wanted = {str(Process(worker, part)) for worker in grid.workers()
@@ -87,6 +95,8 @@ def _form(state: State, now: float) -> Step:
         members={member.worker: member for member in state.known.values()},
         description=description,
         descriptions={},
+        models=models,
+        ranks={member.worker: member.rank for member in state.known.values()},
     )
     started = {
         "event": "started",

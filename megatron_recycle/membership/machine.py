@@ -8,14 +8,16 @@ generations that are over change nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import forming, notices, progress
+from megatron_recycle.membership import forming, joining, notices, progress
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import (
     Adopted,
     Await,
+    Boundary,
     Committed,
     Decision,
     Emit,
@@ -25,6 +27,7 @@ from megatron_recycle.membership.state import (
     Improved,
     Input,
     Interrupted,
+    Leave,
     Loss,
     Lost,
     MakePlan,
@@ -48,7 +51,7 @@ def step(state: State, happened: Input, now: float) -> Step:
     """The state after `happened`, and what is to be done, in order. `now` is Unix seconds."""
     if state.phase is Phase.ENDED and not isinstance(happened, Hello):
         return state, ()
-    return _HANDLERS[type(happened)](state, happened, now)
+    return joining.propose(*_HANDLERS[type(happened)](state, happened, now))
 
 
 # Coming in
@@ -65,8 +68,7 @@ def _hello(state: State, happened: Hello, now: float) -> Step:
     if member in state.spares.values():
         return state, (Tell((member.incarnation,), notices.stop_message(state)),)
     if state.phase is not Phase.FORMING:
-        text = f"worker {member.worker} cannot join: the job runs in generation {state.generation} already"
-        return state, (notices.refuse(member, text),)
+        return joining.hello(state, member)
     return forming.hello(state, member, now)
 
 
@@ -83,7 +85,13 @@ def _came_back(state: State, happened: Hello, now: float) -> Step:
         told.append(Tell(to, notices.stop_message(state)))
     if state.phase is Phase.TRAINING and state.go is not None:
         told.append(Tell(to, state.go))
+    if state.switch:
+        told.append(Tell(to, joining.switch_message(state)))
     return state, tuple(told)
+
+
+def _ready(state: State, happened: Ready, now: float) -> Step:
+    return (forming if state.phase is Phase.FORMING else joining).ready(state, happened, now)
 
 
 # A coordinator that comes back
@@ -104,7 +112,23 @@ def _returned(state: State, happened: Hello, now: float) -> Step:
     state = state.with_(returned=state.returned | {happened.member.worker})
     if len(state.returned) < len(state.members):
         return state, ()
-    return state.with_(phase=Phase.TRAINING), ()
+    return _switch_if_all_stand(state.with_(phase=Phase.TRAINING), now)
+
+
+# A boundary, where joiners come in and others leave
+
+
+def _boundary(state: State, happened: Boundary, now: float) -> Step:
+    return _switch_if_all_stand(joining.stands(state, happened), now)
+
+
+def _switch_if_all_stand(state: State, now: float) -> Step:
+    if not joining.all_stand(state):
+        return state, ()
+    leavers = joining.going(state)
+    if text := joining.stage_left(state, leavers):
+        return notices.end(state, 1, text, now)
+    return _regenerate(state, leavers, now, now, joining.entering(state))
 
 
 # Losing workers
@@ -115,7 +139,12 @@ def _lost(state: State, happened: Lost, now: float) -> Step:
     for loss in happened.losses:
         if (member := state.member(loss.incarnation)) is not None:
             lost[member.worker] = loss.kind
-    return _regenerate(state, lost, happened.since, now) if lost else (state, ())
+    decisions: tuple[Decision, ...] = ()
+    for loss in happened.losses:
+        state, told = joining.lost(state, loss.incarnation, loss.kind, now)
+        decisions += told
+    state, more = _regenerate(state, lost, happened.since, now) if lost else (state, ())
+    return state, (*decisions, *more)
 
 
 def _exited(state: State, happened: Exited, now: float) -> Step:
@@ -124,7 +153,7 @@ def _exited(state: State, happened: Exited, now: float) -> Step:
         return forming.exited_early(state, member, happened, now)
     if member is not None and member in state.spares.values():
         return _lost_spare(state, member, happened, now)
-    if member is None or state.member(member.incarnation) is None:
+    if member is None:
         return state, ()
     left = not happened.status and member.worker in state.finished
     return _lost(state, Lost((Loss(member.incarnation, "leave" if left else "exit"),), happened.since), now)
@@ -140,25 +169,31 @@ def _lost_spare(state: State, spare: Member, happened: Exited, now: float) -> St
 def _reports_late(state: State, happened: ReportsLate, now: float) -> Step:
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
-    missing = [name for name in in_order(state.members) if name not in state.reports]
+    missing = [name for name in in_order(state.proven) if name not in state.reports]
     return _regenerate(state, dict.fromkeys(missing, "stalled"), now, now) if missing else (state, ())
 
 
-def _regenerate(state: State, lost: Mapping[str, str], since: float, now: float) -> Step:
-    """Generation g+1 without `lost`: decided, stored, announced; everything of g is void.
+def _regenerate(
+    state: State, lost: Mapping[str, str], since: float, now: float, joined: Mapping[str, Member] | None = None
+) -> Step:
+    """Generation g+1 without `lost` and with `joined`: decided, stored, announced; everything of g is void.
 
     The other parts of a lost worker are spares: told of it, and without work.
     """
     removed = [state.members[name] for name in in_order(lost)]
-    suspected = [notices.suspected(state, member, lost[member.worker], since, now) for member in removed]
+    leavers = [member for member in removed if member.incarnation in state.leaving and lost[member.worker] == "leave"]
+    suspected = [
+        notices.left(state, member, now) if member in leavers
+        else notices.suspected(state, member, lost[member.worker], since, now)
+        for member in removed
+    ]
     first = since if state.since is None else min(state.since, since)
     idle = siblings(state.members, lost)
-    members = {name: member for name, member in state.members.items() if name not in lost and name not in idle}
-    state = state.with_(
+    before, state = state, state.with_(
         phase=Phase.RECOVERING,
         generation=state.generation + 1,
-        members=members,
-        out={**state.out, **lost, **dict.fromkeys(idle, "spare")},
+        **joining.changes(state, {**lost, **dict.fromkeys(idle, "spare")}, joined or {}),
+        standing=state.standing if joined else {},
         spares={**state.spares, **{name: state.members[name] for name in idle}},
         fenced=state.fenced | {member.incarnation for member in removed},
         reports={},
@@ -181,13 +216,14 @@ def _regenerate(state: State, lost: Mapping[str, str], since: float, now: float)
     store = Store(notices.decided_record(state, events))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [
-        Tell(state.reachable(), notices.stop_message(state)),
+        Tell((*state.reachable(), *joining.sent_back(before, state)), notices.stop_message(state)),
         MakePlan(state.generation, state.failed),
         Await(state.generation),
     ]
     tell: list[Decision] = [Emit(event) for event in events]
-    tell += [notices.fence(state, member) for member in removed]
-    empty = next((s for s, names in enumerate(by_stage(state.stages, members)) if not names), None)
+    tell += [notices.farewell(member, state.generation) if member in leavers else notices.fence(state, member)
+             for member in removed]
+    empty = next((s for s, names in enumerate(by_stage(state.stages, state.proven)) if not names), None)
     state, commits = progress.committed_by_all(state, now)
     if empty is not None:
         state, ending = notices.end(state, 1, _stage_gone(state, empty), now)
@@ -212,8 +248,10 @@ def _reported(state: State, happened: Reported, now: float) -> Step:
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
+    if member.worker in state.unproven:
+        return state, ()  # it holds nothing
     state = state.with_(reports={**state.reports, member.worker: happened.report})
-    if len(state.reports) < len(state.members):
+    if len(state.reports) < len(state.proven):
         return state, ()
     stopped = Emit(
         {
@@ -246,14 +284,16 @@ def _plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
 
 def _go(state: State, now: float) -> Step:
     """If reports and plan are there: where to resume, stored and announced."""
-    if state.plan is None or len(state.reports) < len(state.members):
+    if state.plan is None or len(state.reports) < len(state.proven):
         return state, ()
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)
     incarnations = state.incarnations()
-    resume = decide(state.stages, incarnations, state.reports, announced=announced)
+    holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.unproven}
+    resume = decide(state.stages, holding, state.reports, announced=announced)
     if isinstance(resume, Stop):
         return notices.end(state, 1, resume.message, now)
+    resume = replace(resume, joined=tuple(in_order(state.unproven)))
     go = {
         "type": "go",
         "generation": state.generation,
@@ -273,6 +313,12 @@ def _go(state: State, now: float) -> Step:
     }
     state = progress.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
     return state, (Store(record), Tell(tuple(incarnations.values()), go), *map(Emit, events))
+
+
+def _resumed(state: State, happened: Resumed, now: float) -> Step:
+    state, told = joining.acknowledged(state, happened)
+    state, more = progress.resumed(state, happened, now)
+    return state, (*told, *more)
 
 
 # Ending
@@ -300,7 +346,7 @@ def _interrupted(state: State, happened: Interrupted, now: float) -> Step:
 
 _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Hello: _hello,
-    Ready: forming.ready,
+    Ready: _ready,
     Restarted: _restarted,
     Lost: _lost,
     Exited: _exited,
@@ -309,9 +355,11 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Planned: _planned,
     PlanFailed: _plan_failed,
     Improved: progress.improved,
-    Resumed: progress.resumed,
+    Resumed: _resumed,
     Committed: progress.committed,
     Adopted: progress.adopted,
+    Leave: joining.leave,
+    Boundary: _boundary,
     Finished: _finished,
     Interrupted: _interrupted,
 }

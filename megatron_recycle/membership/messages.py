@@ -21,12 +21,14 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "ready": {"description": dict, "report": dict},
     "heartbeat": {"progress": (dict, type(None))},
     "report": {"generation": int, "report": dict},
-    "resumed": {"generation": int, "t": _NUMBER},
+    "resumed": {"generation": int, "t": _NUMBER, "received": (dict, type(None))},
     "committed": {"iteration": int, "generation": int, "loss": _OPTIONAL_NUMBER},
     "event": {"event": str, "fields": dict},
     "hint": {"generation": int, "error": str},
     "adopted": {"generation": int, "iteration": int, "digest": str},
     "finished": {"generation": int},
+    "leave": {},
+    "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }
 FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"host": str, "ranks": list},
@@ -44,7 +46,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "resume": dict,
         "prefix": str,
     },
-    "offer": {"generation": int, "number": int, "plan": dict},
+    "offer": {"generation": int, "number": int, "plan": (dict, type(None))},
     "end": {"status": int, "message": str},
 }
 TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {

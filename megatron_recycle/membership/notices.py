@@ -64,6 +64,18 @@ def fence(state: State, member: Member) -> Tell:
     return end_message((member.incarnation,), FENCED_STATUS, text)
 
 
+def farewell(member: Member, generation: int) -> Tell:
+    """The end of the job for one that has asked to leave."""
+    text = f"worker {member.worker} has left as it was asked to; the job goes on in generation {generation}"
+    return end_message((member.incarnation,), 0, text)
+
+
+def left(state: State, member: Member, now: float) -> dict[str, Any]:
+    """The event of a planned leave."""
+    event = {"event": "left", "t": now, "generation": state.generation, "iteration": state.committed + 1}
+    return {**event, "worker": member.worker, "kind": "leave", "rank": member.rank, "pid": member.pid}
+
+
 def suspected(state: State, member: Member, kind: str, since: float, now: float) -> dict[str, Any]:
     """The event of a failure that was found; `since` is when it happened."""
     return {
@@ -88,6 +100,9 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "out": dict(state.out),
         "fenced": sorted(state.fenced),
         "spares": {name: vars(member) for name, member in state.spares.items()},
+        "unproven": dict(state.unproven),
+        "models": dict(state.models),
+        "ranks": dict(state.ranks),
         "committed": state.committed,
         "description": dict(state.description or {}),
         "events": list(events),

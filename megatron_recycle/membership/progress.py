@@ -21,6 +21,7 @@ from megatron_recycle.membership.state import (
     Resumed,
     State,
     Step,
+    Store,
     Tell,
 )
 
@@ -56,6 +57,7 @@ def reconciled_event(state: State, resume: Resume, now: float) -> dict[str, Any]
         "target": resume.target,
         "copies": dict(resume.copies),
         "redone": resume.redone,
+        "joined": list(resume.joined) or None,
     }
 
 
@@ -125,14 +127,16 @@ def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]
 
 
 def improved(state: State, happened: Improved, now: float) -> Step:
-    """A better plan is offered; the workers adopt it together at a boundary."""
-    if state.phase is not Phase.TRAINING or happened.generation != state.generation:
+    """A better plan is offered; the workers adopt it together at a boundary. Not while a switch is on offer: that
+    begins with the best plan that is known anyway."""
+    if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.switch:
         return state, ()
     number = state.offers + 1
     offer = {"type": "offer", "generation": state.generation, "number": number, "plan": happened.plan}
     event = planned_event(state, happened.plan, happened.plan_ms, now)
     state = state.with_(offers=number, plan=happened.plan, adopted={})
-    return state, (Emit(event), Tell(tuple(state.incarnations().values()), offer))
+    record = {"kind": "offer", "generation": state.generation, "number": number, "events": []}
+    return state, (Store(record), Emit(event), Tell(tuple(state.incarnations().values()), offer))
 
 
 def adopted(state: State, happened: Adopted, now: float) -> Step:

@@ -20,6 +20,8 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
     went = next((record for record in reversed(records) if record["kind"] == "go"), None)
     ended = next((record for record in reversed(records) if record["kind"] == "end"), None)
     state = State(size=size)
+    numbers = [record["number"] for record in records if record["kind"] == "offer"]
+    state = state.with_(offers=max(numbers, default=0))
     if decided is not None:
         members = {name: Member(**fields) for name, fields in decided["members"].items()}
         spares = {name: Member(**fields) for name, fields in decided["spares"].items()}
@@ -32,6 +34,9 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             out=decided["out"],
             fenced=frozenset(decided["fenced"]),
             spares=spares,
+            unproven=decided["unproven"],
+            models=decided["models"],
+            ranks=decided["ranks"],
             description=decided["description"],
             committed=last,
         )

@@ -18,7 +18,7 @@ class Resume:
 
     `copies` maps a worker that does not hold `target` to a peer that does. `verdict` is what is known of
     `target`'s norm and overflow, None if it must be computed again. `redone` counts actions of `next` that
-    were done once already and are lost.
+    were done once already and are lost. `joined` have come in and get everything from their peers.
     """
 
     target: int
@@ -27,6 +27,7 @@ class Resume:
     verdict: Mapping[str, Any] | None = None
     copies: Mapping[str, str] = field(default_factory=dict)
     redone: int = 0
+    joined: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -36,11 +37,13 @@ class Resume:
             "verdict": None if self.verdict is None else dict(self.verdict),
             "copies": dict(self.copies),
             "redone": self.redone,
+            "joined": list(self.joined),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Resume:
-        return cls(**{key: data[key] for key in ("target", "next", "attempt", "verdict", "copies", "redone")})
+        names = ("target", "next", "attempt", "verdict", "copies", "redone")
+        return cls(**{key: data[key] for key in names}, joined=tuple(data["joined"]))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,23 @@ class State:
     """Incarnations that were declared out; they are never members again."""
     spares: Mapping[str, Member] = field(default_factory=dict)
     """Live processes that have no work, by name: the other parts of a worker that has lost one."""
+    joiners: Mapping[str, Member] = field(default_factory=dict)
+    """Processes that want to come in, by name; they wait for a boundary."""
+    prepared: frozenset[str] = frozenset()
+    """Incarnations of joiners whose model and engine are built."""
+    unproven: Mapping[str, str] = field(default_factory=dict)
+    """Members that came in with this generation and have not acknowledged their peers' state yet; with each the
+    reason why its position was empty."""
+    leaving: frozenset[str] = frozenset()
+    """Incarnations of members that have asked to leave at a boundary."""
+    switch: int = 0
+    """Number of the offer by which the members make a boundary; 0: none is being made."""
+    standing: Mapping[str, float] = field(default_factory=dict)
+    """Members that stand at the boundary, and since when."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """What the processes of a stage must have alike, by the stage's number."""
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    """The rank of every name of the grid."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process ended well before it said hello."""
     descriptions: Mapping[str, Message] = field(default_factory=dict)
@@ -94,6 +111,11 @@ class State:
     def failed(self) -> frozenset[str]:
         """Workers that are out, wholly or in part: to the planner that is the same."""
         return frozenset(map(str, workers_of(self.out)))
+
+    @property
+    def proven(self) -> dict[str, Member]:
+        """The members that hold their stage's state."""
+        return {name: member for name, member in self.members.items() if name not in self.unproven}
 
     def incarnations(self) -> dict[str, str]:
         """Member names and their incarnations, as the wire and the group prefix want them."""
@@ -197,9 +219,12 @@ class Improved:
 
 @dataclass(frozen=True)
 class Resumed:
+    """`received`: what a process that came in has got from its peers (bytes, ms)."""
+
     incarnation: str
     generation: int
     t: float
+    received: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -221,6 +246,23 @@ class Adopted:
 class Finished:
     incarnation: str
     generation: int
+
+
+@dataclass(frozen=True)
+class Leave:
+    """A member wants to go at the next boundary."""
+
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A member has committed all before `iteration` and waits there, since `t`."""
+
+    incarnation: str
+    generation: int
+    iteration: int
+    t: float
 
 
 @dataclass(frozen=True)
@@ -250,6 +292,8 @@ Input = (
     | Committed
     | Adopted
     | Finished
+    | Leave
+    | Boundary
     | Restarted
     | Interrupted
 )

@@ -29,6 +29,8 @@ class Ledger:
         """Training begins with ``iteration``; everything before it is committed."""
         self.iteration, self.attempt = iteration, 0
         self.holds = self.stepped = self.committed = iteration - 1
+        self.earlier = 0
+        self.done.clear()
 
     def begin(self, iteration: int, attempt: int) -> None:
         self.earlier = len(self.done) if iteration == self.iteration + 1 and self.committed < self.iteration else 0

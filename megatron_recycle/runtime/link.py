@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.membership import Agent
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.coming import is_joining, leave_on_sigterm
 from megatron_recycle.runtime.place import Place
 
 _KEY = "recycle/coordinator"
@@ -32,8 +33,10 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     address, token = _find_coordinator(config, embed)
     agent = Agent(address=address, token=token, worker=str(place.me), rank=dist.get_rank(),
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
-                  on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize))
+                  on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize),
+                  joining=is_joining())
     agent.start()
+    leave_on_sigterm(agent)
     return agent
 
 

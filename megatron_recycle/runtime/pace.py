@@ -8,7 +8,8 @@ which are the same everywhere, so all workers switch at the same iteration witho
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.commit import Verdict
@@ -48,6 +49,15 @@ class Pace:
             self._switch(False, verdict)
         elif not self.staggered and len(self._wrong) == _WINDOW and not any(self._wrong):
             self._switch(True, verdict)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the next choice depends on."""
+        return {"staggered": self.staggered, "wrong": list(self._wrong)}
+
+    def follow(self, other: Mapping[str, Any]) -> None:
+        """Choose from now on as the worker does whose `to_json` this is."""
+        self.staggered = other["staggered"]
+        self._wrong = deque(other["wrong"], maxlen=_WINDOW)
 
     def _switch(self, staggered: bool, verdict: Verdict) -> None:
         self.staggered = staggered

@@ -19,6 +19,7 @@ from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.data import digest
 from megatron_recycle.runtime.groups import Groups, build_groups
 from megatron_recycle.runtime.reduce import all_reduce
+from megatron_recycle.runtime.transfer import give, stage_tensors, take
 
 if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker
@@ -28,9 +29,19 @@ _LONGEST_CONNECT = 5.0
 
 
 def join(worker: StageWorker) -> None:
-    """Take part in the first generation: say that the model is built, and wait for all others."""
+    """Take part in the first generation: say that the model is built, and wait for all others. A worker that joins a
+    running job waits to be taken in."""
+    if worker.agent.outside:
+        _follow(worker, enter(worker))
+    else:
+        worker.agent.ready(worker.description(), worker.report())
+        _follow(worker, worker.agent.wait_go(1))
+
+
+def enter(worker: StageWorker) -> Go | None:
+    """Say that the model is built, and wait for a generation with this worker in it; None if one came and went."""
     worker.agent.ready(worker.description(), worker.report())
-    _follow(worker, worker.agent.wait_go(1))
+    return worker.agent.wait_taken_in()
 
 
 def recover(worker: StageWorker, error: TransportAborted) -> None:
@@ -97,6 +108,8 @@ def stand_still(worker: StageWorker) -> None:
 
 def report(worker: StageWorker) -> Go | None:
     """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first."""
+    if worker.agent.outside:
+        return enter(worker)  # it came in with the last generation, and that is over before it counted
     generation = worker.agent.stop_generation
     worker.agent.report(generation, worker.report())
     return worker.agent.wait_go(generation)
@@ -135,9 +148,20 @@ def _connect(worker: StageWorker, members: Sequence[Worker]) -> Groups:
 
 def reconcile(worker: StageWorker, go: Go) -> None:
     """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by
-    everybody, anything beyond it is undone and forgotten."""
-    worker.stepper.reconcile(go.resume, worker.current_groups())
-    worker.evaluations.reconcile(worker.current_groups())
+    everybody, anything beyond it is undone and forgotten. Who comes in gets everything from its peers."""
+    groups, stepper = worker.current_groups(), worker.stepper
+    joined = [Worker.parse(name) for name in go.resume.joined]
+    if groups.me not in joined:
+        stepper.reconcile(go.resume, groups)
+    worker.evaluations.reconcile(groups)
+    if groups.me in joined:
+        worker.observe("joining", go.resume.next)
+        tensors, facts, worker.received = take(groups, joined, worker.stage.device)
+        stepper.enter(tensors, facts)
+        worker.forget_data(go.resume.target)
+    elif any(other.stage == groups.me.stage for other in joined):
+        worker.observe("joining", go.resume.next)
+        give(groups, joined, stage_tensors(worker.stage), stepper.facts())
 
 
 def verify(worker: StageWorker) -> None:

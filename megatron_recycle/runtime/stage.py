@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +41,13 @@ class Tie:
     stages: tuple[int, ...]
 
 
+def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
+    """Number, size and type of ``parameters``, and a checksum of their shapes in order."""
+    shapes = ";".join(f"{tuple(parameter.shape)} {parameter.dtype}" for parameter in parameters)
+    numbers = sum(parameter.numel() for parameter in parameters)
+    return f"{len(parameters)} parameters of {numbers} numbers, shapes {zlib.crc32(shapes.encode()):08x}"
+
+
 class Stage(Protocol):
     """One stage of the model with its optimizer, at home on this worker; implemented by the backends."""
 
@@ -51,6 +59,8 @@ class Stage(Protocol):
     """Numbers in a ``Forward.report``; equal on all workers."""
     tied_stages: tuple[tuple[int, ...], ...]
     """Sets of stages that share a parameter, the same on all workers."""
+    model: str
+    """What peers must have alike, in words: parameters (see `fingerprint`) and optimizer."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -84,6 +94,13 @@ class Stage(Protocol):
 
     def state(self) -> dict[str, torch.Tensor]:
         """The tensors that `step` changes, by name: parameters and optimizer state."""
+
+    def fixed(self) -> dict[str, torch.Tensor]:
+        """The tensors that training does not change but results depend on, by name: frozen parameters, buffers."""
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
+        """Become a copy of a peer whose `state` and `fixed` are ``tensors`` and whose `counters` are those; the
+        tensors may be kept."""
 
     def reset_state(self, names: Collection[str]) -> None:
         """Make `state` have exactly these names, by dropping optimizer state that is not among them."""

@@ -197,6 +197,23 @@ class Stepper:
                 self.settle(commit.verdict()[0])
         ledger.holds = target
 
+    # ---- a worker that comes in
+
+    def facts(self) -> dict[str, Any]:
+        """What a new peer of this stage must know beside the stage's tensors, between two iterations."""
+        assert self.pending is None and self.held is None and self.verdict is not None
+        return {"counters": self.stage.counters(), "verdict": self.verdict.to_json(), "reports": self.reports,
+                "pace": self.pace.to_json()}
+
+    def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """Stand where the peer stands that gave ``tensors`` and `facts`."""
+        self.undo.forget()
+        self.stage.load_state(tensors, facts["counters"])
+        self.held, self.pending = None, None
+        self.verdict, self.reports = Verdict.from_json(facts["verdict"]), facts["reports"]
+        self.pace.follow(facts["pace"])
+        self.ledger.stand_at(self.verdict.iteration + 1)
+
     def _copy(self, copies: Mapping[str, str], target: int, groups: Groups) -> None:
         """Peers that do not hold ``target`` get its reduced gradient from one that does (receiver -> giver).
 

@@ -35,6 +35,7 @@ from megatron_recycle.runtime.stage import Forward, Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
+from megatron_recycle.runtime.transfer import Received
 from megatron_recycle.runtime.transport import Transport
 
 _POLL_SECONDS = 0.001
@@ -86,11 +87,14 @@ class StageWorker:
         self._lock = threading.Lock()
         self.stepper = Stepper(stage, self._layout, place.grid, place.me, self.ledger, config.step == "staggered", self)
         self.evaluations = Evaluations(place.grid, stage.report_width)
+        self.received: Received | None = None
+        """What this worker has got from its peers, if it has come in and not said so yet."""
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
         self._plan: Plan
         self._forwards = 0
         self._next_plan: tuple[int, Plan] | None = None
+        self._boundary: int | None = None  # the iteration that is not begun in this generation
         self._offer: Offer | None = None
         self._agreed = 0
         self._commits = 0
@@ -111,7 +115,7 @@ class StageWorker:
             JobEnded: training cannot go on.
             DataError: first and last stage read different data.
         """
-        self._begin(iteration)
+        self.begin(iteration)
         return self._through_failures(lambda: self._run_to(iteration))
 
     def evaluate(self, iteration: int, data: DataSource, number: int) -> torch.Tensor:
@@ -127,7 +131,7 @@ class StageWorker:
 
         Raises JobEnded if the job cannot go on.
         """
-        self._begin(iteration)
+        self.begin(iteration)
         self.settle()
         passed = self.evaluations.done
 
@@ -140,12 +144,16 @@ class StageWorker:
         self._through_failures(run)
         return self.evaluations.table
 
-    def _begin(self, iteration: int) -> None:
-        """Take part in the job, if this is the first that this worker does in it."""
+    def begin(self, iteration: int) -> None:
+        """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
         if self.generation == 0:
             self.ledger.stand_at(iteration)
             join(self)
             self._announce_memory()
+
+    def has_done(self, iteration: int) -> bool:
+        """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""
+        return iteration <= self.ledger.stepped
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""
@@ -178,7 +186,8 @@ class StageWorker:
         if commit:
             self.stepper.wait()
         known = self.stepper.held or self.stepper.verdict
-        assert known is not None and known.iteration == iteration
+        # A later one: this worker has come in after it.
+        assert known is not None and known.iteration >= iteration
         return known.loss
 
     def _through_failures(self, run: Callable[[], float]) -> float:
@@ -218,6 +227,8 @@ class StageWorker:
 
     def _try(self, iteration: int) -> None:
         self.stepper.poll()
+        if self._boundary is not None and iteration >= self._boundary:
+            self._await_switch(iteration)
         if self._next_plan is not None and iteration >= self._next_plan[0]:
             self.use_plan(self._next_plan[1])
             self._next_plan = None
@@ -233,6 +244,14 @@ class StageWorker:
         self._share_losses_if_complete()
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
                 interrupted=self.interrupted)
+
+    def _await_switch(self, iteration: int) -> None:
+        """Wait between two iterations, with nothing in flight, for the generation that others come in or leave with."""
+        self.stepper.wait()
+        self.observe("boundary", iteration)
+        self.agent.boundary(self.generation, iteration)
+        self.agent.wait_stop(self.generation)
+        raise TransportAborted(f"generation {self.generation} ends before iteration {iteration}, as agreed")
 
     def interrupted(self) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""
@@ -362,8 +381,7 @@ class StageWorker:
 
     def committed(self, verdict: Verdict, adopt: bool) -> None:
         """The stepper's news: an iteration is final."""
-        for pipeline, count in enumerate(self.place.grid.microbatches):
-            self._data.forget(pipeline, (verdict.iteration + 1) * count)
+        self.forget_data(verdict.iteration)
         self.agent.committed(verdict.iteration, verdict.loss)
         self._commits += 1
         if self._commits == _FIRST_PROFILE or self._commits % _PROFILE_EVERY == 0:
@@ -371,7 +389,15 @@ class StageWorker:
         if adopt and self._offer is not None:
             # Nobody has begun the iteration after next: that takes this very verdict.
             self._agreed = self._offer.number
-            self._next_plan = (verdict.iteration + 2, Plan.from_json(self._offer.plan))
+            if self._offer.plan is None:
+                self._boundary = verdict.iteration + 2
+            else:
+                self._next_plan = (verdict.iteration + 2, Plan.from_json(self._offer.plan))
+
+    def forget_data(self, iteration: int) -> None:
+        """``iteration`` and all before it are final: their data is not read again."""
+        for pipeline, count in enumerate(self.place.grid.microbatches):
+            self._data.forget(pipeline, (iteration + 1) * count)
 
     # ---- what the recovery changes
 
@@ -380,7 +406,7 @@ class StageWorker:
         grid, config = self.place.grid, self.config
         return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
                 "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
-                "tied": [list(stages) for stages in self.stage.tied_stages],
+                "tied": [list(stages) for stages in self.stage.tied_stages], "model": self.stage.model,
                 "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,
                 "split_backward": config.split_backward, "step": config.step, "policy": config.policy,
                 "clip_norm": config.clip_norm,
@@ -420,7 +446,7 @@ class StageWorker:
 
         Raises TransportAborted if a still newer generation was announced meanwhile.
         """
-        self._plan, self._agreed, self._next_plan = plan, 0, None
+        self._plan, self._agreed, self._next_plan, self._boundary = plan, 0, None, None
         self.reinstall(groups)
 
     def reinstall(self, groups: Groups) -> None:
@@ -461,7 +487,8 @@ class StageWorker:
         """The next action begins, or there is none left to begin."""
         if self._announce_resumed:
             self._announce_resumed = False
-            self.agent.resumed(self.generation)
+            self.agent.resumed(self.generation, received=vars(self.received) if self.received else None)
+            self.received = None
 
     @property
     def _now(self) -> Attempt:
