@@ -80,6 +80,11 @@ class RecycleConfig:
     cap: int | None = _option(
         None, "most micro-batches whose activations a worker keeps at a time; auto: the planner's choice"
     )
+    memory: float | None = _option(
+        None,
+        "memory in GiB that a worker may use in all, parameters included; what is left for activations limits the plan "
+        "(unless cap does); auto: on a GPU what it has, on a CPU no limit but cap's",
+    )
     costs: str | None = _option(
         None,
         "what the planner takes a micro-batch's forward, input-gradient and weight-gradient backward to cost, in any "
@@ -185,6 +190,8 @@ class RecycleConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{_where(self, name)} is {value}; give {least} or more")
+        if self.memory is not None and not (math.isfinite(self.memory) and self.memory > 0):
+            raise ConfigError(f"{_where(self, 'memory')} is {self.memory:g}; give a size in GiB above 0")
         for option in options():
             value = getattr(self, option.name)
             if option.unit != "s" or (value == 0 and option.name == "planner_budget"):

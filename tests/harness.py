@@ -120,6 +120,8 @@ class Job:
     holds: Sequence[Hold] = ()
     coordinated: bool = True
     limit: float = LIMIT
+    profiled: bool = False
+    """Whether what the workers measure reaches the planner, as in a real job: plans then depend on timing."""
 
     def __enter__(self) -> Job:
         self.folder = Path(tempfile.mkdtemp(prefix="recycle-test-"))
@@ -179,9 +181,10 @@ class Job:
         async def serve() -> None:
             self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
             journal = Journal.create(self.folder / "journal.jsonl")
-            planning = Planning()
-            coordinator = Coordinator(size=self.size, token="token", journal=journal, plan=planning.plan,
-                                      improve=planning.improve, emit=self._emit, timeouts=Timeouts(), launched=False)
+            planning = self._planning = Planning()
+            coordinator = self._coordinator = Coordinator(
+                size=self.size, token="token", journal=journal, plan=planning.plan, improve=planning.improve,
+                emit=self._emit, timeouts=Timeouts(), launched=False)
             started.append(await coordinator.start())
             ready.set()
             await self._over.wait()
@@ -192,6 +195,8 @@ class Job:
         return started[0]
 
     def _emit(self, event: Mapping[str, Any]) -> None:
+        if self.profiled and event["event"] == "profile" and self._planning.measured(event) is not None:
+            self._coordinator.search_again()
         with self._changed:
             self.events.append(dict(event))
             self._changed.notify_all()

@@ -83,8 +83,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         name = fields.pop("event")
         if name != "profile":
             log.emit(name, **fields)
-        elif (costs := planning.measured(fields)) is not None:
-            log.emit("profiled", t=fields["t"], generation=fields["generation"], costs=costs.to_json())
+        elif (found := planning.measured(fields)) is not None:
+            log.emit("profiled", t=fields["t"], generation=fields["generation"], **found.to_json())
             coordinator.search_again()
 
     for event in past.untold:

@@ -8,31 +8,38 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.membership.names import Process
+from megatron_recycle.launch.measurements import Measured, Measurements
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
-from megatron_recycle.planner import Cache, Profile, ahead, drifted, improve, plan_for, recosted
+from megatron_recycle.plan.replay import peak
+from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
 from megatron_recycle.planner.technique import drop
 
 log = logging.getLogger(__name__)
 
 
-def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Costs | None = None) -> Problem:
+def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Measured | None = None) -> Problem:
     """What the planner is asked for a job without its `failed` workers.
 
-    The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of
-    work). Its `cap` is a number of
-    activations for every worker, or an object with one for each; without it a worker may hold twice what 1F1B
-    holds at most.
+    The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
+    Its `cap` is a number of activations for every worker, or an object with one for each; without it a worker may hold
+    twice what 1F1B holds at most, or less where its measured memory is shorter than that.
     """
     grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
     costs = description.get("costs")
+    live = [worker for worker in grid.workers() if str(worker) not in failed]
     cap = description.get("cap") or 2 * grid.stages
-    caps = cap if isinstance(cap, dict) else {str(worker): cap for worker in grid.workers()}
+    caps = {worker: cap[str(worker)] if isinstance(cap, dict) else cap for worker in live
+            if not isinstance(cap, dict) or str(worker) in cap}
+    memory = measured.memory if measured is not None and not description.get("cap") else None
+    if memory is not None:
+        caps = {worker: memory.cap(worker, cap) for worker in live}
     return Problem(
         grid=grid,
-        costs=Costs.from_json(costs) if costs else measured or Costs.uniform(grid.stages, 1, 1, 1),
+        costs=Costs.from_json(costs) if costs else measured.costs if measured else Costs.uniform(grid.stages, 1, 1, 1),
         failed=tuple(Worker.parse(name) for name in failed),
-        cap={Worker.parse(name): value for name, value in caps.items() if name not in failed},
+        cap=caps,
+        before_b=memory.before_b if memory is not None else (),
+        after_b=memory.after_b if memory is not None else (),
         block=description.get("block") or 0,
         tied=tuple(tuple(group) for group in description.get("tied", ())),
         split_backward=description.get("split_backward", True),
@@ -53,10 +60,7 @@ class Planning:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self._cache = Cache()
-        self._measured: Costs | None = None
-        self._durations: dict[str, dict[str, float]] = {}
-        self._live: frozenset[str] = frozenset()
-        self._heard: set[str] = set()
+        self._measurements = Measurements()
         self._best: dict[frozenset[str], Plan] = {}
         self._lock = threading.Lock()
         self.ahead: threading.Thread | None = None
@@ -65,10 +69,10 @@ class Planning:
     def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
         with self._lock:
-            self._live = frozenset(map(str, problem_of(description, frozenset()).grid.workers())) - failed
+            self._measurements.live = frozenset(map(str, problem_of(description, failed).live_workers()))
             known = self._best.get(failed)
         if known is None:
-            problem = problem_of(description, failed, self._measured)
+            problem = problem_of(description, failed, self._measurements.known)
             if description.get("policy") == "drop":
                 known = drop(problem)
             else:
@@ -78,29 +82,15 @@ class Planning:
         self._keep(known)
         return known.to_json()
 
-    def measured(self, profile: Mapping[str, Any]) -> Costs | None:
-        """Take in one worker's median seconds of each kind of action. Once all live ones have been heard, returns the
-        job's costs if they have changed so much that plans should be made again."""
-        worker = str(Process.parse(profile["worker"]).worker)  # a worker's parts take the same time
+    def measured(self, profile: Mapping[str, Any]) -> Measured | None:
+        """Take in what one worker has measured. Once all live ones have been heard, returns what is known of the job if
+        that has changed so much that plans should be made again."""
         with self._lock:
-            self._durations[worker] = {kind: profile[kind] for kind in "FBW" if kind in profile}
-            self._heard.add(worker)
-            if not self._heard >= self._live:
+            if not self._measurements.take(profile):
                 return None
-            self._heard.clear()
-            stages = 1 + max(Worker.parse(name).stage for name in self._durations)
-            durations = Profile(stages)
-            for name, seconds in self._durations.items():
-                for kind, value in seconds.items():
-                    durations.add(kind, Worker.parse(name), value)
-                durations.add("S", Worker.parse(name), 0.0)
-            costs = durations.costs()
-            if costs is None or (self._measured is not None and not drifted(self._measured, costs)):
-                return None
-            self._measured = costs
-            # What was planned for other costs is still legal, but no longer the best to begin with.
+            # What was planned before is still legal, or was then, but no longer the best to begin with.
             self._cache, self._best = Cache(), {}
-            return costs
+            return self._measurements.known
 
     def improve(
         self,
@@ -116,10 +106,14 @@ class Planning:
         budget = float(description.get("planner_budget") or 0)
         if budget <= 0 or cancelled.is_set() or plan["source"] == "drop":
             return None
-        problem = problem_of(description, failed, self._measured)
+        problem = problem_of(description, failed, self._measurements.known)
         seed = int(description.get("seed") or 0)
         incumbent = recosted(problem, Plan.from_json(dict(plan)))
-        better = improve(problem, incumbent, budget, seed, cancelled.is_set)
+        replaced = None
+        if any(peak(problem, worker, incumbent.actions(worker)) > cap for worker, cap in problem.cap.items()):
+            # Memory has turned out shorter than the plan in use takes it to be.
+            replaced = incumbent = plan_for(problem, self._cache, work=0, seed=seed)
+        better = improve(problem, incumbent, budget, seed, cancelled.is_set) or replaced
         if not cancelled.is_set():
             self.ahead = threading.Thread(
                 target=self._plan_ahead, args=(problem, budget, seed, cancelled), name="recycle-ahead", daemon=True

@@ -71,8 +71,9 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
 
 
 def recosted(problem: Problem, plan: Plan) -> Plan:
-    """The same orders under ``problem``'s costs, which have changed since the plan was made."""
-    if problem.costs == plan.problem.costs:
+    """The same orders under ``problem``'s costs and memory, which have changed since the plan was made; they may take
+    more memory than there is."""
+    if all(getattr(problem, name) == getattr(plan.problem, name) for name in ("costs", "cap", "before_b", "after_b")):
         return plan
     instance = build(problem)
     table, trace = schedule_of(instance, plan)

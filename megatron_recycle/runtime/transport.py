@@ -31,7 +31,7 @@ Meta = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16,
            torch.int32, torch.int64, torch.bool)
 _HEADER_SIZE = 128
-_AHEAD = 2  # receives kept posted on a channel beyond the message that is needed now
+AHEAD = 2  # receives kept posted on a channel beyond the message that is needed now
 
 
 def meta_of(tensors: Sequence[torch.Tensor]) -> Meta:
@@ -177,7 +177,7 @@ class Transport:
     def post(self) -> None:
         """Keep receives posted ahead of need on every channel whose shapes are known."""
         for source, channel in self._inbound.items():
-            wanted = min(channel.taken + _AHEAD, len(channel.expected))
+            wanted = min(channel.taken + AHEAD, len(channel.expected))
             if channel.posted < wanted and self._meta(source, channel, wait=False) is not None:
                 self._post(source, channel, wanted)
 

@@ -16,9 +16,9 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.membership import Agent, Offer
-from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
+from megatron_recycle.runtime.budget import announce, announce_profile, profile
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict, share_digests
 from megatron_recycle.runtime.data import DataSource, digest
 from megatron_recycle.runtime.evaluate import Evaluations, run_pass
@@ -26,6 +26,7 @@ from megatron_recycle.runtime.groups import RETIRING, Groups
 from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
+from megatron_recycle.runtime.memory import ActivationMemory
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.random_state import seed_of, seeded
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
@@ -83,9 +84,9 @@ class StageWorker:
         self._splitter = splitter
         self._data = data
         self._observer = observer
-        self._layout = Layout(stage.parameters, stage.gradient_dtype)
+        self.layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
-        self.stepper = Stepper(stage, self._layout, place.grid, place.me, self.ledger, config.step == "staggered", self)
+        self.stepper = Stepper(stage, self.layout, place.grid, place.me, self.ledger, config.step == "staggered", self)
         self.evaluations = Evaluations(place.grid, stage.report_width)
         self.received: Received | None = None
         """What this worker has got from its peers, if it has come in and not said so yet."""
@@ -99,6 +100,7 @@ class StageWorker:
         self._agreed = 0
         self._commits = 0
         self._stopwatch = Stopwatch(stage.device)
+        self.memory = ActivationMemory(stage.device)
         self._transport: Transport
         self._reduction: Reduction
         self._attempt: Attempt | None = None
@@ -149,7 +151,7 @@ class StageWorker:
         if self.generation == 0:
             self.ledger.stand_at(iteration)
             join(self)
-            self._announce_memory()
+            announce(self)
 
     def has_done(self, iteration: int) -> bool:
         """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""
@@ -239,8 +241,9 @@ class StageWorker:
                           self.ledger.attempt)
         # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
         self._relay_before = self._attempt.relay if self._attempt is not None else None
-        self._attempt = Attempt(Accumulators(self._layout, self._reduction.place), relay)
+        self._attempt = Attempt(Accumulators(self.layout, self._reduction.place), relay)
         self._transport.begin()
+        self.memory.begin()
         self._share_losses_if_complete()
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
                 interrupted=self.interrupted)
@@ -265,14 +268,6 @@ class StageWorker:
         if self._observer is not None:
             self._observer.on(phase, iteration, action)
 
-    def _announce_memory(self) -> None:
-        parameters = sum(parameter.nbytes for parameter in self._layout.parameters)
-        gradient = self._layout.numel * self._layout.empty().element_size()
-        get_logger().info(
-            "megatron-recycle: worker %s keeps %.1f MiB of reduced gradient until each commit%s", self.place.me,
-            gradient / 2**20, "" if self.config.step == "barrier" else
-            f", and a copy of parameters ({parameters / 2**20:.1f} MiB) and optimizer state to undo a step")
-
     @property
     def plan(self) -> Plan:
         """The plan in use."""
@@ -295,7 +290,7 @@ class StageWorker:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._transport.receive(("F", pipeline, microbatch)))
         with (seeded(seed_of(self.config.seed, iteration, pipeline, microbatch, me.stage), self.stage.device),
-              self._stopwatch.measure("F")):
+              self._stopwatch.measure("F"), self.memory.forward((pipeline, microbatch), inputs)):
             forward = self.stage.forward(inputs, batch)
         if forward.loss is not None:
             self._now.losses[pipeline, microbatch] = forward.loss.detach()
@@ -310,6 +305,7 @@ class StageWorker:
         _, pipeline, microbatch = action
         forward = self._now.forwards.pop((pipeline, microbatch))
         gradients = [] if self.place.last else self._transport.receive(("B", pipeline, microbatch))
+        self.memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
         into = self._splitter.into(queue if self._plan.problem.split_backward else None)
         with into, self._stopwatch.measure("B"):
@@ -317,13 +313,14 @@ class StageWorker:
         if not self.place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)
         self._harvest(pipeline, microbatch, queue)
+        self.memory.end_backward((pipeline, microbatch), queue)
         self._done(action)
 
     def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
         """Take the gradients that B formed off the parameters; those that W adds to wait for it."""
         later = queue.parameters()
         now = []
-        for parameter in self._layout.parameters:
+        for parameter in self.layout.parameters:
             if parameter.grad is None:
                 continue
             if parameter in later:
@@ -339,6 +336,7 @@ class StageWorker:
         queue = self._now.queues.pop((pipeline, microbatch))
         with torch.no_grad(), self._stopwatch.measure("W"):
             self._now.sums.add(pipeline, microbatch, queue.contributions())
+        self.memory.weight((pipeline, microbatch))
         self._done(action)
 
     def _done(self, action: Action) -> None:
@@ -361,12 +359,12 @@ class StageWorker:
         self.ledger.check_complete(self._plan.actions(self.place.me))
         with torch.no_grad():
             gradient = self._reduction.gradient(now.sums, groups)
-            fold_ties(self.stage.ties, self._layout, gradient, groups)
+            fold_ties(self.stage.ties, self.layout, gradient, groups)
         loss, weight = now.relay.wait()
         digests = torch.zeros(grid.total, dtype=torch.float64)
         if self.place.first or self.place.last:
             digests = share_digests(grid, now.digests, groups)
-        views = [self._layout.view(gradient, parameter) for parameter in self._layout.parameters]
+        views = [self.layout.view(gradient, parameter) for parameter in self.layout.parameters]
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, digests,
                     now.relay.reports)
         self._offer = self._new_offer()
@@ -385,7 +383,10 @@ class StageWorker:
         self.agent.committed(verdict.iteration, verdict.loss)
         self._commits += 1
         if self._commits == _FIRST_PROFILE or self._commits % _PROFILE_EVERY == 0:
-            self.agent.event("profile", **self._stopwatch.medians())
+            found = profile(self)
+            self.agent.event("profile", **self._stopwatch.medians(), **found)
+            if self._commits == _FIRST_PROFILE and self._plan.problem.live(self.place.me.stage)[0] == self.place.me:
+                announce_profile(self.place.me, found)
         if adopt and self._offer is not None:
             # Nobody has begun the iteration after next: that takes this very verdict.
             self._agreed = self._offer.number
@@ -437,7 +438,7 @@ class StageWorker:
 
     def discard_attempt(self) -> None:
         """Forget the iteration in flight; what is held of a complete one stays."""
-        for parameter in self._layout.parameters:
+        for parameter in self.layout.parameters:
             parameter.grad = None
         self._attempt = None
 

@@ -66,7 +66,7 @@ def other_value(option: config.Option) -> Any:
     if option.choices:
         return option.choices[-1]
     if option.kind is float:
-        return option.default * 1.5
+        return (option.default or 1.0) * 1.5
     return (option.default or 1) + 1 if option.kind is int else "elsewhere"
 
 
@@ -133,6 +133,7 @@ def test_other_programs_variables_and_the_launchers_own_are_let_through():
         ({"enabled": 1}, "give true or false"),
         ({"reduction": "exat"}, "give fast or exact; did you mean 'exact'"),
         ({"cap": 0}, "give 1 or more"),
+        ({"memory": 0}, "a size in GiB above 0"),
         ({"block": 1.5}, "give an integer or auto"),
         ({"heartbeat_interval": 0}, "above 0"),
         ({"transport_timeout": float("inf")}, "above 0"),

@@ -89,12 +89,12 @@ def test_measured_durations_replace_equal_costs_and_a_slow_worker_gets_less_work
     names = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
     *before, costs = [planning.measured(profile(name, 0.02)) for name in names if name != "1:1"]
     assert before == [None] * 4, "only when all live workers have been heard"
-    assert costs is not None and costs.forward == (20000, 20000) and costs.backward_weight == (18000, 18000)
+    assert costs is not None and costs.costs.forward == (20000, 20000) and costs.costs.backward_weight == (18000, 18000)
     assert [planning.measured(profile(name, 0.021)) for name in names] == [None] * 6, "that is noise"
     plan = Plan.from_json(planning.plan(DESCRIPTION, frozenset({"1:1"})))
-    assert plan.problem.costs == costs and violations(plan) == []
+    assert plan.problem.costs == costs.costs and violations(plan) == []
     again = [profile(name, 0.02) for name in names if name not in ("1:1", "2:0")]
     *_, slow = [planning.measured(one) for one in [*again, {"worker": "2:0", "F": 0.08, "B": 0.09, "W": 0.07}]]
-    assert slow is not None and slow.speed[Worker(2, 0)] > 3
+    assert slow is not None and slow.costs.speed[Worker(2, 0)] > 3
     given = {**DESCRIPTION, "costs": equal.problem.costs.to_json()}
     assert problem_of(given, frozenset(), slow).costs == equal.problem.costs, "what the user says comes first"

@@ -1,0 +1,77 @@
+"""Measured memory limits the plans, after all live workers have told theirs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from megatron_recycle.launch.planning import Planning, problem_of
+from megatron_recycle.plan import Plan, Worker, replay, violations
+
+DESCRIPTION = {"grid": {"stages": 2, "microbatches": [6, 6, 6]}, "block": 0, "cap": None, "planner_budget": 0.2}
+NAMES = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
+MIB = 2**20
+
+
+def profile(worker: str, room: int | None, before: int = 8 * MIB, after: int = 5 * MIB) -> dict[str, Any]:
+    return {"worker": worker, "F": 0.02, "B": 0.022, "W": 0.018, "room": room,
+            "held": {"before_b": before, "after_b": after}}
+
+
+def heard(planning: Planning, failed: frozenset[str] = frozenset(), **options: Any) -> Any:
+    found = [planning.measured(profile(name, **options)) for name in NAMES if name not in failed]
+    assert found[:-1] == [None] * (len(found) - 1)
+    return found[-1]
+
+
+@pytest.mark.parametrize("failed", [frozenset(), frozenset({"1:1"})], ids=["whole", "one lost"])
+def test_the_plan_in_use_is_replaced_if_it_holds_more_than_there_is(failed):
+    planning = Planning()
+    plan = planning.plan(DESCRIPTION, failed)
+    room = 18 * MIB
+    known = heard(planning, failed, room=room)
+    assert known.memory.bytes["before_b"] == [8 * MIB] * 2 and known.to_json()["memory"]["room"]["0:0"] == room
+    better = planning.improve(DESCRIPTION, failed, plan, threading.Event())
+    assert better is not None
+    found = Plan.from_json(better)
+    assert violations(found) == []
+    unit = 8 * MIB // 8
+    assert all(peak * unit <= room for peak in replay(found).peak.values())
+    assert set(map(str, found.problem.failed)) == failed
+
+
+def test_plenty_of_memory_leaves_the_default_and_a_given_cap_comes_first():
+    planning = Planning()
+    planning.plan(DESCRIPTION, frozenset())
+    known = heard(planning, room=1000 * MIB)
+    problem = problem_of(DESCRIPTION, frozenset({"0:0"}), known)
+    assert set(problem.cap.values()) == {4 * 8} and problem.before_b == (8, 8) and problem.after_b == (5, 5)
+    assert Worker(0, 0) not in problem.cap
+    assert set(problem_of({**DESCRIPTION, "cap": 3}, frozenset(), known).cap.values()) == {3}
+
+
+@pytest.mark.parametrize(("room", "before"), [(None, 8 * MIB), (100, 8 * MIB), (100 * MIB, 0)],
+                         ids=["nobody knows how much", "less than one micro-batch", "not measured yet"])
+def test_without_usable_numbers_the_cap_counts_activations(room, before):
+    planning = Planning()
+    planning.plan(DESCRIPTION, frozenset())
+    known = heard(planning, room=room, before=before)
+    assert known.memory is None
+    assert set(problem_of(DESCRIPTION, frozenset(), known).cap.values()) == {4}
+
+
+def test_only_a_notable_change_of_memory_makes_plans_anew():
+    planning = Planning()
+    planning.plan(DESCRIPTION, frozenset())
+    assert heard(planning, room=100 * MIB) is not None
+    assert heard(planning, room=101 * MIB) is None
+    assert heard(planning, room=50 * MIB).memory.bytes["room"]["2:1"] == 50 * MIB
+
+
+def test_a_worker_that_was_not_heard_has_its_peers_memory():
+    planning = Planning()
+    planning.plan(DESCRIPTION, frozenset({"1:1"}))
+    known = heard(planning, frozenset({"1:1"}), room=20 * MIB)
+    assert problem_of(DESCRIPTION, frozenset(), known).cap[Worker(1, 1)] == 20
