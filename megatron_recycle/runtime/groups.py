@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.errors import TransportAborted
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 
 # A tag no transfer ever uses: posting a receive with it and letting it time out makes gloo close the pair.
@@ -119,13 +120,19 @@ class Groups:
 
     def retire(self) -> None:
         """Tear the handles down in the background: it takes gloo up to a second, and nobody needs it done."""
-        groups = self.all()
-        threading.Thread(target=_destroy, args=(groups,), name=RETIRING, daemon=True).start()
+        _retire(self.all())
 
 
-def _destroy(groups: list[dist.ProcessGroup]) -> None:
+def _retire(groups: Sequence[dist.ProcessGroup]) -> None:
+    threading.Thread(target=_destroy, args=(groups,), name=RETIRING, daemon=True).start()
+
+
+def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
-        dist.destroy_process_group(group)
+        try:
+            dist.destroy_process_group(group)
+        except RuntimeError as error:  # what cannot be torn down must not keep the others
+            get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
 
 
 def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[Worker],
@@ -148,10 +155,13 @@ def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[
     except (RuntimeError, OSError) as error:
         raise TransportAborted(f"generation {generation}: the rendezvous store failed: {error}") from error
 
+    built: list[dist.ProcessGroup] = []
+
     def group(name: str, workers: Sequence[Worker], backend: str = backend) -> dist.ProcessGroup:
         ranks = sorted(rank_of[worker] for worker in workers)
-        return new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend, timeout=timeout,
-                         connect_timeout=connect_timeout)
+        built.append(new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend, timeout=timeout,
+                               connect_timeout=connect_timeout))
+        return built[-1]
 
     peers = [worker for worker in ordered if worker.stage == me.stage]
 
@@ -163,6 +173,7 @@ def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[
             stage_control=stage if backend == "gloo" else group(f"stage{me.stage}-control", peers, "gloo"),
             lines={name: group(name, workers) for name, workers in lines.items()})
     except RuntimeError as error:
+        _retire(built)  # those that stood before one failed
         raise TransportAborted(f"generation {generation}: connecting failed: {error}") from error
 
 

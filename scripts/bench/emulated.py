@@ -202,7 +202,7 @@ def main() -> int:
     parser.add_argument("--rows", help="only rows whose name contains one of these, separated by commas")
     args = parser.parse_args()
     exit_on_sigterm()
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 132)  # a log file is no 80-column screen
     chosen = [row for row in ROWS if not args.rows or any(part in row.name for part in args.rows.split(","))]
     report, failed = {}, False
     for shape in args.grid:

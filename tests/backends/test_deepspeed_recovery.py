@@ -128,7 +128,7 @@ def test_random_campaign(seed, undisturbed):
     draw = random.Random(seed)
     phase, arrivals = draw.choice([("forward", 4), ("backward", 4), ("weight", 4), ("reduce", 1), ("reduced", 1),
                                    ("step", 1), ("stepped", 1)])
-    hold = Hold(draw.choice(POSITIONS), phase, draw.randrange(ITERATIONS - 1), draw.randrange(arrivals))
+    hold = Hold(draw.choice(POSITIONS), phase, draw.randrange(ITERATIONS), draw.randrange(arrivals))
     kill_and_compare([hold], undisturbed)
 
 
