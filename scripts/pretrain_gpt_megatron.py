@@ -163,6 +163,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
             log(step.func, args, iteration + 1, times[-1][0], losses[-1], norm)
     state = {
         "pipeline": parallel_state.get_data_parallel_rank(), "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "part": parallel_state.get_tensor_model_parallel_rank(),
         "arguments": {key: value for key, value in vars(args).items() if not isinstance(value, Path)},
         "losses": losses, "times": times, "validations": validations, "initial": initial,
         "parameters": {name: value.detach() for name, value in model.module.named_parameters()},
@@ -171,7 +172,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": time.time() - begin}
     if args.dump is not None:
         args.dump.mkdir(parents=True, exist_ok=True)
-        torch.save(state, args.dump / f"worker-{state['pipeline']}-{state['stage']}.pt")
+        part = f".{state['part']}" if args.tensor > 1 else ""
+        torch.save(state, args.dump / f"worker-{state['pipeline']}-{state['stage']}{part}.pt")
     return state
 
 
@@ -214,6 +216,9 @@ def validate(folder: Path, data: Path | None = None, windows: int = 256) -> dict
     if not dumps:
         raise SystemExit(f"--validate: no worker-*.pt in {folder}; train with --dump {folder} first")
     args = argparse.Namespace(**{**dumps[0]["arguments"], "data": data, "dropout": 0.0})
+    if args.tensor > 1:
+        raise SystemExit(f"--validate: the parameters in {folder} are cut for --tensor {args.tensor}; only those of "
+                         "--tensor 1 can be joined")
     stages, args.stages = args.stages, 1
     torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, backend="gloo")
     parallel_state.initialize_model_parallel(1, 1)

@@ -409,9 +409,8 @@ class DeepSpeedStage:
     def regroup(self, groups: Groups) -> None:
         """Every handle that DeepSpeed keeps and may use during training or after it."""
         engine, grid = self._engine, self._engine.grid
-        pipeline, = groups.lines.values()
         grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage
-        grid.ds_model_proc_group = grid.pp_proc_group = pipeline
+        grid.ds_model_proc_group = grid.pp_proc_group = groups.pipeline
         engine.module.world_group = groups.world
 
     def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
@@ -450,8 +449,8 @@ def _ties(engine: PipelineEngine) -> list[Tie]:
 
 def _place(engine: PipelineEngine) -> Place:
     grid, topology = engine.grid, engine.grid.topology()
-    rank_of = {Worker(pipeline, stage): topology.get_rank(pipe=stage, data=pipeline)
-               for pipeline in range(grid.data_parallel_size) for stage in range(grid.pipe_parallel_size)}
-    return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), rank_of=rank_of,
+    ranks = {Worker(pipeline, stage): (topology.get_rank(pipe=stage, data=pipeline),)
+             for pipeline in range(grid.data_parallel_size) for stage in range(grid.pipe_parallel_size)}
+    return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), ranks=ranks,
                  grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
                  backend=backend_for(engine.device))

@@ -8,6 +8,7 @@ belongs to what a recovery must know of; the latter hands out the result.
 from __future__ import annotations
 
 import atexit
+import logging
 import sys
 from typing import Any
 
@@ -66,14 +67,15 @@ class RecycleSchedule:
         try:
             reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
         except JobEnded as end:
-            get_logger().error("megatron-recycle: %s", end)
+            # Status 0: this is a part of a worker that has lost another part, and the others have ended well.
+            get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
             raise SystemExit(end.status) from None
         return self._stage.reports(reports) if self._place.last else []
 
     def _train(self, data_iterator: Any) -> torch.Tensor:
         assert self._worker is not None
         if self._iteration == 0:
-            self._data.source = (source_of(data_iterator) if self._options.data is None
+            self._data.source = (source_of(data_iterator, self._place.part) if self._options.data is None
                                  else FactorySource(self._options.data))
         self._worker.train(self._iteration)
         self._iteration += 1
@@ -85,7 +87,8 @@ class RecycleSchedule:
     def _evaluate(self, data_iterator: Any) -> torch.Tensor:
         assert self._worker is not None
         # The iterator is kept, so that no other one gets its identity.
-        _, source, passes = self._evaluated.get(id(data_iterator)) or (None, source_of(data_iterator), 0)
+        _, source, passes = self._evaluated.get(id(data_iterator)) or (
+            None, source_of(data_iterator, self._place.part), 0)
         self._evaluated[id(data_iterator)] = (data_iterator, source, passes + 1)
         reports = self._worker.evaluate(self._iteration, source, passes)
         for pipeline in range(self._place.grid.pipelines):
@@ -99,13 +102,14 @@ class RecycleSchedule:
 
     def missing(self) -> list[str]:
         """The workers that are not there any more."""
-        return [str(worker) for worker in sorted(set(self._place.rank_of) - set(self.live()))]
+        return [str(worker) for worker in sorted(set(self._place.ranks) - set(self.live()))]
 
     def speaks(self) -> bool:
         """Whether this worker writes the log line: the last one of the last stage that is left."""
         if self._worker is None:
             return dist.get_rank() == dist.get_world_size() - 1
-        return self.live()[-1] == self._place.me
+        place = self._place
+        return self.live()[-1] == place.me and place.part == place.parts - 1
 
     def log_part(self) -> str:
         """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
@@ -113,7 +117,7 @@ class RecycleSchedule:
         if self._worker is None:
             return ""
         away = sum(worker.pipeline != pipeline for (pipeline, _, _), worker in self._worker.plan.route().items())
-        return f" live: {len(self.live())}/{len(self._place.rank_of)} | rerouted: {away} |"
+        return f" live: {len(self.live())}/{len(self._place.ranks)} | rerouted: {away} |"
 
     def _start(self, models: list[Any], microbatches: int) -> None:
         config = get_model_config(models[0])
@@ -129,7 +133,7 @@ class RecycleSchedule:
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=MegatronSplitter(),
                                    data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
-        megatron_training.take_over(self, megatron_groups.Detached(self._place).attached)
+        megatron_training.take_over(self, megatron_groups.Detached(self._place, self.speaks).attached)
         atexit.register(self.finish)
 
     def _abort_transport(self, generation: int) -> None:
@@ -151,14 +155,18 @@ class RecycleSchedule:
 
 
 def _place(microbatches: int) -> Place:
-    """Where this worker is, and the rank of every position, as all ranks tell it."""
+    """Where this process is, and the ranks of every position, as all ranks tell it."""
     stages, pipelines = (parallel_state.get_pipeline_model_parallel_world_size(),
                          parallel_state.get_data_parallel_world_size())
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
-    mine = torch.tensor(me, dtype=torch.int64, device=torch.cuda.current_device())
+    part = parallel_state.get_tensor_model_parallel_rank()
+    mine = torch.tensor([*me, part], dtype=torch.int64, device=torch.cuda.current_device())
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
-    rank_of = {Worker(*position.tolist()): rank for rank, position in enumerate(told)}
-    return Place(me=me, rank_of=rank_of, grid=Grid(stages, (microbatches,) * pipelines), backend=dist.get_backend())
+    rank_of = {tuple(position.tolist()): rank for rank, position in enumerate(told)}
+    ranks = {Worker(pipeline, stage): tuple(rank_of[pipeline, stage, index] for index in range(
+        parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
+    return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
+                 backend=dist.get_backend())
 
 

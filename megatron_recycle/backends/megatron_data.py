@@ -25,6 +25,16 @@ class NoData:
         pass
 
 
+class ReadByAnother:
+    """For tensor-parallel parts whose first part reads for all of them, as Megatron-LM's loaders do."""
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        return None
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass
+
+
 class LateSource:
     """Training data whose iterator is not known before training begins; evaluation may come first."""
 
@@ -85,12 +95,15 @@ class SamplerSource:
             self._next[pipeline] += 1
 
 
-def source_of(iterator: Any) -> DataSource:
-    """Where to read the micro-batches that ``iterator`` gives to one pipeline. Raises DataError."""
+def source_of(iterator: Any, part: int = 0) -> DataSource:
+    """Where to read the micro-batches that ``iterator`` gives to one pipeline. Raises DataError.
+
+    ``part``: tensor-parallel rank of this process.
+    """
     if isinstance(iterator, list) and len(iterator) == 1:
         iterator, = iterator
     if iterator is None:
-        return NoData()
+        return NoData() if part == 0 else ReadByAnother()
     loader = getattr(iterator, "iterable", iterator)  # Megatron-LM wraps a loader's iterator to be able to rewind it
     sampler = getattr(loader, "_index_sampler", None)
     if not hasattr(sampler, "data_parallel_rank") or not hasattr(loader, "_dataset"):

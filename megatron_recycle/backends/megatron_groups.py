@@ -9,13 +9,15 @@ stay, and give back what they are given. Sizes and ranks that the loop computes 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, timers
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.runtime.groups import new_group
@@ -26,16 +28,19 @@ _SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTI
 
 
 class Detached:
-    """Makes Megatron's own collectives end at this worker; made once, when all workers are there."""
+    """Makes Megatron's own collectives end at this worker; made once, when all workers are there.
 
-    def __init__(self, place: Place) -> None:
+    ``speaks`` tells whether this worker writes the log.
+    """
+
+    def __init__(self, place: Place, speaks: Callable[[], bool]) -> None:
         state: Any = parallel_state
         self._spanning = {name: getattr(state, name) for name in _SHARED}
         self._alone = dict.fromkeys(_SHARED, _alone(place))
         state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
         state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
         _use(self._alone)
-        _detach_timers()
+        _detach_timers(speaks)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -45,6 +50,26 @@ class Detached:
             yield
         finally:
             _use(self._alone)
+
+
+class TensorGroup:
+    """The group that a worker's tensor-parallel parts compute in, wherever ``model`` and Megatron keep it.
+
+    An aborted group is of no use any more, so each generation has another.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        state: Any = parallel_state
+        self._holders: list[tuple[Any, str]] = [(state, "_TENSOR_MODEL_PARALLEL_GROUP")]
+        for module in model.modules():
+            holders = [module, *(value for value in vars(module).values() if isinstance(value, ProcessGroupCollection))]
+            self._holders += [(holder, name) for holder in holders for name, value in vars(holder).items()
+                              if value is group]
+
+    def use(self, group: dist.ProcessGroup) -> None:
+        for holder, name in self._holders:
+            setattr(holder, name, group)
 
 
 def _use(groups: Mapping[str, Any]) -> None:
@@ -58,18 +83,23 @@ def _alone(place: Place) -> dist.ProcessGroup:
     return new_group(name, [dist.get_rank()], store, backend=place.backend, timeout=60.0, connect_timeout=60.0)
 
 
-def _detach_timers() -> None:
-    """Timers neither wait for other ranks nor gather from them: the log shows this rank's times."""
+def _detach_timers(speaks: Callable[[], bool]) -> None:
+    """Timers neither wait for other ranks nor gather from them: the log shows the times of the rank that writes it."""
     timer: Any = timers.Timer
     start, stop = timer.start, timer.stop
+    group: Any = timers.Timers
+    log = group.log
 
-    def alone(self: Any, names: Any, reset: bool, barrier: bool) -> torch.Tensor | None:
-        if not names:
-            return None
-        return torch.tensor([[self._timers[name].elapsed(reset=reset) if name in self._timers else 0.0
-                              for name in names]])
+    def alone(self: Any, names: Any, reset: bool, barrier: bool) -> torch.Tensor:
+        times = torch.zeros(dist.get_world_size(), len(names))  # as from all ranks; 0: never ran
+        times[dist.get_rank()] = torch.tensor([
+            self._timers[name].elapsed(reset=reset) if name in self._timers else 0.0 for name in names])
+        return times
+
+    def log_here(self: Any, names: Any, rank: int | None = None, **options: Any) -> None:
+        log(self, names, (dist.get_rank() if speaks() else -1) if rank is None else rank, **options)
 
     timer.start = lambda self, barrier=False: start(self)
     timer.stop = lambda self, barrier=False: stop(self)
-    group: Any = timers.Timers
     group._get_elapsed_time_all_ranks = alone
+    group.log = log_here

@@ -3,8 +3,8 @@
 `ColumnParallelLinear`, `RowParallelLinear` and the output layer look their autograd function up as a global of
 `tensor_parallel.layers` each time they run, so a subclass put there reaches all of them.
 
-With `gradient_accumulation_fusion` Megatron would add weight gradients to `main_grad` in its own kernel; here
-they go to the runtime's accumulators, whatever that option says.
+With `gradient_accumulation_fusion` Megatron adds weight gradients to `main_grad` in apex's kernel. Here that
+kernel adds them to the runtime's accumulators, when W runs.
 """
 
 from __future__ import annotations
@@ -45,6 +45,15 @@ class MegatronSplitter:
             self._queue = None
 
 
+def _kernel(ctx: Any) -> Any:
+    """Apex's, which is there if the layer was built with `gradient_accumulation_fusion`; else None."""
+    if not ctx.gradient_accumulation_fusion or not ctx.needs_input_grad[1]:
+        return None
+    kernels: Any = layers.fused_weight_gradient_mlp_cuda
+    whole = ctx.recycle_weight.main_grad.dtype == torch.float32
+    return kernels.wgrad_gemm_accum_fp32 if whole else kernels.wgrad_gemm_accum_fp16
+
+
 def _function(stock: Any, splitter: MegatronSplitter) -> Any:
     class SplitLinear(stock):
         """Megatron's linear function, with a backward that can leave the weight for later."""
@@ -67,7 +76,7 @@ def _function(stock: Any, splitter: MegatronSplitter) -> Any:
                 if ctx.allreduce_dgrad:
                     pending = dist.all_reduce(for_inputs, group=ctx.tp_group, async_op=True)
             item = DeferredLinear(inputs, gradient, ctx.recycle_weight if needs_weight else None,
-                                  ctx.recycle_bias if needs_bias else None)
+                                  ctx.recycle_bias if needs_bias else None, fused=_kernel(ctx))
             now: dict[Any, torch.Tensor] = {}
             if splitter.queue is not None:
                 splitter.queue.deferred.append(item)

@@ -18,12 +18,13 @@ from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applie
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
 from torch import nn
 
 from megatron_recycle.backends.buffers import check_unchanged
+from megatron_recycle.backends.megatron_groups import TensorGroup
 from megatron_recycle.backends.megatron_support import single_optimizers
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.data import Batch
@@ -68,6 +69,7 @@ class MegatronStage:
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
         self.ties: Sequence[Tie] = ()
         self._find_ties()
+        self._tensor_group = TensorGroup(model)
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         model.param_to_bucket_group.clear()
         self._take_over(optimizer)
@@ -182,7 +184,9 @@ class MegatronStage:
             group.update(own)
 
     def regroup(self, groups: Groups) -> None:
-        """Nothing: what Megatron asks its groups for is asked of the runtime (see `megatron_groups`)."""
+        """Only tensor-parallel layers still compute in a group of Megatron's (see `megatron_groups`)."""
+        if groups.siblings is not None:
+            self._tensor_group.use(groups.siblings)
 
     def reports(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
         """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch."""
@@ -234,10 +238,13 @@ class MegatronStage:
         """Megatron's named generators, from the seed that torch's own has now, which depends on what is computed and
         not on where."""
         tracker = get_cuda_rng_tracker()
-        seed = torch.initial_seed()
+        seed, part = torch.initial_seed(), parallel_state.get_tensor_model_parallel_rank()
+        # As in stock, tensor-parallel parts differ in all of them but one.
+        own = {name: name if part == 0 or name == get_data_parallel_rng_tracker_name() else f"{name} {part}"
+               for name in tracker.get_states()}
         # Not tracker.add(), which takes the state of the device's generator away and back for each name.
-        tracker.set_states({name: self._generator.manual_seed((seed + zlib.crc32(name.encode())) % 2**63).get_state()
-                            for name in tracker.get_states()})
+        tracker.set_states({name: self._generator.manual_seed((seed + zlib.crc32(key.encode())) % 2**63).get_state()
+                            for name, key in own.items()})
 
 
 def _mean(value: Sequence[float]) -> float:

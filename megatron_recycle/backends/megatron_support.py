@@ -86,8 +86,9 @@ def check_call(keywords: Mapping[str, Any], microbatches: int) -> None:
 
 def _parallelism(config: Any) -> list[tuple[bool, str]]:
     return [
-        (parallel_state.get_tensor_model_parallel_world_size() > 1,
-         "tensor parallelism: set tensor_model_parallel_size to 1"),
+        (parallel_state.get_tensor_model_parallel_world_size() > 1 and config.qk_layernorm,
+         "qk_layernorm with tensor parallelism: its gradients are summed over tensor-parallel ranks; leave one of them "
+         "out"),
         (config.sequence_parallel, "sequence parallelism: leave sequence_parallel off"),
         (parallel_state.get_context_parallel_world_size() > 1,
          "context parallelism: set context_parallel_size to 1"),

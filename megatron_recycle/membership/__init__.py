@@ -5,6 +5,7 @@ Standard library, `megatron_recycle.plan` and the leaves only; the planner comes
 
 from megatron_recycle.membership.agent import Agent, Ended, Go, Offer, Stop
 from megatron_recycle.membership.coordinator import Coordinator, Timeouts
+from megatron_recycle.membership.names import Process, workers_of
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.store import Journal, JournalError, JournalInUse
 from megatron_recycle.membership.wire import WireError
@@ -18,8 +19,10 @@ __all__ = [
     "JournalError",
     "JournalInUse",
     "Offer",
+    "Process",
     "Resume",
     "Stop",
     "Timeouts",
     "WireError",
+    "workers_of",
 ]

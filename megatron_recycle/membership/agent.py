@@ -106,7 +106,8 @@ class Agent:
         self.offer: Offer | None = None
         """The latest better plan for the current generation."""
         self.outside = joining
-        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`."""
+        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. A part of a
+        worker that has lost another part is not taken in again."""
         self._heard = 0
         self._leave_asked = self._leave_told = False
         self._identity = {

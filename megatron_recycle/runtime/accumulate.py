@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.runtime.split import Contribution
+from megatron_recycle.runtime.split import AddTo, Contribution
 
 Piece = tuple[int, int, int]
 """(pipeline, first block, last block), blocks inclusive."""
@@ -93,15 +93,21 @@ class _Sum:
         """Those that have a sum."""
         return list(self._views)
 
-    def add(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | AddTo) -> None:
         view = self._views.get(parameter)
         if view is not None:
-            view.add_(gradient)
+            if isinstance(gradient, torch.Tensor):
+                view.add_(gradient)
+            else:
+                gradient(view)
             return
         if self._flat is None:
             self._flat = self._layout.empty()
         view = self._views[parameter] = self._layout.view(self._flat, parameter)
-        view.copy_(gradient)
+        if isinstance(gradient, torch.Tensor):
+            view.copy_(gradient)
+        else:
+            gradient(view.zero_())
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
         """This parameter's sum, which starts anew; valid until the next addition."""

@@ -36,8 +36,9 @@ class Verdict:
         iteration: the iteration.
         loss: mean loss of the global batch.
         weight: sum over the global batch of the first number that each micro-batch reports (tokens); 0 for none.
-        norm_squares: squared gradient norm of each stage, as the framework counts it.
-        guesses: the coefficient that each stage stepped with, or would have, before it knew the others' norms.
+        norm_squares: squared gradient norm of each stage, as the framework counts it; of each of its parts where
+            workers have several, stage by stage.
+        guesses: the coefficient that each of those stepped with, or would have, before it knew the others' norms.
     """
 
     iteration: int
@@ -123,8 +124,8 @@ class Commit:
         self.offer = offer
         self.done = threading.Event()
         self._grid = grid
-        self._members = len(groups.members)
         self._group = groups.control
+        self._slots = grid.stages * groups.parts
         self._notify = notify
         self._error: TransportAborted | None = None
         self._vector = _contribution(held, grid, groups, guess, offer)
@@ -152,28 +153,30 @@ class Commit:
         """
         if self._error is not None:
             raise self._error
-        stages, total = self._grid.stages, self._grid.total
+        slots, total, members = self._slots, self._grid.total, self._group.size()
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
-        loss, weight, offers, squares = numbers[2 * stages:2 * stages + 4]
-        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:stages]), tuple(numbers[stages:2 * stages]))
-        agreed = offers == self.offer * self._members and squares == self.offer**2 * self._members
+        loss, weight, offers, squares = numbers[2 * slots:2 * slots + 4]
+        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:slots]), tuple(numbers[slots:2 * slots]))
+        agreed = offers == self.offer * members and squares == self.offer**2 * members
         return verdict, self.offer > 0 and agreed
 
 
 def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int) -> torch.Tensor:
     """[norm squares | guesses | loss, weight, offers, squared | first stage's digests | last stage's digests]"""
-    stages, total = grid.stages, grid.total
-    vector = torch.zeros(2 * stages + 4 + 2 * total, dtype=torch.float64)
-    vector[2 * stages + 2], vector[2 * stages + 3] = offer, offer**2
+    slots, total = grid.stages * groups.parts, grid.total
+    vector = torch.zeros(2 * slots + 4 + 2 * total, dtype=torch.float64)
+    vector[2 * slots + 2], vector[2 * slots + 3] = offer, offer**2
     stage = groups.me.stage
     if groups.peers(stage)[0] == groups.me:
-        vector[stage] = held.norm_square
-        vector[stages + stage] = guess
-        if stage == stages - 1:
-            vector[2 * stages], vector[2 * stages + 1] = held.loss, held.weight
+        slot = stage * groups.parts + groups.part
+        vector[slot] = held.norm_square
+        vector[slots + slot] = guess
+        # A worker's parts have the same loss and data; they need not all read the data.
+        if stage == grid.stages - 1 and groups.part == 0:
+            vector[2 * slots], vector[2 * slots + 1] = held.loss, held.weight
             vector[-total:] = held.digests
-        if stage == 0:
+        if stage == 0 and groups.part == 0:
             vector[-2 * total:-total] = held.digests
     return vector
 

@@ -49,6 +49,7 @@ class Evaluations:
         Raises TransportAborted.
         """
         table = torch.zeros_like(self.table)
+        reports = reports if groups.part == 0 else {}  # a worker's parts report the same
         for position, place in enumerate(self._grid.items()):
             if place in reports:
                 table[position] = torch.tensor(reports[place], dtype=torch.float64)
@@ -59,8 +60,8 @@ class Evaluations:
 
     def reconcile(self, groups: Groups) -> None:
         """Bring workers that a failure kept from the end of a pass level with the others. Raises TransportAborted."""
-        counts = torch.zeros(len(groups.members), dtype=torch.float64)
-        me = groups.members.index(groups.me)
+        counts = torch.zeros(groups.control.size(), dtype=torch.float64)
+        me = groups.control.rank()
         counts[me] = self.done
         all_reduce(counts, groups.control)
         newest = int(counts.max())
@@ -101,7 +102,8 @@ def _forward(worker: StageWorker, transport: Transport, data: DataSource, number
         batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
     if not place.first:
         inputs = tuple(transport.receive(("F", pipeline, microbatch)))
-    forward = worker.stage.forward(inputs, batch)
+    with worker.current_groups().together():
+        forward = worker.stage.forward(inputs, batch)
     if place.last:
         reports[pipeline, microbatch] = forward.report
     else:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -26,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.place import Place
 
 # A tag no transfer ever uses: posting a receive with it and letting it time out makes gloo close the pair.
 _ABORT_TAG = 2**31 - 1
@@ -73,14 +75,20 @@ def abort_group(group: dist.ProcessGroup) -> None:
 class Groups:
     """The handles of one generation.
 
+    Where workers have several parts (tensor parallelism), equal parts of all workers have a ``world`` of their own,
+    and so on: a part meets its siblings in ``siblings`` and ``control`` only.
+
     Attributes:
         generation: membership epoch these handles belong to; 0 before the first one.
         members: live workers in ascending order; a worker's index is its rank in ``world``.
         world: all members; activations and gradients travel here.
         stage: the members of this worker's stage; gradients are reduced here.
-        control, stage_control: the same members as ``world`` and ``stage``, for small tensors in CPU memory: always
-            gloo. A commit is under way there while the next iteration's activations travel.
-        lines: further groups that a framework wants to hold, by name.
+        pipeline: the members of this worker's pipeline.
+        siblings: all parts of this worker, in order; None if it has one part.
+        control: all parts of all members, for small tensors in CPU memory: always gloo. A commit is under way there
+            while the next iteration's activations travel.
+        control_ranks: rank in ``control`` of each member's process that is the same part as this one.
+        stage_control: the same members as ``stage``, in CPU memory.
     """
 
     generation: int
@@ -88,9 +96,13 @@ class Groups:
     members: tuple[Worker, ...]
     world: dist.ProcessGroup
     stage: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    siblings: dist.ProcessGroup | None
     control: dist.ProcessGroup
+    control_ranks: Mapping[Worker, int]
     stage_control: dist.ProcessGroup
-    lines: dict[str, dist.ProcessGroup] = field(default_factory=dict)
+    part: int = 0
+    parts: int = 1
     _aborted: bool = False
     _abort_lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -103,7 +115,8 @@ class Groups:
         return self.members.index(worker)
 
     def all(self) -> list[dist.ProcessGroup]:
-        groups = [self.world, self.stage, self.control, *self.lines.values()]
+        groups = [self.world, self.stage, self.control, self.pipeline]
+        groups += [] if self.siblings is None else [self.siblings]
         return groups if self.stage_control is self.stage else [*groups, self.stage_control]
 
     def abort(self) -> None:
@@ -115,8 +128,21 @@ class Groups:
                     abort_group(group)
 
     def abort_transfers(self) -> None:
-        """Free whoever waits for an activation or a gradient, and nobody else."""
+        """Free whoever waits for an activation, a gradient, or a sibling that waits for one; nobody else."""
         abort_group(self.world)
+        if self.siblings is not None:
+            abort_group(self.siblings)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside the block this worker's parts compute together: that one of them is gone ends the generation, as a
+        broken transfer does. Raises TransportAborted."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.siblings is None or not (self._aborted or _is_broken(error)):
+                raise
+            raise TransportAborted(f"a collective of the parts of worker {self.me} failed: {error}") from error
 
     def retire(self) -> None:
         """Tear the handles down in the background: it takes gloo up to a second, and nobody needs it done."""
@@ -127,6 +153,11 @@ def _retire(groups: Sequence[dist.ProcessGroup]) -> None:
     threading.Thread(target=_destroy, args=(groups,), name=RETIRING, daemon=True).start()
 
 
+def _is_broken(error: RuntimeError) -> bool:
+    """Whether this is of the communication library; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in ("gloo", "pair closure"))
+
+
 def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
         try:
@@ -135,43 +166,46 @@ def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
             get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
 
 
-def build_groups(*, generation: int, prefix: str, me: Worker, members: Sequence[Worker],
-                 rank_of: Mapping[Worker, int], lines: Mapping[str, Sequence[Worker]],
-                 backend: str, timeout: float, connect_timeout: float,
-                 interrupted: Callable[[], bool]) -> Groups:
-    """Build the handles of ``generation`` together with all ``members``.
+def build_groups(*, generation: int, prefix: str, place: Place, members: Sequence[Worker], timeout: float,
+                 connect_timeout: float, interrupted: Callable[[], bool]) -> Groups:
+    """Build the handles of ``generation`` together with all parts of all ``members``.
 
-    ``rank_of`` gives global ranks, ``prefix`` is unique per generation and membership. First all members
-    meet at the store, which can be interrupted; only then do they connect, so that a member that dies
-    while another is still busy does not block the rest inside the connection.
+    ``prefix`` is unique per generation and membership. First all members meet at the store, which can be
+    interrupted; only then do they connect, so that a member that dies while another is still busy does not
+    block the rest inside the connection.
 
     Raises:
         TransportAborted: ``interrupted()`` became true, or a member vanished while connecting.
     """
-    ordered = tuple(sorted(members, key=rank_of.__getitem__))
+    me, part, ranks_of = place.me, place.part, place.ranks
+    ordered = tuple(sorted(members, key=lambda worker: ranks_of[worker][part]))
+    everyone = sorted(rank for worker in members for rank in ranks_of[worker])
     try:
         store = dist.PrefixStore(f"recycle/{prefix}", _rendezvous(connect_timeout))
-        meet(store, me, ordered, interrupted)
+        meet(store, ranks_of[me][part], everyone, interrupted)
     except (RuntimeError, OSError) as error:
         raise TransportAborted(f"generation {generation}: the rendezvous store failed: {error}") from error
 
     built: list[dist.ProcessGroup] = []
 
-    def group(name: str, workers: Sequence[Worker], backend: str = backend) -> dist.ProcessGroup:
-        ranks = sorted(rank_of[worker] for worker in workers)
+    def group(name: str, ranks: Sequence[int], backend: str = place.backend) -> dist.ProcessGroup:
         built.append(new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend, timeout=timeout,
                                connect_timeout=connect_timeout))
         return built[-1]
 
-    peers = [worker for worker in ordered if worker.stage == me.stage]
+    world = [ranks_of[worker][part] for worker in ordered]
+    peers = [ranks_of[worker][part] for worker in ordered if worker.stage == me.stage]
+    line = [ranks_of[worker][part] for worker in ordered if worker.pipeline == me.pipeline]
 
     try:
-        stage = group(f"stage{me.stage}", peers)
+        stage = group(f"stage{me.stage}.{part}", peers)
         return Groups(
-            generation=generation, me=me, members=ordered, world=group("world", ordered), stage=stage,
-            control=group("control", ordered, "gloo"),
-            stage_control=stage if backend == "gloo" else group(f"stage{me.stage}-control", peers, "gloo"),
-            lines={name: group(name, workers) for name, workers in lines.items()})
+            generation=generation, me=me, part=part, parts=place.parts, members=ordered,
+            world=group(f"world.{part}", world), stage=stage, pipeline=group(f"pipeline{me.pipeline}.{part}", line),
+            siblings=group(f"worker{me}", ranks_of[me]) if place.parts > 1 else None,
+            control=group("control", everyone, "gloo"),
+            control_ranks={worker: everyone.index(rank) for worker, rank in zip(ordered, world)},
+            stage_control=stage if place.backend == "gloo" else group(f"stage{me.stage}.{part}-control", peers, "gloo"))
     except RuntimeError as error:
         _retire(built)  # those that stood before one failed
         raise TransportAborted(f"generation {generation}: connecting failed: {error}") from error
@@ -186,10 +220,10 @@ def _rendezvous(timeout: float) -> dist.Store:
                          timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
-def meet(store: dist.Store, me: Worker, members: Sequence[Worker], interrupted: Callable[[], bool]) -> None:
-    """Wait at ``store`` until all ``members`` have arrived; raises TransportAborted when interrupted."""
+def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool]) -> None:
+    """Wait at ``store`` until all ``members`` (ranks) have arrived; raises TransportAborted when interrupted."""
     store.set(f"met/{me}", "1")
-    keys = [f"met/{worker}" for worker in members]
+    keys = [f"met/{rank}" for rank in members]
     while not store.check(keys):
         if interrupted():
             raise TransportAborted("a newer generation was announced while this one was being built")

@@ -31,7 +31,7 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     starts one and the others learn its address from torch's store.
     """
     address, token = _find_coordinator(config, embed)
-    agent = Agent(address=address, token=token, worker=str(place.me), rank=dist.get_rank(),
+    agent = Agent(address=address, token=token, worker=place.name, rank=dist.get_rank(),
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
                   on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize),
                   joining=is_joining())

@@ -104,7 +104,7 @@ class LossRelay:
 
     def _start(self, start: Callable[..., dist.Work], worker: Worker) -> dist.Work:
         try:
-            return start([self._value], self._groups.rank(worker), self._tag)
+            return start([self._value], self._groups.control_ranks[worker], self._tag)
         except RuntimeError as error:
             raise TransportAborted(f"passing on the loss failed: {error}") from error
 

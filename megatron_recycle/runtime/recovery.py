@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_recycle.errors import JobEnded, TransportAborted, VerificationError
-from megatron_recycle.membership import Go
+from megatron_recycle.membership import Go, workers_of
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.data import digest
 from megatron_recycle.runtime.groups import Groups, build_groups
@@ -107,9 +108,15 @@ def stand_still(worker: StageWorker) -> None:
 
 
 def report(worker: StageWorker) -> Go | None:
-    """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first."""
+    """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first.
+
+    A part of a worker that has lost another part waits here for the end of the job. Raises JobEnded.
+    """
     if worker.agent.outside:
-        return enter(worker)  # it came in with the last generation, and that is over before it counted
+        if worker.place.parts > 1:
+            get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
+                                 "the job ends", worker.place.me, worker.place.name)
+        return enter(worker)  # or it came in with the last generation, and that is over before it counted
     generation = worker.agent.stop_generation
     worker.agent.report(generation, worker.report())
     return worker.agent.wait_go(generation)
@@ -119,7 +126,7 @@ def rebuild(worker: StageWorker, go: Go) -> None:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun = time.monotonic()
     worker.generation, worker.prefix = go.generation, go.prefix
-    groups = _connect(worker, [Worker.parse(name) for name in go.members])
+    groups = _connect(worker, workers_of(go.members))
     worker.install(groups, Plan.from_json(go.plan))
     worker.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
 
@@ -138,11 +145,10 @@ def renew(worker: StageWorker) -> None:
 
 
 def _connect(worker: StageWorker, members: Sequence[Worker]) -> Groups:
-    me, config = worker.place.me, worker.config
+    config = worker.config
     return build_groups(
-        generation=worker.generation, prefix=worker.prefix, me=me, members=members, rank_of=worker.place.rank_of,
-        lines={f"pipeline{me.pipeline}": [member for member in members if member.pipeline == me.pipeline]},
-        backend=worker.place.backend, timeout=config.transport_timeout,
+        generation=worker.generation, prefix=worker.prefix, place=worker.place, members=members,
+        timeout=config.transport_timeout,
         connect_timeout=min(_LONGEST_CONNECT, config.report_timeout / 2), interrupted=worker.interrupted)
 
 
@@ -150,7 +156,7 @@ def reconcile(worker: StageWorker, go: Go) -> None:
     """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by
     everybody, anything beyond it is undone and forgotten. Who comes in gets everything from its peers."""
     groups, stepper = worker.current_groups(), worker.stepper
-    joined = [Worker.parse(name) for name in go.resume.joined]
+    joined = workers_of(go.resume.joined)
     if groups.me not in joined:
         stepper.reconcile(go.resume, groups)
     worker.evaluations.reconcile(groups)

@@ -10,17 +10,21 @@ saved tensors by detached copies, and the gradient would be computed for those.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-Contribution = tuple[nn.Parameter, torch.Tensor]
-"""A parameter and one micro-batch's gradient for it."""
+AddTo = Callable[[torch.Tensor], None]
+"""Adds a gradient to a sum of the parameter's shape, in place."""
+
+Contribution = tuple[nn.Parameter, torch.Tensor | AddTo]
+"""A parameter and one micro-batch's gradient for it, as a tensor or as what adds it to a sum."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class DeferredLinear:
     """A linear layer's weight gradient, not computed yet.
 
     ``inputs`` is (..., in), ``output_gradient`` (..., out); a parameter that needs no gradient is None.
-    ``transposed``: the weight is (in, out), as in GPT-2's Conv1D, and not (out, in).
+    ``transposed``: the weight is (in, out), as in GPT-2's Conv1D, and not (out, in). ``fused(inputs, output
+    gradient, sum)``, both of two dimensions, adds the weight's gradient to a sum without forming it, if given.
     """
 
     inputs: torch.Tensor
@@ -36,8 +41,16 @@ class DeferredLinear:
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     transposed: bool = False
+    fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
-    def contributions(self) -> Iterator[Contribution]:
+    def add_weight(self, sum_: torch.Tensor) -> None:
+        """Add the weight's gradient to ``sum_``, by ``fused``."""
+        assert self.fused is not None
+        self.fused(self.inputs.reshape(-1, self.inputs.shape[-1]),
+                   self.output_gradient.reshape(-1, self.output_gradient.shape[-1]), sum_)
+
+    def contributions(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Both gradients, formed."""
         gradient = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
         if self.weight is not None:
             # Under autocast the layer ran in the gradient's type, whatever its inputs' own.
@@ -69,8 +82,13 @@ class WeightQueue:
 
     def contributions(self) -> Iterator[Contribution]:
         """Each parameter once, with the micro-batch's whole gradient for it."""
-        sums = dict(self.formed)
+        sums: dict[nn.Parameter, torch.Tensor] = dict(self.formed)
+        uses = Counter(item.weight for item in self.deferred)
         for item in self.deferred:
+            if item.fused is not None and uses[item.weight] == 1 and item.weight not in self.formed:
+                assert item.weight is not None
+                yield item.weight, item.add_weight
+                item = replace(item, weight=None)
             for parameter, gradient in item.contributions():
                 before = sums.get(parameter)
                 sums[parameter] = gradient if before is None else before + gradient

@@ -80,11 +80,12 @@ class Stage(Protocol):
         """This stage's copies of parameters that other stages have too, in the same order on all of them."""
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
-        """This stage's share of the squared global gradient norm; 0 if the framework does not count it."""
+        """This stage's share of the squared global gradient norm; 0 if the framework does not count it. With several
+        parts each gives its own share."""
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
-        """What all gradients are multiplied by before the step, given each stage's `norm_square` and the global
-        batch's ``Verdict.weight``; 1 for nothing.
+        """What all gradients are multiplied by before the step, given each stage's `norm_square` (each part's, stage
+        by stage, where workers have several) and the global batch's ``Verdict.weight``; 1 for nothing.
 
         A pure function. A stage that does not know the others' norms yet puts zeros for them."""
 

@@ -18,13 +18,14 @@ from typing import Any, Protocol
 import torch
 
 from megatron_recycle.errors import RecycleError, TransportAborted
-from megatron_recycle.membership import Resume
-from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.membership import Process, Resume
+from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.accumulate import Layout
 from megatron_recycle.runtime.commit import Commit, Held, Verdict
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.pace import Pace
+from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.undo import Undo
 
@@ -49,7 +50,7 @@ class Stepper:
     Args:
         stage: the framework's side.
         layout: of the flat gradient.
-        grid, me: position.
+        place: position and grid.
         ledger: where the worker stands; ``holds``, ``stepped`` and ``committed`` are kept here.
         staggered: whether to step before the verdict is known.
         listener: told of phases and commits.
@@ -61,8 +62,7 @@ class Stepper:
 
     stage: Stage
     layout: Layout
-    grid: Grid
-    me: Worker
+    place: Place
     ledger: Ledger
     staggered: bool
     listener: Listener
@@ -73,7 +73,7 @@ class Stepper:
     def __post_init__(self) -> None:
         self.undo = Undo(self.stage)
         self.pace = Pace(self.staggered, self._right,
-                         announce=self.me == Worker(0, 0))
+                         announce=self.place.me == Worker(0, 0) and self.place.part == 0)
         self.pending: Commit | None = None
         self._used = 1.0
         self._early = False
@@ -95,7 +95,7 @@ class Stepper:
             if early and commit.known and self._is_wrong(commit):
                 groups.abort_transfers()
 
-        self.pending = Commit(held, self.grid, groups, guess=guess, offer=offer, notify=wake)
+        self.pending = Commit(held, self.place.grid, groups, guess=guess, offer=offer, notify=wake)
         if early:
             self.undo.save(held.iteration)
             self._step(guess)
@@ -142,7 +142,9 @@ class Stepper:
     def guess(self) -> float:
         """The coefficient that this stage's own numbers suggest."""
         assert self.held is not None
-        known = [self.held.norm_square if stage == self.me.stage else 0.0 for stage in range(self.grid.stages)]
+        place = self.place
+        known = [0.0] * (place.grid.stages * place.parts)
+        known[place.me.stage * place.parts + place.part] = self.held.norm_square
         return self.stage.coefficient(known, self.held.weight)
 
     def _right(self, verdict: Verdict) -> float:
@@ -192,7 +194,7 @@ class Stepper:
                 self.settle(Verdict.from_json(resume.verdict))
             else:
                 assert self.held is not None
-                commit = Commit(self.held, self.grid, groups, guess=self.guess(), offer=0, notify=lambda _: None)
+                commit = Commit(self.held, self.place.grid, groups, guess=self.guess(), offer=0, notify=lambda _: None)
                 commit.done.wait()
                 self.settle(commit.verdict()[0])
         ledger.holds = target
@@ -219,16 +221,18 @@ class Stepper:
 
         A copy lands in a spare buffer and counts only once it is whole.
         """
-        peers = groups.peers(self.me.stage)
-        for receiver, giver in sorted((Worker.parse(to), Worker.parse(source)) for to, source in copies.items()):
-            if receiver == self.me:
+        me, total = self.place.me, self.place.grid.total
+        peers = groups.peers(me.stage)
+        pairs = sorted((Process.parse(to), Process.parse(source).worker) for to, source in copies.items())
+        for receiver, giver in ((to.worker, source) for to, source in pairs if (to.part or 0) == self.place.part):
+            if receiver == me:
                 gradient = self.layout.empty()
-                numbers = torch.empty(Held.count(self.grid.total, self.stage.report_width), dtype=torch.float64)
+                numbers = torch.empty(Held.count(total, self.stage.report_width), dtype=torch.float64)
                 _move(groups.stage.recv, gradient, peers.index(giver))
                 _move(groups.stage_control.recv, numbers, peers.index(giver))
-                self.held = Held.from_numbers(target, gradient, numbers, self.grid.total)
+                self.held = Held.from_numbers(target, gradient, numbers, total)
                 self.ledger.holds = target
-            elif giver == self.me:
+            elif giver == me:
                 assert self.held is not None and self.held.iteration == target
                 _move(groups.stage.send, self.held.gradient, peers.index(receiver))
                 _move(groups.stage_control.send, self.held.numbers(), peers.index(receiver))

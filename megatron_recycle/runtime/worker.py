@@ -86,7 +86,7 @@ class StageWorker:
         self._observer = observer
         self.layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
-        self.stepper = Stepper(stage, self.layout, place.grid, place.me, self.ledger, config.step == "staggered", self)
+        self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self)
         self.evaluations = Evaluations(place.grid, stage.report_width)
         self.received: Received | None = None
         """What this worker has got from its peers, if it has come in and not said so yet."""
@@ -285,12 +285,14 @@ class StageWorker:
         batch, inputs = None, None
         if self.place.first or self.place.last:
             batch = self._data.batch(pipeline, iteration * self.place.grid.microbatches[pipeline] + microbatch)
-            self._now.digests[pipeline, microbatch] = digest(batch)
+            if batch is not None:
+                self._now.digests[pipeline, microbatch] = digest(batch)
         if not self.place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._transport.receive(("F", pipeline, microbatch)))
         with (seeded(seed_of(self.config.seed, iteration, pipeline, microbatch, me.stage), self.stage.device),
-              self._stopwatch.measure("F"), self.memory.forward((pipeline, microbatch), inputs)):
+              self.current_groups().together(), self._stopwatch.measure("F"),
+              self.memory.forward((pipeline, microbatch), inputs)):
             forward = self.stage.forward(inputs, batch)
         if forward.loss is not None:
             self._now.losses[pipeline, microbatch] = forward.loss.detach()
@@ -308,7 +310,7 @@ class StageWorker:
         self.memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
         into = self._splitter.into(queue if self._plan.problem.split_backward else None)
-        with into, self._stopwatch.measure("B"):
+        with into, self.current_groups().together(), self._stopwatch.measure("B"):
             for_inputs = self.stage.backward(forward, gradients)
         if not self.place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)
@@ -405,7 +407,7 @@ class StageWorker:
     def description(self) -> dict[str, Any]:
         """Facts about the job that must be the same on all workers."""
         grid, config = self.place.grid, self.config
-        return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)},
+        return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)}, "parts": self.place.parts,
                 "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
                 "tied": [list(stages) for stages in self.stage.tied_stages], "model": self.stage.model,
                 "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,

@@ -44,7 +44,7 @@ class WeightLater:
     """A weight gradient that is not computed yet, as the runtime's queue takes it."""
 
     def __init__(self, stage: Emulated, number: int) -> None:
-        self.weight, self.bias = stage.weight, None
+        self.weight, self.bias, self.fused = stage.weight, None, None
         self._stage, self._number = stage, number
 
     def contributions(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

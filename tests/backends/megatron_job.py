@@ -16,21 +16,23 @@ SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")
 SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--batch", "2", "--log-every", "1000")
 
 
-def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, iterations: int = 4,
-          plugin: bool = True, settings: dict[str, Any] | None = None, options: tuple[str, ...] = (),
-          seed: int = 1) -> Any:
+def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
+          iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
+          options: tuple[str, ...] = (), seed: int = 1) -> Any:
     """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers."""
     if SCRIPTS not in sys.path:
         sys.path.insert(0, SCRIPTS)
     import pretrain_gpt_megatron as script
 
     if plugin:
-        stage, pipeline = divmod(rank, pipelines)  # Megatron's order of ranks: checked by the backend's own place
+        # Megatron's order of ranks: checked by the backend's own place.
+        stage, pipeline, part = rank // (tensor * pipelines), rank // tensor % pipelines, rank % tensor
+        name = f"{pipeline}:{stage}" + (f".{part}" if tensor > 1 else "")
         megatron_recycle.enable(
             RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
-                             **(settings or {})}), observer=observer_of(f"{pipeline}:{stage}"))
-    state = script.main([*SIZE, "--data", __file__, "--stages", str(stages), "--iterations", str(iterations),
-                         "--seed", str(seed), *options])
+                             **(settings or {})}), observer=observer_of(name))
+    state = script.main([*SIZE, "--data", __file__, "--stages", str(stages), "--tensor", str(tensor),
+                         "--iterations", str(iterations), "--seed", str(seed), *options])
     result = {"losses": [loss for loss in state["losses"] if loss is not None],
               "validations": state["validations"], "stage": state["stage"], "pipeline": state["pipeline"],
               "members": None,

@@ -17,7 +17,7 @@ SETTINGS: dict[str, Any] = {
     "fp8": None, "fp4": None, "mtp_num_layers": None, "cuda_graph_impl": "none", "enable_cuda_graph": False,
     "overlap_p2p_comm": False, "variable_seq_lengths": False, "defer_embedding_wgrad_compute": False,
     "num_microbatches_with_partial_activation_checkpoints": None, "fine_grained_activation_offloading": False,
-    "enable_autocast": False, "finalize_model_grads_func": None}
+    "enable_autocast": False, "qk_layernorm": False, "finalize_model_grads_func": None}
 
 
 @pytest.fixture
@@ -58,7 +58,14 @@ def test_a_plain_job_is_taken(sizes):
     assert refusal() == ""
 
 
-@pytest.mark.parametrize("name", ["tensor_model", "context", "expert_model"])
+def test_tensor_parallelism_is_taken_but_not_with_norms_of_queries_and_keys(sizes):
+    assert "qk_layernorm" not in refusal(qk_layernorm=True)
+    sizes["tensor_model"] = 2
+    assert refusal() == ""
+    assert "qk_layernorm with tensor parallelism" in refusal(qk_layernorm=True)
+
+
+@pytest.mark.parametrize("name", ["context", "expert_model"])
 def test_other_kinds_of_parallelism(name, sizes):
     sizes[name] = 2
     assert f"{name}_parallel_size to 1" in refusal() or "dense layers" in refusal()

@@ -1,0 +1,85 @@
+"""Weight gradients of Megatron's linear layers, deferred and added up by apex's kernel where that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.processes
+
+MICROBATCHES = [torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+
+
+@pytest.fixture
+def linear(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """Megatron's function with the plugin's in its place, and a stand-in for apex's kernels."""
+    from megatron.core.tensor_parallel import layers
+
+    def kernel(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        assert inputs.dim() == gradient.dim() == 2
+        calls.append(total.dtype)
+        total.addmm_(gradient.t().to(total.dtype), inputs.to(total.dtype))
+
+    calls: list[torch.dtype] = []
+    kernels = SimpleNamespace(wgrad_gemm_accum_fp32=kernel, wgrad_gemm_accum_fp16=kernel)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", kernels, raising=False)
+    name = "LinearWithGradAccumulationAndAsyncCommunication"
+    monkeypatch.setattr(layers, name, getattr(layers, name))  # puts stock's back afterwards
+
+    def apply(inputs: torch.Tensor, weight: nn.Parameter, bias: nn.Parameter, fusion: bool) -> torch.Tensor:
+        function: Any = getattr(layers, name)
+        return function.apply(inputs, weight, bias, fusion, False, False, None, 0, None)
+
+    apply.calls = calls  # type: ignore[attr-defined]
+    return apply
+
+
+def gradients(linear: Any, *, fusion: bool, uses: int = 1) -> dict[str, torch.Tensor]:
+    """Sums over the micro-batches of what B leaves and W adds."""
+    from megatron_recycle.backends.megatron_split import MegatronSplitter
+    from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
+    from megatron_recycle.runtime.split import WeightQueue
+
+    splitter = MegatronSplitter()
+    weight = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4) if uses == 1 else torch.linspace(-1, 1, 16).view(4, 4))
+    bias = nn.Parameter(torch.zeros(weight.shape[0]))
+    weight.main_grad = torch.full_like(weight, 7.0)  # not where the runtime adds gradients up
+    layout = Layout([weight, bias])
+    sums = Accumulators(layout, lambda pipeline, microbatch: (WHOLE, 0))
+    for number, inputs in enumerate(MICROBATCHES):
+        queue, outputs = WeightQueue(), inputs.clone().requires_grad_()
+        with splitter.into(queue):
+            for _ in range(uses):
+                outputs = linear(outputs, weight, bias, fusion)
+            outputs.square().sum().backward()
+        assert weight.grad is None and len(queue.deferred) == uses
+        with torch.no_grad():
+            sums.add(0, number, queue.contributions())
+    assert bool((weight.main_grad == 7.0).all())
+    flat = sums.sum(WHOLE)
+    return {"weight": layout.view(flat, weight), "bias": layout.view(flat, bias)}
+
+
+@pytest.mark.parametrize("fusion", [False, True])
+def test_the_sums_are_those_of_a_plain_layer(fusion, linear):
+    found = gradients(linear, fusion=fusion)
+    plain = nn.Linear(4, 5)
+    with torch.no_grad():
+        plain.weight.copy_(torch.linspace(-1, 1, 20).view(5, 4))
+        plain.bias.zero_()
+    for inputs in MICROBATCHES:
+        plain(inputs).square().sum().backward()
+    assert torch.allclose(found["weight"], plain.weight.grad) and torch.allclose(found["bias"], plain.bias.grad)
+    assert linear.calls == [torch.float32] * (len(MICROBATCHES) if fusion else 0)
+
+
+def test_a_weight_used_twice_is_summed_before_it_is_added(linear):
+    """As everywhere: all of a micro-batch's uses of a parameter come first, so that bits do not depend on who adds."""
+    fused, formed = gradients(linear, fusion=True, uses=2), gradients(linear, fusion=False, uses=2)
+    assert linear.calls == [] and torch.equal(fused["weight"], formed["weight"])
