@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
@@ -23,10 +25,16 @@ def check_supported(engine: PipelineEngine) -> None:
             + '\nTo train without the plugin set "recycle": {"enabled": false} in the DeepSpeed JSON.')
 
 
+def torch_optimizer(engine: PipelineEngine) -> Any:
+    """The engine's optimizer, without what keeps fp32 copies around it."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
 def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
-    optimizer = engine.optimizer
+    optimizer = torch_optimizer(engine)
     return [
-        (engine.fp16_enabled(), "fp16: use bf16 or fp32"),
+        (engine.fp16_enabled() and (engine.fp16_auto_cast() or engine.fp16_master_weights_and_gradients()),
+         "fp16.auto_cast and fp16.fp16_master_weights_and_grads: leave them out"),
         (engine.torch_autocast_enabled(), "torch_autocast: remove the section, use bf16 or fp32"),
         (engine.zero_optimization_stage() > 0, "ZeRO: set zero_optimization.stage to 0"),
         (not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ in _COMMUNICATING_OPTIMIZERS,
@@ -43,8 +51,8 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
          "turn them off"),
         (any(isinstance(part, nn.Embedding) and part.sparse for part in engine.module.modules()),
          "sparse embedding gradients: use nn.Embedding(sparse=False)"),
-        (engine.communication_data_type not in (None, torch.float32) and not engine.bfloat16_enabled(),
-         "communication_data_type: use fp32"),
+        (engine.communication_data_type not in (None, torch.float16 if engine.fp16_enabled() else torch.float32)
+         and not engine.bfloat16_enabled(), "communication_data_type: leave it at its default"),
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0,
          "prescale_gradients and gradient_predivide_factor: leave them at their defaults"),
         (engine.flops_profiler_enabled(), "flops_profiler: turn it off"),

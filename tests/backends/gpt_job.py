@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -93,8 +93,17 @@ def make(mistake: str) -> None:
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, microbatches: int = 4,
           iterations: int = 5, dropout: float = 0.1, optimizer: str = "Adam", plugin: bool = True,
           clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
-          tied: bool = False, bf16: bool = False, mistake: str | None = None) -> Any:
-    """Train and return {"losses", "parameters", "state", "members"} of this worker."""
+          tied: bool = False, bf16: bool = False, mistake: str | None = None,
+          engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
+          save: tuple[str, int] | None = None, load: tuple[str, dict[str, Any]] | None = None) -> Any:
+    """Train and return {"losses", "parameters", "state", "members", "counters"} of this worker.
+
+    Args:
+        engine_settings: more of DeepSpeed's JSON.
+        overflows: (stage, iteration) whose gradients overflow.
+        save: folder, and iterations after which a checkpoint is written there.
+        load: folder of a checkpoint to begin with, and further arguments of load_checkpoint().
+    """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
     if plugin:
@@ -122,6 +131,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         ds_config["gradient_clipping"] = clipping
     if bf16:
         ds_config["bf16"] = {"enabled": True}
+    ds_config.update(engine_settings or {})
+    # DeepSpeed refuses fp16 on CPUs; torch computes it there, slowly.
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
                                       training_data=Text(rank if mistake == "data" else 0) if plugin else None)
     if mistake == "apart" and rank == 1:
@@ -131,15 +143,30 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         sampler = DistributedSampler(Text(), pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
         engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(Text(), data_sampler=sampler,
                                                                   num_local_io_workers=0)))
-    losses = [engine.train_batch().item() for _ in range(iterations)]
+    stage = engine.stage_id
+    next(engine.module.parameters()).register_hook(
+        lambda gradient: gradient * torch.inf if (stage, engine.global_steps) in overflows else gradient)
+    if load:
+        engine.load_checkpoint(load[0], **load[1])
+    losses = []
+    while len(losses) < iterations:
+        losses.append(engine.train_batch().item())
+        if save and len(losses) == save[1]:
+            engine.save_checkpoint(save[0])
     if plugin:
         engine.settle()
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     result = {"losses": losses, "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
               "parameters": {name: value.detach().float().numpy().copy()
                              for name, value in engine.module.named_parameters()},
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()
-                         if value is not None} for state in engine.optimizer.state_dict()["state"].values()],
+                         if value is not None} for state in inner.state_dict()["state"].values()],
+              "counters": {"steps": engine.global_steps, "skipped": engine.skipped_steps, "rate": engine.get_lr()[0],
+                           "scale": engine._get_optimizer_loss_scale()},
               "members": None}
+    if inner is not engine.optimizer:
+        result["state"].append({str(index): master.detach().numpy().copy() for index, master in enumerate(
+            parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine._worker.live()]
         engine._finish()

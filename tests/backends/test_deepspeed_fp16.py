@@ -1,0 +1,120 @@
+"""fp16: an overflow anywhere makes every stage skip the step, and halves the scale, by stock's rule, whatever dies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.lr_schedules import WarmupLR
+
+from megatron_recycle.backends.deepspeed_masters import MasterWeightOptimizer
+from tests.backends import gpt_job
+from tests.backends.comparing import check_survivors, differences, run
+from tests.harness import Hold, Job, Result
+
+ITERATIONS, WINDOW, POWER = 6, 2, 6
+OVERFLOWS = ((1, 1), (2, 3))
+"""(stage, iteration); no other stage sees it by itself."""
+
+WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 50, "warmup_type": "linear"}
+
+
+def arguments(step: str, clipping: float = 0.0) -> dict[str, Any]:
+    scaling = {"enabled": True, "initial_scale_power": POWER, "loss_scale_window": WINDOW, "min_loss_scale": 1}
+    warmup = {"type": "WarmupLR", "params": WARMUP}
+    return {"pipelines": 2, "stages": 3, "iterations": ITERATIONS, "clipping": clipping, "overflows": OVERFLOWS,
+            "engine_settings": {"fp16": scaling, "scheduler": warmup}, "settings": {"reduction": "exact", "step": step}}
+
+
+def config(dynamic: bool = True) -> LossScaleConfig:
+    given = {"init_scale": 2**POWER, "scale_window": WINDOW, "min_scale": 1} if dynamic else None
+    return LossScaleConfig(torch.float16, dynamic, 128.0, given, profile=LossScaleProfile.UNFUSED)
+
+
+def stock_scales(overflows: Sequence[bool], dynamic: bool = True) -> list[float]:
+    """The scale after each iteration, by stock's own code."""
+    stock, scales = SimpleNamespace(loss_scale_config=config(dynamic), verbose=False), []
+    for overflow in overflows:
+        FP16_UnfusedOptimizer._update_scale(stock, overflow)
+        scales.append(stock.loss_scale_config.cur_scale)
+    return scales
+
+
+def rate_after(steps: int) -> float:
+    """The learning rate after so many steps, by stock's schedule."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.01)
+    schedule = WarmupLR(optimizer, **WARMUP)
+    for _ in range(steps):
+        schedule.step()
+    return optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_the_scale_follows_stocks_rule_and_can_be_put_back(dynamic):
+    pattern = [False, True, True, False, False, False, False, False, True, False, False, False]
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], lr=0.1), config(dynamic))
+    master, = optimizer.masters.values()
+    for overflow, scale in zip(pattern, stock_scales(pattern, dynamic), strict=True):
+        before, weights = optimizer.counters(), master.detach().clone()
+        for _ in range(2):  # undone, and made again
+            optimizer.set_counters(before)
+            master.data.copy_(weights)
+            optimizer.overflow, master.grad = overflow, torch.ones(3)
+            optimizer.step()
+        assert optimizer.loss_scale == scale
+        assert torch.equal(master, weights) == overflow
+        assert torch.equal(parameter.float(), master.half().float())
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Mapping[float, dict[int, Result]]:
+    """The job without failures whose stages wait for each other, by clipping."""
+
+    class Runs(dict):
+        def __missing__(self, clipping: float) -> dict[int, Result]:
+            self[clipping] = run(gpt_job.train, 6, arguments("barrier", clipping))
+            return self[clipping]
+
+    return Runs()
+
+
+@pytest.mark.processes
+def test_every_stage_skips_the_step_in_which_one_overflowed(waiting):
+    overflowed = [any(iteration == when for _, when in OVERFLOWS) for iteration in range(ITERATIONS)]
+    for result in waiting[0.0].values():
+        counters = result.value["counters"]
+        assert counters["steps"] == ITERATIONS and counters["skipped"] == 2
+        assert counters["scale"] == stock_scales(overflowed)[-1]
+        assert counters["rate"] == rate_after(ITERATIONS - 2), "moved on with the steps that were made"
+    with Job(gpt_job.train, 6, arguments("staggered")) as job:
+        results = job.wait()
+    for rank, result in results.items():
+        assert result.status == 0 and differences(result, waiting[0.0][rank]) == {}
+        assert result.value["counters"] == waiting[0.0][rank].value["counters"]
+    undone = {event["iteration"] for event in job.events if event["event"] == "rolled_back"}
+    assert undone == {1, 3}, "the other stages had stepped"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(("clipping", "hold"), [
+    (0.0, Hold("1:2", "stepped", 1)),
+    (0.0, Hold("0:1", "reduced", 1)),
+    (0.05, Hold("1:0", "recovering", 1)),
+    (0.0, Hold("0:0", "forward", 2, 0)),
+    (0.05, Hold("1:1", "step", 3)),
+], ids=str)
+def test_a_worker_killed_about_an_overflow(clipping, hold, waiting):
+    with Job(gpt_job.train, 6, arguments("staggered", clipping), [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {hold.worker}, waiting[clipping])
+    for rank, result in job.results.items():
+        if result.status == 0:
+            assert result.value["counters"] == waiting[clipping][rank].value["counters"]
