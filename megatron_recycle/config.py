@@ -22,7 +22,7 @@ from megatron_recycle.errors import ConfigError
 SECTION = "recycle"
 """Name of the section in the DeepSpeed JSON file."""
 
-RESERVED_VARIABLES = frozenset({"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", "RECYCLE_JOIN"})
+RESERVED_VARIABLES = frozenset({"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", "RECYCLE_JOIN", "RECYCLE_HOST"})
 """Variables that the launcher hands to its workers; they are not settings."""
 
 AUTO = "auto"
@@ -99,6 +99,12 @@ class RecycleConfig:
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
     heartbeat_timeout: float = _option(10.0, "silence after which a worker counts as failed", unit="s")
+    stall_floor: float = _option(
+        10.0,
+        "a training thread is stuck when it has been inside one action for longer than this plus three times its "
+        "longest such action so far; waiting for others and the script's own code do not count",
+        unit="s",
+    )
     report_timeout: float = _option(30.0, "time that a survivor has to report after a failure", unit="s")
     transport_timeout: float = _option(
         1800.0,

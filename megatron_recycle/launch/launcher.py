@@ -158,6 +158,7 @@ class Launcher:
             "LOCAL_RANK": str(local),
             "WORLD_SIZE": str(self.job.size),
             "LOCAL_WORLD_SIZE": str(self.job.nproc),
+            "RECYCLE_HOST": self._host(),
         }
         child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
         self.workers[rank] = Worker(rank, child)
@@ -238,7 +239,8 @@ class Launcher:
         line = self.summary.add(event)
         if line is not None:
             self._say(line)
-        worker = self.workers.get(event.get("rank", -1)) if event.get("event") == "suspected" else None
+        removed = event.get("event") == "suspected" and event.get("removed", True)
+        worker = self.workers.get(event.get("rank", -1)) if removed else None
         if worker is not None and worker.child.pid == event.get("pid"):
             worker.out = event.get("kind")
             if self._end is not None:
@@ -305,9 +307,13 @@ class Launcher:
     # Called by others: the link's thread, the signal handler
 
     def _hello(self) -> list[Message]:
-        hello = {"type": "hello", "role": "launcher", "host": socket.gethostname()}
+        hello = {"type": "hello", "role": "launcher", "host": self._host()}
         ranks = list(range(self.job.first_rank, self.job.first_rank + self.job.nproc))
         return [{**hello, "ranks": ranks}, *self._exits]
+
+    def _host(self) -> str:
+        """Tells hosts apart, also several of one name (containers, network namespaces)."""
+        return f"{socket.gethostname()}/{self.job.environ.get('GROUP_RANK', '0')}"
 
     def _heard(self, message: Message) -> None:
         self._inbox.put(message)

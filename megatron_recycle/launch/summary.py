@@ -45,7 +45,7 @@ class Summary:
             if self.names:
                 return None  # told again after a reconnect
             self.names = {rank: name for name, rank in event["ranks"].items()}
-        elif name == "suspected":
+        elif name == "suspected" and event.get("removed", True):
             if any((f.rank, f.generation) == (event["rank"], event["generation"]) for f in self.failures):
                 return None
             self._suspected(event)

@@ -101,6 +101,8 @@ class Agent:
         """Highest generation announced by a stop; the training thread polls it between actions."""
         self.progress: Mapping[str, Any] | None = None
         """What the training thread does, told with every sign of life; assign new dicts, never change one."""
+        self.doing: Callable[[], Mapping[str, Any]] | None = None
+        """Says what the training thread is in and for how long (`detectors.Doing`); asked in the agent's thread."""
         self.ended: Ended | None = None
         """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
         self.offer: Offer | None = None
@@ -223,8 +225,9 @@ class Agent:
         self._link.send({"type": "event", "event": name, "fields": fields})
 
     def hint(self, generation: int, error: str) -> None:
-        """A communication error: recorded, and never a verdict, since errors cascade."""
-        self._link.send({"type": "hint", "generation": generation, "error": error})
+        """A communication error: never a verdict, since errors cascade. If nobody turns out to have failed, a new
+        generation with the same members follows."""
+        self._send_kept({"type": "hint", "generation": generation, "error": error})
 
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
@@ -259,6 +262,10 @@ class Agent:
         """Send, and send again after a reconnect; only the latest of each type matters."""
         self._latest[message["type"]] = message
         self._link.send(message)
+
+    def _beat(self) -> Message:
+        doing = {} if self.doing is None else {"doing": self.doing()}
+        return {"type": "heartbeat", "progress": {**(self.progress or {}), **doing} or None}
 
     def _hello(self) -> list[Message]:
         first: list[Message] = [{**self._identity, "generation": self.generation}]

@@ -30,11 +30,13 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """`role` is "worker" or "launcher" once the peer has said hello; `incarnation` is set by the owner."""
+    """`role` is "worker" or "launcher" once the peer has said hello; `incarnation` (a worker's) and `host` (a
+    launcher's) are set by the owner."""
 
     def __init__(self, owner: Owner) -> None:
         self.role: str | None = None
         self.incarnation: str | None = None
+        self.host: str | None = None
         self.source = "?"
         self._owner = owner
         self._session = Session.server(owner.token)

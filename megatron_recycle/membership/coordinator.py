@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.membership.connection import Connection
-from megatron_recycle.membership.detectors import Heartbeats, RateLimit
+from megatron_recycle.membership.detectors import RateLimit
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.state import (
     Adopted,
     Await,
+    AwaitLoss,
     Boundary,
     Committed,
     Decision,
@@ -30,6 +31,7 @@ from megatron_recycle.membership.state import (
     Exited,
     Finished,
     Hello,
+    Hinted,
     Improve,
     Improved,
     Input,
@@ -39,6 +41,7 @@ from megatron_recycle.membership.state import (
     Lost,
     MakePlan,
     Member,
+    NoLoss,
     Phase,
     PlanFailed,
     Planned,
@@ -49,9 +52,11 @@ from megatron_recycle.membership.state import (
     Resumed,
     State,
     Store,
+    Stuck,
     Tell,
 )
 from megatron_recycle.membership.store import Journal
+from megatron_recycle.membership.watch import Watch
 from megatron_recycle.membership.wire import Message
 
 Plan = dict[str, Any]
@@ -77,6 +82,11 @@ class Timeouts:
     report_timeout: float = 30.0
     start_timeout: float = 600.0
     hello_timeout: float = 5.0
+
+    @property
+    def detection(self) -> float:
+        """Within this any failure of a process or host is found."""
+        return self.heartbeat_timeout + 3 * self.heartbeat_interval
 
     def overridden(self, description: Mapping[str, Any]) -> Timeouts:
         names = ("heartbeat_interval", "heartbeat_timeout", "report_timeout")
@@ -128,7 +138,7 @@ class Coordinator:
         self._connections: set[Connection] = set()
         self._progress: dict[str, Any] = {}
         self._failures = [dict(event) for event in told if event["event"] in _KEPT]
-        self._heartbeats: Heartbeats[str] = Heartbeats(self.timeouts.heartbeat_timeout)
+        self._watch = Watch(self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout)
         self._refusals: RateLimit[str] = RateLimit(60.0)
         self._cancelled = threading.Event()
         self._ended: asyncio.Future[End] | None = None
@@ -221,7 +231,7 @@ class Coordinator:
         elif message["type"] == "hello":
             self._welcome(connection, message)
         elif connection.incarnation is not None:
-            self._heartbeats.beat(connection.incarnation, time.monotonic())
+            self._watch.beat(connection.incarnation, time.monotonic())
             self._from_worker(connection.incarnation, message)
 
     def _welcome(self, connection: Connection, message: Message) -> None:
@@ -232,24 +242,27 @@ class Coordinator:
         connection.incarnation = member.incarnation
         if before is not None and before is not connection:
             before.close()
-        self._heartbeats.beat(member.incarnation, time.monotonic())
+        self._watch.beat(member.incarnation, time.monotonic())
         self._feed(Hello(member, message["generation"]))
 
     def _from_worker(self, incarnation: str, message: Message) -> None:
         kind = message["type"]
         if kind == "heartbeat":
             self._progress[incarnation] = message["progress"]
+            self._watch.told(incarnation, message["progress"], time.monotonic())
         elif kind == "event":
             self._passed_on(incarnation, message["event"], message["fields"])
         elif kind == "hint":
             fields = {"generation": message["generation"], "error": message["error"][:500]}
             self._passed_on(incarnation, "hint", fields)
+            self._feed(Hinted(incarnation, fields["generation"], fields["error"]))
         else:
             self._feed(_INPUTS[kind](incarnation, message))
 
     def _from_launcher(self, connection: Connection, message: Message) -> None:
         kind = message["type"]
         if kind == "hello":
+            connection.host = message["host"]
             self._launchers.add(connection)
             for event in self._failures:
                 connection.send({"type": "event", "event": event})
@@ -260,6 +273,8 @@ class Coordinator:
             self._feed(Exited(since=message["t"], **{name: message[name] for name in names}))
         elif kind == "interrupt":
             self._feed(Interrupted(message["status"], message["message"]))
+        assert connection.host is not None
+        self._watch.launcher_beat(connection.host, time.monotonic())
 
     def _passed_on(self, incarnation: str, name: str, fields: Mapping[str, Any]) -> None:
         """A worker's own event; what a fenced one says is marked, since it counts for nothing."""
@@ -283,10 +298,13 @@ class Coordinator:
     def _tick(self) -> None:
         assert self._loop is not None
         now = time.monotonic()
-        silent = self._heartbeats.tick(now)
-        if silent:
-            losses = tuple(Loss(incarnation, "frozen") for incarnation in silent)
-            self._feed(Lost(losses, time.time() - (now - min(silent.values()))))
+        found = self._watch.tick(now)
+        since = time.time() - (now - found.since)
+        if found.lost:
+            self._feed(Lost(tuple(Loss(incarnation, kind) for incarnation, kind in found.lost.items()), since))
+        elif found.waiting is not None:
+            waiting = {self.state.known[key].worker: doing.what for key, doing in found.waiting.items()}
+            self._feed(Stuck(self.state.generation, waiting, since))
         if self.state.phase is not Phase.ENDED and not self._closed:
             pace = min(0.5, max(0.05, self.timeouts.heartbeat_interval / 2))
             self._loop.call_later(pace, self._tick)
@@ -309,7 +327,7 @@ class Coordinator:
         if self.state.generation != before.generation:
             self._new_generation()
         elif self.state.joiners != before.joiners:
-            self._watch()
+            self._watch_all()
         for decision in decisions:
             self._carry_out(decision)
 
@@ -324,12 +342,12 @@ class Coordinator:
         self._cancelled = threading.Event()
         if self.state.description is not None:
             self.timeouts = self.timeouts.overridden(self.state.description)
-            self._heartbeats.timeout = self.timeouts.heartbeat_timeout
-        self._watch()
+        self._watch_all()
 
-    def _watch(self) -> None:
-        waiting = (member.incarnation for member in self.state.joiners.values())
-        self._heartbeats.watch((*self.state.incarnations().values(), *waiting), time.monotonic())
+    def _watch_all(self) -> None:
+        interval, timeout = self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout
+        joiners = self.state.joiners.values()
+        self._watch.members(self.state.members.values(), joiners, interval, timeout, time.monotonic())
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Store):
@@ -344,6 +362,9 @@ class Coordinator:
             assert self._loop is not None
             late = ReportsLate(decision.generation)
             self._loop.call_later(self.timeouts.report_timeout, self._feed, late)
+        elif isinstance(decision, AwaitLoss):
+            assert self._loop is not None
+            self._loop.call_later(self.timeouts.detection, self._feed, NoLoss(decision.generation, decision.since))
         elif isinstance(decision, MakePlan):
             self._in_thread("recycle-plan", self._make_plan, decision)
         elif isinstance(decision, Improve):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -25,6 +26,11 @@ class Heartbeats(Generic[Key]):
         """Watch exactly these; a newly watched one is as if just heard of."""
         self._seen = {key: self._seen.get(key, now) for key in keys}
 
+    @property
+    def seen(self) -> Mapping[Key, float]:
+        """When each was last heard of."""
+        return self._seen
+
     def beat(self, key: Key, now: float) -> None:
         if key in self._seen:
             self._seen[key] = now
@@ -37,6 +43,147 @@ class Heartbeats(Generic[Key]):
             self.restarts += 1
             self._seen = dict.fromkeys(self._seen, now)
         return {key: seen for key, seen in self._seen.items() if now - seen > self.timeout}
+
+
+@dataclass(frozen=True)
+class Doing:
+    """What a training thread does, as its worker told it: `for_s` seconds of at most `limit_s` (None: no limit).
+
+    `state` is "working", "waiting", "standing by" (its script has ended well) or "outside" (the script's own code).
+    """
+
+    state: str
+    what: str
+    number: int
+    for_s: float
+    limit_s: float | None
+
+    @classmethod
+    def read(cls, told: Any) -> Doing | None:
+        """From a sign of life; None if there is nothing in it that could be understood."""
+        if not isinstance(told, Mapping):
+            return None
+        try:
+            limit = told["limit_s"]
+            return cls(
+                str(told["state"]),
+                str(told["what"])[:40],
+                int(told["number"]),
+                float(told["for_s"]),
+                None if limit is None else float(limit),
+            )
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    @property
+    def waits(self) -> bool:
+        return self.state in ("waiting", "standing by")
+
+    @property
+    def too_long(self) -> bool:
+        return self.limit_s is not None and self.for_s > self.limit_s
+
+
+class Stalls(Generic[Key]):
+    """Finds workers that are stuck inside their own work although their heartbeats go on, and the case that
+    everybody waits.
+
+    A worker that waits for others is never stalled, one in its script's own code neither. Only what a sign of
+    life said counts, never the time since: a missing one is the business of `Heartbeats`.
+
+    Args:
+        interval: seconds between two signs of life.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self._told: dict[Key, tuple[Doing, float] | None] = {}
+        self._not_before = 0.0
+
+    def watch(self, keys: Iterable[Key]) -> None:
+        """Watch exactly these, and forget what was told so far."""
+        self._told = dict.fromkeys(keys)
+
+    def restart(self, now: float) -> None:
+        """The caller stood still: what arrives now may have been waiting unread."""
+        self._told = dict.fromkeys(self._told)
+        self._not_before = now + 2 * self.interval
+
+    def heard(self, key: Key, doing: Doing | None, now: float) -> None:
+        if key in self._told and now >= self._not_before:
+            self._told[key] = None if doing is None else (doing, now)
+
+    def stalled(self, now: float) -> dict[Key, float]:
+        """Those that work for too long, and since when."""
+        return {
+            key: at - doing.for_s
+            for key, (doing, at) in self._known()
+            if doing.state == "working" and doing.too_long
+        }
+
+    def all_wait(self, now: float) -> dict[Key, Doing] | None:
+        """What everybody waits for, if all do, for longer than any of them has learnt to be possible."""
+        found = {key: doing for key, (doing, at) in self._known() if doing.waits and now - at <= 3 * self.interval}
+        if len(found) < len(self._told) or not any(doing.state == "waiting" for doing in found.values()):
+            return None
+        limits = [doing.limit_s for doing in found.values() if doing.limit_s is not None]
+        if len(limits) < len(found) or any(doing.for_s <= max(limits) for doing in found.values()):
+            return None
+        return found
+
+    def _known(self) -> list[tuple[Key, tuple[Doing, float]]]:
+        return [(key, told) for key, told in self._told.items() if told is not None]
+
+
+class Hosts(Generic[Key]):
+    """Tells a lost host from a frozen process: the one makes all its workers silent, and its launcher too.
+
+    Heartbeats of one host run out a moment apart, so a silent worker's verdict waits for its host mates, at most
+    two heartbeat intervals. A mate (or launcher) that was heard of clearly later than the silent one shows that the
+    host is there.
+
+    Args:
+        interval: seconds between two signs of life.
+    """
+
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self._host: dict[Key, str] = {}
+        self._launchers: dict[str, float] = {}
+
+    def watch(self, hosts: Mapping[Key, str]) -> None:
+        """Where everybody is."""
+        self._host = dict(hosts)
+
+    def restart(self, now: float) -> None:
+        """The caller stood still: launchers' signs of life may wait unread, as workers' may."""
+        self._launchers = dict.fromkeys(self._launchers, now)
+
+    def launcher_beat(self, host: str, now: float) -> None:
+        """A sign of life of the host itself."""
+        self._launchers[host] = now
+
+    def judge(self, silent: Mapping[Key, float], seen: Mapping[Key, float], timeout: float,
+              now: float) -> dict[Key, str]:
+        """The kind of failure of those of `silent` (key -> when last heard of) that can be told now.
+
+        `seen` has everybody's last sign of life.
+        """
+        verdicts: dict[Key, str] = {}
+        for host in {self._host.get(key, "") for key in silent}:
+            here = [key for key, at in self._host.items() if at == host]
+            gone = {key: silent[key] for key in silent if self._host.get(key, "") == host}
+            signs = [seen[key] for key in here if key not in gone and key in seen]
+            signs += [self._launchers[host]] if host in self._launchers else []
+            last = max(gone.values())
+            if any(sign > last + 2 * self.interval for sign in signs):
+                verdicts.update(dict.fromkeys(gone, "frozen"))
+            elif all(now - sign > timeout for sign in signs):
+                alone = len(gone) + (host in self._launchers) < 2
+                verdicts.update(dict.fromkeys(gone, "frozen" if alone else "unreachable"))
+            elif now - min(gone.values()) > timeout + 2 * self.interval:
+                verdicts.update(dict.fromkeys(gone, "frozen"))
+        return verdicts
 
 
 class RateLimit(Generic[Key]):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import forming, joining, notices, progress
+from megatron_recycle.membership import forming, joining, mend, notices, progress
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import (
@@ -24,6 +24,7 @@ from megatron_recycle.membership.state import (
     Exited,
     Finished,
     Hello,
+    Hinted,
     Improved,
     Input,
     Interrupted,
@@ -32,6 +33,7 @@ from megatron_recycle.membership.state import (
     Lost,
     MakePlan,
     Member,
+    NoLoss,
     Phase,
     PlanFailed,
     Planned,
@@ -43,6 +45,7 @@ from megatron_recycle.membership.state import (
     State,
     Step,
     Store,
+    Stuck,
     Tell,
 )
 
@@ -143,8 +146,9 @@ def _lost(state: State, happened: Lost, now: float) -> Step:
     for loss in happened.losses:
         state, told = joining.lost(state, loss.incarnation, loss.kind, now)
         decisions += told
+    state, lost, spared = mend.spare(state, lost, happened.since, now)
     state, more = _regenerate(state, lost, happened.since, now) if lost else (state, ())
-    return state, (*decisions, *more)
+    return state, (*decisions, *spared, *more)
 
 
 def _exited(state: State, happened: Exited, now: float) -> Step:
@@ -173,8 +177,29 @@ def _reports_late(state: State, happened: ReportsLate, now: float) -> Step:
     return _regenerate(state, dict.fromkeys(missing, "stalled"), now, now) if missing else (state, ())
 
 
+def _no_loss(state: State, happened: NoLoss, now: float) -> Step:
+    """A communication error, and nobody has failed."""
+    if happened.generation != state.generation or not mend.in_force(state):
+        return state, ()
+    return _mend(state, mend.errors(state.hints), happened.since, now)
+
+
+def _stuck(state: State, happened: Stuck, now: float) -> Step:
+    if happened.generation != state.generation or state.phase is not Phase.TRAINING:
+        return state, ()
+    return _mend(state, mend.waits(happened.waiting), happened.since, now)
+
+
+def _mend(state: State, reason: str, since: float, now: float) -> Step:
+    """A new generation with the same members, for this reason."""
+    if mend.worn_out(state):
+        return notices.end(state, 1, mend.given_up(state, reason), now)
+    return _regenerate(state.with_(mended=state.mended + 1), {}, since, now, reason=reason)
+
+
 def _regenerate(
-    state: State, lost: Mapping[str, str], since: float, now: float, joined: Mapping[str, Member] | None = None
+    state: State, lost: Mapping[str, str], since: float, now: float, joined: Mapping[str, Member] | None = None,
+    reason: str | None = None,
 ) -> Step:
     """Generation g+1 without `lost` and with `joined`: decided, stored, announced; everything of g is void.
 
@@ -203,6 +228,9 @@ def _regenerate(
         finished=frozenset(),
         adopted={},
         returned=frozenset(),
+        hints={},
+        spared=frozenset(),
+        mended=0 if lost else state.mended,
     )
     decided = {
         "event": "decided",
@@ -211,6 +239,7 @@ def _regenerate(
         "ms": state.ms(now),
         "members": state.incarnations(),
         "out": dict(state.out),
+        "reason": reason,
     }
     events = (*suspected, decided)
     store = Store(notices.decided_record(state, events))
@@ -354,6 +383,9 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     ReportsLate: _reports_late,
     Planned: _planned,
     PlanFailed: _plan_failed,
+    Hinted: mend.hinted,
+    NoLoss: _no_loss,
+    Stuck: _stuck,
     Improved: progress.improved,
     Resumed: _resumed,
     Committed: progress.committed,

@@ -76,9 +76,11 @@ def left(state: State, member: Member, now: float) -> dict[str, Any]:
     return {**event, "worker": member.worker, "kind": "leave", "rank": member.rank, "pid": member.pid}
 
 
-def suspected(state: State, member: Member, kind: str, since: float, now: float) -> dict[str, Any]:
-    """The event of a failure that was found; `since` is when it happened."""
-    return {
+def suspected(
+    state: State, member: Member, kind: str, since: float, now: float, removed: bool = True
+) -> dict[str, Any]:
+    """The line of events.jsonl about a worker that fails; one that is not `removed` stays a member."""
+    event = {
         "event": "suspected",
         "t": now,
         "generation": state.generation,
@@ -89,6 +91,7 @@ def suspected(state: State, member: Member, kind: str, since: float, now: float)
         "rank": member.rank,
         "pid": member.pid,
     }
+    return event if removed else {**event, "removed": False}
 
 
 def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

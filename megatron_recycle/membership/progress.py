@@ -111,7 +111,7 @@ def committed_by_all(state: State, now: float) -> Step:
     if not events:
         return state, ()
     losses = {iteration: by for iteration, by in state.losses.items() if iteration > slowest}
-    return state.with_(committed=slowest, losses=losses), tuple(events)
+    return state.with_(committed=slowest, losses=losses, mended=0), tuple(events)
 
 
 def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]:

@@ -102,6 +102,12 @@ class State:
     losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     adopted: Mapping[str, str] = field(default_factory=dict)
     offers: int = 0
+    hints: Mapping[str, str] = field(default_factory=dict)
+    """Who met a communication error in this generation, and which."""
+    spared: frozenset[str] = frozenset()
+    """Members of this generation that were suspected, but are the last of their stage."""
+    mended: int = 0
+    """Generations with the same members in a row, without a committed iteration in between."""
 
     @property
     def stages(self) -> int:
@@ -266,6 +272,32 @@ class Boundary:
 
 
 @dataclass(frozen=True)
+class Hinted:
+    """A worker met a communication error. It never names the culprit: errors cascade."""
+
+    incarnation: str
+    generation: int
+    error: str
+
+
+@dataclass(frozen=True)
+class NoLoss:
+    """The time in which any failure is found has passed since the first hint of this generation."""
+
+    generation: int
+    since: float
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """All members have waited for longer than anything takes: what each waits for, and since when."""
+
+    generation: int
+    waiting: Mapping[str, str]
+    since: float
+
+
+@dataclass(frozen=True)
 class Restarted:
     """The coordinator has come back; its state is from `restart.restore`."""
 
@@ -294,6 +326,9 @@ Input = (
     | Finished
     | Leave
     | Boundary
+    | Hinted
+    | NoLoss
+    | Stuck
     | Restarted
     | Interrupted
 )
@@ -322,6 +357,14 @@ class Await:
     """Feed `ReportsLate(generation)` when the time for reports is over."""
 
     generation: int
+
+
+@dataclass(frozen=True)
+class AwaitLoss:
+    """Feed `NoLoss` when any failure that explains a hint given at `since` would have been found."""
+
+    generation: int
+    since: float
 
 
 @dataclass(frozen=True)
@@ -356,5 +399,5 @@ class End:
     message: str
 
 
-Decision = Store | Tell | Await | MakePlan | Improve | Emit | End
+Decision = Store | Tell | Await | AwaitLoss | MakePlan | Improve | Emit | End
 Step = tuple[State, tuple[Decision, ...]]

@@ -89,7 +89,8 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
                 worker.observe("evaluate", worker.ledger.iteration, action)
                 _forward(worker, transport, data, number, action, reports)
                 transport.post()
-    worker.evaluations.complete(reports, worker.current_groups())
+    with worker.waiting("the evaluation's end"):
+        worker.evaluations.complete(reports, worker.current_groups())
     transport.use(channels(plan))
 
 
@@ -99,9 +100,12 @@ def _forward(worker: StageWorker, transport: Transport, data: DataSource, number
     place = worker.place
     batch, inputs = None, None
     if place.first or place.last:
+        worker.activity.work("data")
         batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
     if not place.first:
-        inputs = tuple(transport.receive(("F", pipeline, microbatch)))
+        with worker.waiting("an activation"):
+            inputs = tuple(transport.receive(("F", pipeline, microbatch)))
+    worker.activity.work("evaluate")
     with worker.current_groups().together():
         forward = worker.stage.forward(inputs, batch)
     if place.last:

@@ -12,6 +12,7 @@ apart, and one snapshot and one kept gradient per worker suffice to go back or f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +39,9 @@ class Listener(Protocol):
     """What the stepper tells the worker."""
 
     def observe(self, phase: str, iteration: int) -> None: ...
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """A block in which the training thread waits for other workers."""
 
     def committed(self, verdict: Verdict, adopt: bool) -> None:
         """The iteration is final; ``adopt``: every worker has the plan on offer."""
@@ -108,7 +112,8 @@ class Stepper:
         Raises WrongGuess, TransportAborted (the generation ended), DataError.
         """
         if self.pending is not None:
-            self.pending.done.wait()
+            with self.listener.waiting("a verdict"):
+                self.pending.done.wait()
             self.poll()
 
     def poll(self) -> None:

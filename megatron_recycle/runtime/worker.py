@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_recycle.errors import TransportAborted
 from megatron_recycle.membership import Agent, Offer
 from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
+from megatron_recycle.runtime.activity import REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.budget import announce, announce_profile, profile
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict, share_digests
 from megatron_recycle.runtime.data import DataSource, digest
@@ -37,7 +39,7 @@ from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transfer import Received
-from megatron_recycle.runtime.transport import Transport
+from megatron_recycle.runtime.transport import Message, Transport
 
 _POLL_SECONDS = 0.001
 _FIRST_PROFILE, _PROFILE_EVERY = 4, 25  # commits after which the measured durations go to the planner
@@ -77,6 +79,8 @@ class StageWorker:
         self.agent = agent
         self.config = config
         self.ledger = Ledger()
+        self.activity = Activity(config.stall_floor)
+        agent.doing = self.activity.told
         self.generation = 0
         self.groups: Groups | None = None
         self.prefix = ""
@@ -117,8 +121,9 @@ class StageWorker:
             JobEnded: training cannot go on.
             DataError: first and last stage read different data.
         """
-        self.begin(iteration)
-        return self._through_failures(lambda: self._run_to(iteration))
+        with self._inside():
+            self.begin(iteration)
+            return self._through_failures(lambda: self._run_to(iteration))
 
     def evaluate(self, iteration: int, data: DataSource, number: int) -> torch.Tensor:
         """Forwards of one global batch, through any failures, before ``iteration`` is trained.
@@ -133,40 +138,51 @@ class StageWorker:
 
         Raises JobEnded if the job cannot go on.
         """
-        self.begin(iteration)
-        self.settle()
-        passed = self.evaluations.done
-
         def run() -> float:
             # A failure may have told this worker that the pass is done already.
             while self.evaluations.done == passed:
                 run_pass(self, self._transport, data, number)
             return 0.0
 
-        self._through_failures(run)
+        with self._inside():
+            self.begin(iteration)
+            self.settle()
+            passed = self.evaluations.done
+            self._through_failures(run)
         return self.evaluations.table
 
     def begin(self, iteration: int) -> None:
         """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
         if self.generation == 0:
             self.ledger.stand_at(iteration)
-            join(self)
+            with self.waiting("the start"):
+                join(self)
             announce(self)
 
     def has_done(self, iteration: int) -> bool:
         """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""
         return iteration <= self.ledger.stepped
 
+    def _inside(self) -> AbstractContextManager[None]:
+        """Not in the script's own code."""
+        return self.activity.during(WORKING, "begin")
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """A block in which the training thread waits for other workers or the coordinator."""
+        return self.activity.during(WAITING, what)
+
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""
         last = self.ledger.stepped
         if self.ledger.committed < last:
-            self._through_failures(lambda: self._run_to(last, commit=True))
+            with self._inside():
+                self._through_failures(lambda: self._run_to(last, commit=True))
 
     def finish(self) -> None:
         """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
         self.settle()
-        finish(self)
+        with self.activity.during(STANDING_BY, "the end"):
+            finish(self)
         self.close()
 
     def close(self) -> None:
@@ -204,14 +220,19 @@ class StageWorker:
     def _leave_generation(self, error: TransportAborted) -> None:
         """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""
         commit = self.stepper.pending
-        while commit is not None and not commit.done.wait(_POLL_SECONDS) and not self.interrupted():
-            pass
+        with self.waiting("a verdict"):
+            while commit is not None and not commit.done.wait(_POLL_SECONDS) and not self.interrupted():
+                pass
         try:
             if commit is not None and commit.known and not self.interrupted():
                 self.stepper.poll()
         except WrongGuess:
             self._roll_back()
         else:
+            self._recover(error)
+
+    def _recover(self, error: TransportAborted) -> None:
+        with self.waiting("a recovery"):
             recover(self, error)
 
     def _roll_back(self) -> None:
@@ -223,9 +244,10 @@ class StageWorker:
         self.observe("recovering", ledger.committed + 1)
         self.discard_attempt()
         try:
-            renew(self)
+            with self.waiting("new handles"):
+                renew(self)
         except TransportAborted as error:
-            recover(self, error)
+            self._recover(error)
 
     def _try(self, iteration: int) -> None:
         self.stepper.poll()
@@ -242,7 +264,8 @@ class StageWorker:
         # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
         self._relay_before = self._attempt.relay if self._attempt is not None else None
         self._attempt = Attempt(Accumulators(self.layout, self._reduction.place), relay)
-        self._transport.begin()
+        with self.waiting("the last messages"):
+            self._transport.begin()
         self.memory.begin()
         self._share_losses_if_complete()
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
@@ -253,7 +276,8 @@ class StageWorker:
         self.stepper.wait()
         self.observe("boundary", iteration)
         self.agent.boundary(self.generation, iteration)
-        self.agent.wait_stop(self.generation)
+        with self.waiting("a switch"):
+            self.agent.wait_stop(self.generation)
         raise TransportAborted(f"generation {self.generation} ends before iteration {iteration}, as agreed")
 
     def interrupted(self) -> bool:
@@ -261,6 +285,8 @@ class StageWorker:
         return self.agent.stop_generation > self.generation or self.agent.ended is not None
 
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
+        if phase not in ("recovering", "joining", "boundary"):
+            self.activity.work(phase)
         self.agent.progress = {"iteration": iteration, "attempt": self.ledger.attempt, "phase": phase,
                                "action": str(action) if action else None}
         if action is not None:
@@ -284,12 +310,13 @@ class StageWorker:
         me, iteration = self.place.me, self.ledger.iteration
         batch, inputs = None, None
         if self.place.first or self.place.last:
-            batch = self._data.batch(pipeline, iteration * self.place.grid.microbatches[pipeline] + microbatch)
+            with self.activity.during(WORKING, "data"):
+                batch = self._data.batch(pipeline, iteration * self.place.grid.microbatches[pipeline] + microbatch)
             if batch is not None:
                 self._now.digests[pipeline, microbatch] = digest(batch)
         if not self.place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
-                           for tensor in self._transport.receive(("F", pipeline, microbatch)))
+                           for tensor in self._receive(("F", pipeline, microbatch)))
         with (seeded(seed_of(self.config.seed, iteration, pipeline, microbatch, me.stage), self.stage.device),
               self.current_groups().together(), self._stopwatch.measure("F"),
               self.memory.forward((pipeline, microbatch), inputs)):
@@ -303,10 +330,16 @@ class StageWorker:
         self._share_losses_if_complete()
         self._done(action)
 
+    def _receive(self, message: Message) -> list[torch.Tensor]:
+        """The tensors of ``message``, waiting for them if need be. Raises TransportAborted."""
+        kind, pipeline, microbatch = message
+        with self.waiting(f"{kind}{pipeline}.{microbatch}"):
+            return self._transport.receive(message)
+
     def _backward(self, action: Action) -> None:
         _, pipeline, microbatch = action
         forward = self._now.forwards.pop((pipeline, microbatch))
-        gradients = [] if self.place.last else self._transport.receive(("B", pipeline, microbatch))
+        gradients = [] if self.place.last else self._receive(("B", pipeline, microbatch))
         self.memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
         into = self._splitter.into(queue if self._plan.problem.split_backward else None)
@@ -359,13 +392,14 @@ class StageWorker:
         groups = self.current_groups()
         iteration, grid, now = self.ledger.iteration, self.place.grid, self._now
         self.ledger.check_complete(self._plan.actions(self.place.me))
-        with torch.no_grad():
+        with torch.no_grad(), self.activity.during(WAITING, REDUCE):
             gradient = self._reduction.gradient(now.sums, groups)
             fold_ties(self.stage.ties, self.layout, gradient, groups)
-        loss, weight = now.relay.wait()
         digests = torch.zeros(grid.total, dtype=torch.float64)
-        if self.place.first or self.place.last:
-            digests = share_digests(grid, now.digests, groups)
+        with self.waiting("the loss"):
+            loss, weight = now.relay.wait()
+            if self.place.first or self.place.last:
+                digests = share_digests(grid, now.digests, groups)
         views = [self.layout.view(gradient, parameter) for parameter in self.layout.parameters]
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, digests,
                     now.relay.reports)

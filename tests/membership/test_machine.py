@@ -328,3 +328,101 @@ def test_an_interrupt_ends_the_job_with_its_status() -> None:
     (end,) = endings(cluster.feed(st.Interrupted(130, "interrupted")))
     assert end.status == 130
     assert told(cluster.hello("0:0"), "end")
+
+
+# Nobody is at fault
+
+
+def _hint(cluster: Cluster, name: str, generation: int | None = None) -> list[st.Decision]:
+    number = cluster.state.generation if generation is None else generation
+    return cluster.feed(st.Hinted(f"{name}/0", number, "a transfer failed: reset by peer"))
+
+
+def _no_loss(cluster: Cluster, hinted: list[st.Decision]) -> list[st.Decision]:
+    (wait,) = [decision for decision in hinted if isinstance(decision, st.AwaitLoss)]
+    return cluster.feed(st.NoLoss(wait.generation, wait.since), after=2.0)
+
+
+def _go_on(cluster: Cluster) -> None:
+    cluster.plan()
+    cluster.reports()
+    cluster.resume_all()
+
+
+def test_a_communication_error_that_no_loss_follows_makes_a_generation_with_the_same_members() -> None:
+    cluster = Cluster().train()
+    hinted = _hint(cluster, "0:1")
+    assert _hint(cluster, "1:1") == [], "the wait runs already"
+    decisions = _no_loss(cluster, hinted)
+    (decided,) = events(decisions, "decided")
+    assert decided["generation"] == 2 and decided["out"] == {} and decided["ms"] == pytest.approx(2010)
+    assert "0:1: a transfer failed" in decided["reason"] and "1:1: " in decided["reason"]
+    ((to, _),) = told(decisions, "stop")
+    assert to == set(cluster.names)
+    assert not events(decisions, "suspected") and not cluster.state.fenced
+    _go_on(cluster)
+    assert cluster.state.phase is st.Phase.TRAINING
+
+
+def test_a_communication_error_that_a_loss_follows_is_forgotten() -> None:
+    cluster = Cluster().train()
+    hinted = _hint(cluster, "0:1")
+    cluster.exit("1:1")
+    assert _no_loss(cluster, hinted) == []
+    _go_on(cluster)
+    assert _hint(cluster, "0:0", generation=1) == []
+    assert cluster.state.generation == 2 and not cluster.state.hints
+
+
+def test_when_all_wait_a_generation_with_the_same_members_follows() -> None:
+    cluster = Cluster().train()
+    waiting = {name: "F0.1" for name in cluster.names}
+    (decided,) = events(cluster.feed(st.Stuck(1, waiting, cluster.now - 30)), "decided")
+    assert decided["generation"] == 2 and "1:1 for F0.1" in decided["reason"]
+    assert cluster.feed(st.Stuck(2, waiting, cluster.now)) == [], "a recovery is under way"
+    assert cluster.feed(st.Stuck(1, waiting, cluster.now)) == []
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_the_same_members_twice_in_a_row_without_progress_are_enough(progress: bool) -> None:
+    cluster = Cluster().train()
+    for generation in (2, 3):
+        assert endings(_no_loss(cluster, _hint(cluster, "0:1"))) == []
+        assert cluster.state.generation == generation
+        _go_on(cluster)
+    if progress:
+        cluster.commit_all(0)
+    decisions = _no_loss(cluster, _hint(cluster, "2:0"))
+    if progress:
+        assert cluster.state.generation == 4
+        return
+    (end,) = endings(decisions)
+    assert end.status == 1
+    assert "2:0: a transfer failed" in end.message and "network" in end.message and "checkpoint" in end.message
+
+
+def test_a_loss_in_between_lets_the_count_begin_again() -> None:
+    cluster = Cluster().train()
+    for _ in range(2):
+        _no_loss(cluster, _hint(cluster, "0:1"))
+        _go_on(cluster)
+    cluster.exit("1:1")
+    _go_on(cluster)
+    assert endings(_no_loss(cluster, _hint(cluster, "0:1"))) == []
+
+
+def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
+    """Without it the stage is empty and the job over; it may come back to itself."""
+    cluster = Cluster(pipelines=2).train()
+    cluster.exit("0:1")
+    _go_on(cluster)
+    lost = st.Lost((st.Loss("1:1/0", "stalled"),), cluster.now)
+    decisions = cluster.feed(lost)
+    (suspected,) = events(decisions, "suspected")
+    assert suspected["removed"] is False and suspected["kind"] == "stalled"
+    assert len(decisions) == 1 and cluster.feed(lost) == []
+    both = st.Lost((st.Loss("1:1/0", "stalled"), st.Loss("1:0/0", "stalled")), cluster.now)
+    cluster.feed(both)
+    assert dict(cluster.state.out) == {"0:1": "exit", "1:0": "stalled"}
+    (end,) = endings(cluster.exit("1:1"))
+    assert "1:1 exit" in end.message

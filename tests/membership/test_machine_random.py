@@ -1,4 +1,5 @@
-"""Random interleavings of the whole protocol on paper: deaths, silence, delays and coordinator crashes.
+"""Random interleavings of the whole protocol on paper: deaths, silence, stalls, broken connections between workers,
+delays and coordinator crashes.
 
 Workers are simulated with the rules of the synchronous commit: a worker can hold k once all members of its stage
 have computed k, and steps k only when it knows that all members hold k. Messages travel in order on each
@@ -54,6 +55,8 @@ class Process:
     """The last iteration that it knows to be held by all."""
     go: dict[str, Any] | None = None
     ended: bool = False
+    hint: st.Hinted | None = None
+    """The last one, told again on every connection."""
     inbox: deque[dict[str, Any]] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
 
@@ -82,6 +85,7 @@ class Protocol(RuleBasedStateMachine):
         self.now = 1000.0
         self.plans: list[int] = []
         self.limits: list[int] = []
+        self.hinted: list[st.AwaitLoss] = []
         self.exits: list[st.Exited] = []
         self.told_exits = 0
         self.decided: list[int] = []
@@ -118,6 +122,8 @@ class Protocol(RuleBasedStateMachine):
             self.plans.append(decision.generation)
         elif isinstance(decision, st.Await):
             self.limits.append(decision.generation)
+        elif isinstance(decision, st.AwaitLoss):
+            self.hinted.append(decision)
         elif isinstance(decision, st.Emit):
             self._tell(decision.event)
         elif isinstance(decision, st.End):
@@ -131,6 +137,9 @@ class Protocol(RuleBasedStateMachine):
         if record["kind"] == "decided":
             assert not self.decided or record["generation"] > self.decided[-1], "a generation decided twice"
             self.decided.append(record["generation"])
+            if record["events"] and record["events"][-1].get("reason"):
+                before = next((r for r in reversed(self.journal) if r["kind"] == "decided"), None)
+                assert before is None or before["members"] == record["members"], "nobody was at fault"
             fenced = set(record["fenced"])
             assert not fenced & {member["incarnation"] for member in record["members"].values()}
         self.journal.append(record)
@@ -193,6 +202,8 @@ class Protocol(RuleBasedStateMachine):
             process.outbox.append(st.Reported(who, process.stop, process.report()))
         if process.stepped >= 0:
             process.outbox.append(st.Committed(who, process.stepped))
+        if process.hint is not None:
+            process.outbox.append(process.hint)
 
     def _say_ready(self, process: Process) -> None:
         process.outbox.append(st.Ready(process.member.incarnation, {"grid": GRID}, process.report()))
@@ -353,6 +364,38 @@ class Protocol(RuleBasedStateMachine):
         losses = tuple(st.Loss(self.processes[name].member.incarnation, "frozen") for name in chosen)
         self._feed(st.Lost(losses, self.now - 2))
 
+    @precondition(lambda self: self.troubles and self.state.generation)
+    @rule(data=some.data())
+    def worker_is_stuck(self, data: Any) -> None:
+        """Its training thread only; whoever is the last of its stage is spared, so that this ends no job."""
+        self.troubles -= 1
+        process = self.processes[_pick(data, sorted(self.processes))]
+        before = self.state.phase is st.Phase.ENDED
+        self._feed(st.Lost((st.Loss(process.member.incarnation, "stalled"),), self.now - 12))
+        assert (self.state.phase is st.Phase.ENDED) is before
+
+    @precondition(lambda self: self.troubles and self._those(lambda p: p.running))
+    @rule(data=some.data())
+    def connection_between_workers_breaks(self, data: Any) -> None:
+        """One of them notices, and waits for a decision."""
+        self.troubles -= 1
+        process = self._some(data, self._those(lambda p: p.running))
+        process.running = False
+        process.outbox.append(st.Hinted(process.member.incarnation, process.generation, "reset by peer"))
+        process.hint = process.outbox[-1]
+
+    @precondition(lambda self: self.hinted)
+    @rule(data=some.data())
+    def no_loss_follows(self, data: Any) -> None:
+        hinted = self.hinted.pop(_pick(data, range(len(self.hinted))))
+        self._feed(st.NoLoss(hinted.generation, hinted.since))
+
+    @precondition(lambda self: self.troubles and self.state.generation)
+    @rule()
+    def message_is_lost(self) -> None:
+        self.troubles -= 1
+        self._feed(st.Stuck(self.state.generation, dict.fromkeys(self.state.members, "F0.1"), self.now - 12))
+
     @precondition(lambda self: self.troubles and self.limits)
     @rule(data=some.data())
     def reports_are_late(self, data: Any) -> None:
@@ -373,6 +416,7 @@ class Protocol(RuleBasedStateMachine):
         self.todo.clear()
         self.plans.clear()
         self.limits.clear()
+        self.hinted.clear()
         self.told_exits = 0
         last = self.committed[-1] if self.committed else -1
         self.state = restore(PIPELINES * STAGES, self.journal, last)
@@ -390,10 +434,11 @@ class Protocol(RuleBasedStateMachine):
         assert not {m.incarnation for m in self.state.members.values()} & self.state.fenced
 
     @invariant()
-    def a_job_ends_only_for_want_of_a_stage(self) -> None:
+    def a_job_ends_only_for_want_of_a_stage_or_of_a_network(self) -> None:
         if self.end is not None:
             assert self.end.status == 1
-            assert "has lost its last worker" in self.end.message, self.end.message
+            worn_out = "have not helped" in self.end.message and self.state.mended == 2
+            assert worn_out or "has lost its last worker" in self.end.message, self.end.message
 
     def teardown(self) -> None:
         """Left alone, every job comes to train again or ends; a dead worker is found at last."""
@@ -404,6 +449,9 @@ class Protocol(RuleBasedStateMachine):
                 self.exit_is_reported()
                 self._all_carried_out()
             self.messages_flow(NAMES, 100)
+            while self.hinted:
+                self.no_loss_follows(random.Random(0))
+                self.messages_flow(NAMES, 100)
             self.work(NAMES, 36)
             if self.end is not None:
                 break
@@ -417,7 +465,7 @@ class Protocol(RuleBasedStateMachine):
             assert min(stepped) > before + 5, "training does not go on"
             assert self.committed[-1] == min(stepped)
         self.the_fenced_are_no_members()
-        self.a_job_ends_only_for_want_of_a_stage()
+        self.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
         decided = [event["generation"] for event in self.told if event["event"] == "decided"]
         assert decided == [generation for generation in self.decided if generation > 1], "told once, in order"
 
@@ -442,6 +490,11 @@ ACTS: tuple[tuple[int, Callable[[Protocol], Any], Callable[[Protocol, random.Ran
     (2, lambda p: p.told_exits < len(p.exits), lambda p, dice: p.exit_is_reported()),
     (1, lambda p: p.troubles and p._those(lambda q: True), lambda p, dice: p.worker_dies(dice)),
     (1, lambda p: p.troubles, lambda p, dice: p.worker_is_suspected(dice, dice.random() < 0.2)),
+    (1, lambda p: p.troubles, lambda p, dice: p.worker_is_stuck(dice)),
+    (1, lambda p: p.troubles and p._those(lambda q: q.running),
+     lambda p, dice: p.connection_between_workers_breaks(dice)),
+    (2, lambda p: p.hinted, lambda p, dice: p.no_loss_follows(dice)),
+    (1, lambda p: p.troubles, lambda p, dice: p.message_is_lost()),
     (1, lambda p: p.troubles and p.limits, lambda p, dice: p.reports_are_late(dice)),
     (1, lambda p: p.troubles and p._those(lambda q: True), lambda p, dice: p.connection_breaks(dice)),
     (1, lambda p: p.troubles and p.end is None, lambda p, dice: p.coordinator_dies_and_comes_back()),
@@ -460,5 +513,5 @@ def test_seeded_campaigns(tens: int) -> None:
             ((_, _, act),) = dice.choices(possible, [act[0] for act in possible])
             act(job, dice)
             job.the_fenced_are_no_members()
-            job.a_job_ends_only_for_want_of_a_stage()
+            job.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
         job.teardown()

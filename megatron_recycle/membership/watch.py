@@ -1,0 +1,76 @@
+"""All detectors of one coordinator behind one clock: who is silent, who is stuck, and whether everybody waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.membership.detectors import Doing, Heartbeats, Hosts, Stalls
+from megatron_recycle.membership.state import Member
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a tick has found, by incarnation; times are the caller's clock."""
+
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Kind of failure of those that are to be declared out, in one decision."""
+    since: float = 0.0
+    """When the first of them was last well, or when the last one began to wait."""
+    waiting: Mapping[str, Doing] | None = None
+    """What each waits for, if nobody is at fault and nothing moves."""
+
+
+class Watch:
+    """Fed by the coordinator with what arrives; `tick` says what follows from what does not.
+
+    Args:
+        interval, timeout: of the heartbeats, in seconds.
+    """
+
+    def __init__(self, interval: float, timeout: float) -> None:
+        self._heartbeats: Heartbeats[str] = Heartbeats(timeout)
+        self._hosts: Hosts[str] = Hosts(interval)
+        self._stalls: Stalls[str] = Stalls(interval)
+
+    def members(self, members: Iterable[Member], joiners: Iterable[Member], interval: float, timeout: float,
+                now: float) -> None:
+        """Watch exactly these. Who is to join only has to live; nobody waits for it."""
+        training = {member.incarnation: member.host for member in members}
+        hosts = {**training, **{member.incarnation: member.host for member in joiners}}
+        self._heartbeats.timeout = timeout
+        self._hosts.interval = self._stalls.interval = interval
+        self._heartbeats.watch(hosts, now)
+        self._hosts.watch(hosts)
+        self._stalls.watch(training)
+
+    def beat(self, incarnation: str, now: float) -> None:
+        """Any message of a worker."""
+        self._heartbeats.beat(incarnation, now)
+
+    def told(self, incarnation: str, progress: Mapping[str, Any] | None, now: float) -> None:
+        """What a worker's training thread does, from its heartbeat."""
+        self._stalls.heard(incarnation, Doing.read((progress or {}).get("doing")), now)
+
+    def launcher_beat(self, host: str, now: float) -> None:
+        """Any message of a host's launcher."""
+        self._hosts.launcher_beat(host, now)
+
+    def tick(self, now: float) -> Findings:
+        before = self._heartbeats.restarts
+        silent = self._heartbeats.tick(now)
+        if self._heartbeats.restarts > before:
+            self._stalls.restart(now)
+            self._hosts.restart(now)
+        lost = self._hosts.judge(silent, self._heartbeats.seen, self._heartbeats.timeout, now)
+        since = {key: silent[key] for key in lost}
+        stalled = {key: at for key, at in self._stalls.stalled(now).items() if key not in silent}
+        if lost or stalled:
+            return Findings({**lost, **dict.fromkeys(stalled, "stalled")}, min([*since.values(), *stalled.values()]))
+        waiting = None if silent else self._stalls.all_wait(now)
+        return Findings() if waiting is None else Findings(since=now - _shortest(waiting), waiting=waiting)
+
+
+def _shortest(waiting: Mapping[str, Doing]) -> float:
+    return min(doing.for_s for doing in waiting.values())

@@ -1,0 +1,92 @@
+"""What the training thread does right now, and how long that may take: told with every sign of life.
+
+Heartbeats come from a thread of their own, so they go on when the training thread is stuck. The coordinator finds
+that by what is told here: a thread that *works* (inside an action, data loading included) for far longer than such
+work ever took is stuck; one that *waits* for others, *stands by* at the end, or is *outside* (in the script's own
+code) is not. How long is too long is learnt from this worker's own durations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+WORKING, WAITING, STANDING_BY, OUTSIDE = "working", "waiting", "standing by", "outside"
+REDUCE = "reduce"
+"""The wait for the stage's gradient. Most of it is transfer, so that how long it takes is learnt as well."""
+
+_FACTOR = 3.0  # how much longer than the longest seen
+_WARM_UP = 2  # of each kind: the first ones compile, build communicators, fill caches
+_WINDOW = 64  # latest durations of each kind that count
+_BEFORE_LEARNING = 6.0  # floors that everybody may wait before any reduction was seen
+
+
+class Activity:
+    """The state of one training thread. That thread alone changes it; any thread may ask `told`.
+
+    Args:
+        floor: seconds added to three times the longest duration seen.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, floor: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._floor = floor
+        self._clock = clock
+        self._now = (OUTSIDE, "start", 0, clock())
+        self._seen: dict[str, int] = {}
+        self._taken: dict[str, deque[float]] = {}
+        self._longest: dict[str, float] = {}
+
+    def work(self, what: str) -> None:
+        """From now on the thread works on ``what`` (forward, backward, weight, data, step, ...)."""
+        self._enter(WORKING, what)
+
+    @contextmanager
+    def during(self, state: str, what: str) -> Iterator[None]:
+        """The thread is in ``state`` in the block, and back in the one before afterwards. A block that is left by an
+        exception was cut short: how long it took says nothing."""
+        before, doing, _, _ = self._now
+        self._enter(state, what)
+        try:
+            yield
+        except BaseException:
+            self._enter(before, doing, whole=False)
+            raise
+        self._enter(before, doing)
+
+    def told(self) -> dict[str, Any]:
+        """For the coordinator: state, what, a running number, for how many seconds, and the limit of that (None
+        where there is none yet, or none at all)."""
+        state, what, number, since = self._now
+        return {"state": state, "what": what, "number": number, "for_s": round(self._clock() - since, 3),
+                "limit_s": self._limit(state, what)}
+
+    def _limit(self, state: str, what: str) -> float | None:
+        if state == WORKING and what in self._longest:
+            return round(_FACTOR * self._longest[what] + self._floor, 3)
+        if state in (WAITING, STANDING_BY):
+            # For the case that all wait. Whoever has not seen an exchange yet cannot know how long it takes.
+            floor = self._floor * (1.0 if _key(WAITING, REDUCE) in self._longest else _BEFORE_LEARNING)
+            return round(_FACTOR * max(self._longest.values(), default=0.0) + floor, 3)
+        return None
+
+    def _enter(self, state: str, what: str, whole: bool = True) -> None:
+        before, doing, number, since = self._now
+        now = self._clock()
+        self._now = (state, what, number + 1, now)
+        if whole and (before == WORKING or doing == REDUCE):
+            self._learn(_key(before, doing), now - since)
+
+    def _learn(self, key: str, seconds: float) -> None:
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        if seen > _WARM_UP:
+            taken = self._taken.setdefault(key, deque(maxlen=_WINDOW))
+            taken.append(seconds)
+            self._longest[key] = max(taken)
+
+
+def _key(state: str, what: str) -> str:
+    return what if state == WORKING else f"{state} {what}"

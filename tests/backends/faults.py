@@ -1,0 +1,135 @@
+"""What goes wrong inside a worker's process, as opposed to with it: for the bodies of the DeepSpeed jobs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_recycle.runtime.data import DatasetSource
+from megatron_recycle.runtime.transport import Transport
+from megatron_recycle.runtime.worker import StageWorker
+from tests.backends import gpt_job
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``kind`` happens to ``worker`` at its ``nth`` (from 0) arrival at ``phase`` of ``iteration``.
+
+    Kinds: ``abort`` (all its connections break), ``swallow`` (its next activation or gradient never leaves it),
+    ``flip`` (one bit of a parameter), ``nan`` (a parameter is not a number any more).
+    """
+
+    worker: str
+    kind: str
+    phase: str
+    iteration: int
+    nth: int = 0
+
+
+def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Fault] = (),
+          hosts: Mapping[int, str] | None = None, slow: Mapping[str, float] | None = None, **arguments: Any) -> Any:
+    """As `gpt_job.train`.
+
+    Args:
+        faults: what goes wrong.
+        hosts: name of the host that a rank says it is on.
+        slow: worker -> seconds that each of its forwards takes longer.
+    """
+    if hosts is not None:
+        os.environ["RECYCLE_HOST"] = hosts[rank]
+    _install(faults)
+    _show_data_loading()
+    _stretch_forwards(slow or {})
+    return gpt_job.train(observer_of, rank, **arguments)
+
+
+def _install(faults: Sequence[Fault]) -> None:
+    seen: dict[tuple[str, int], int] = {}
+    observe = StageWorker.observe
+
+    def observed(self: StageWorker, phase: str, iteration: int, action: Any = None) -> None:
+        observe(self, phase, iteration, action)
+        nth = seen.get((phase, iteration), 0)
+        seen[phase, iteration] = nth + 1
+        for fault in faults:
+            if (fault.worker, fault.phase, fault.iteration, fault.nth) == (str(self.place.me), phase, iteration, nth):
+                _DO[fault.kind](self)
+
+    StageWorker.observe = observed  # type: ignore[method-assign]
+
+
+def _abort(worker: StageWorker) -> None:
+    worker.current_groups().abort()
+
+
+class _Sent:
+    """A send that says it is done."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _swallow(worker: StageWorker) -> None:
+    start = Transport._start_send
+
+    def swallowed(self: Transport, target: Any, channel: Any, tensor: torch.Tensor) -> Any:
+        Transport._start_send = start  # type: ignore[method-assign]
+        channel.number += 1
+        return _Sent(), tensor
+
+    Transport._start_send = swallowed  # type: ignore[method-assign]
+
+
+def _flip(worker: StageWorker) -> None:
+    with torch.no_grad():
+        worker.stage.parameters[0].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+
+def _nan(worker: StageWorker) -> None:
+    worker.stage.parameters[0].data.view(-1)[0] = float("nan")
+
+
+_DO: Mapping[str, Callable[[StageWorker], None]] = {"abort": _abort, "swallow": _swallow, "flip": _flip, "nan": _nan}
+
+
+def _show_data_loading() -> None:
+    """Tells the observer of every batch that is read, so that a test can hold a worker there (phase ``data``)."""
+    batch = DatasetSource.batch
+    forward = StageWorker._forward
+    reader: list[StageWorker] = []
+
+    def remembered(self: StageWorker, action: Any) -> None:
+        reader[:] = [self]
+        forward(self, action)
+
+    def read(self: DatasetSource, pipeline: int, number: int) -> Any:
+        if reader:
+            assert reader[0]._observer is not None
+            reader[0]._observer.on("data", reader[0].ledger.iteration, None)
+        return batch(self, pipeline, number)
+
+    StageWorker._forward = remembered  # type: ignore[method-assign]
+    DatasetSource.batch = read  # type: ignore[method-assign]
+
+
+def _stretch_forwards(slow: Mapping[str, float]) -> None:
+    if not slow:
+        return
+    import time
+
+    from megatron_recycle.backends.deepspeed import DeepSpeedStage
+
+    forward = DeepSpeedStage.forward
+
+    def stretched(self: DeepSpeedStage, *arguments: Any) -> Any:
+        time.sleep(slow.get(str(self._engine._at.me), 0.0))
+        return forward(self, *arguments)
+
+    DeepSpeedStage.forward = stretched  # type: ignore[method-assign]

@@ -1,0 +1,105 @@
+"""Failures that no process end tells of: lost messages, stuck threads, lost hosts, late wakers. Training goes on with
+the same bits."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.backends import faults, gpt_job
+from tests.backends.comparing import check_survivors, run
+from tests.backends.faults import Fault
+from tests.harness import Hold, Job, Result
+
+pytestmark = pytest.mark.processes
+
+PIPELINES, STAGES, ITERATIONS, AT = 3, 2, 6, 4
+SIZE = PIPELINES * STAGES
+SETTINGS = {"reduction": "exact"}
+EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS, "settings": SETTINGS}
+QUICK = {**EXACT, "settings": {**SETTINGS, "heartbeat_timeout": 2.0, "stall_floor": 3.0}}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, Result]:
+    """The exact job without failures."""
+    return run(gpt_job.train, SIZE, EXACT)
+
+
+# ---- nobody is at fault
+
+
+@pytest.mark.parametrize(("fault", "reason"), [
+    pytest.param(Fault("1:0", "swallow", "forward", AT, 1), "all workers wait", id="a message is lost"),
+    pytest.param(Fault("1:1", "abort", "backward", AT, 1), "failed", id="connections break")])
+def test_without_a_failure_the_same_members_go_on(fault, reason, undisturbed):
+    with Job(faults.train, SIZE, {**QUICK, "faults": [fault]}) as job:
+        check_survivors(job, set(), undisturbed)
+    decided = [event for event in job.events if event["event"] == "decided"]
+    assert [event["generation"] for event in decided] == [2]
+    assert decided[0]["out"] == {} and reason in decided[0]["reason"]
+    assert not [event for event in job.events if event["event"] == "suspected"]
+
+
+def test_connections_that_break_again_and_again_end_the_job_with_a_report():
+    again = [Fault("1:1", "abort", "forward", AT, nth) for nth in range(3)]
+    with Job(faults.train, SIZE, {**QUICK, "faults": again}) as job:
+        results = job.wait()
+        finished = job.wait_event("finished")
+    assert "1:1" in finished["message"] and "network" in finished["message"]
+    assert [result.status for result in results.values()] == [1] * SIZE
+
+
+# ---- only the training thread is stuck
+
+
+@pytest.mark.parametrize("hold", [Hold("1:1", "forward", AT, 1), Hold("0:0", "data", AT, 2)], ids=str)
+def test_a_stuck_training_thread_is_out_and_wakes_up_too_late(hold, undisturbed):
+    with Job(faults.train, SIZE, QUICK, [hold]) as job:
+        job.wait_held()
+        suspected = job.wait_event("suspected")
+        assert (suspected["worker"], suspected["kind"]) == (hold.worker, "stalled")
+        assert suspected["progress"]["doing"]["what"] == hold.phase
+        job.wait_event("committed", iteration=AT)
+        job.release(hold)
+        check_survivors(job, {hold.worker}, undisturbed)
+        assert [result.status for result in job.results.values()].count(3) == 1
+    assert len([event for event in job.events if event["event"] == "suspected"]) == 1
+
+
+# ---- silence
+
+
+def test_a_frozen_worker_that_wakes_up_after_it_was_declared_out_changes_nothing(undisturbed):
+    hold = Hold("1:1", "backward", AT, 1)
+    with Job(faults.train, SIZE, QUICK, [hold]) as job:
+        job.wait_held()
+        job.kill(hold, with_signal=signal.SIGSTOP)
+        assert job.wait_event("suspected")["kind"] == "frozen"
+        job.wait_event("committed", iteration=AT)
+        job.release(hold)
+        job.kill(hold, with_signal=signal.SIGCONT)
+        check_survivors(job, {hold.worker}, undisturbed)
+        assert [result.status for result in job.results.values()].count(3) == 1
+    assert {event["generation"] for event in job.events if event["event"] == "decided"} == {2}
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all of its workers", "one of two"])
+def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
+    holds = [Hold("2:0", "backward", AT, 1), Hold("1:1", "backward", AT, 1)]
+    hosts = {rank: "far" if rank in (2, 4) else "near" for rank in range(SIZE)}  # 2:0 and 1:1
+    with Job(faults.train, SIZE, {**QUICK, "hosts": hosts}, holds) as job:
+        job.wait_held()
+        silent = holds if whole else holds[:1]
+        job.kill(*silent, with_signal=signal.SIGSTOP)
+        decided = job.wait_event("decided")
+        assert decided["out"] == {hold.worker: "unreachable" if whole else "frozen" for hold in silent}
+        for hold in holds:
+            job.release(hold)
+        job.wait_event("committed", iteration=AT)
+        job.kill(*silent, with_signal=signal.SIGCONT)
+        check_survivors(job, {hold.worker for hold in silent}, undisturbed)
+    assert {event["generation"] for event in job.events if event["event"] == "decided"} == {2}

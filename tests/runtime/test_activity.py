@@ -1,0 +1,102 @@
+"""What a worker tells of its training thread, with a clock that the test winds."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+
+from megatron_recycle.membership.detectors import Doing
+from megatron_recycle.runtime.activity import OUTSIDE, REDUCE, WAITING, WORKING, Activity
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def act(activity: Activity, clock: Clock, what: str, *seconds: float) -> None:
+    for taken in seconds:
+        with activity.during(WORKING, what):
+            clock.now += taken
+
+
+def limit(activity: Activity, state: str, what: str) -> float | None:
+    with suppress(InterruptedError), activity.during(state, what):
+        found = Doing.read(activity.told())
+        raise InterruptedError  # so that asking teaches nothing
+    assert found is not None
+    return found.limit_s
+
+
+def made() -> tuple[Activity, Clock]:
+    clock = Clock()
+    return Activity(10.0, clock), clock
+
+
+def test_the_limit_of_an_action_is_learnt_from_the_longest_one_of_its_kind_once_the_first_are_over():
+    activity, clock = made()
+    assert limit(activity, WORKING, "forward") is None
+    act(activity, clock, "forward", 60.0, 30.0)  # these compiled
+    assert limit(activity, WORKING, "forward") is None
+    act(activity, clock, "forward", 1.0, 2.0, 1.5)
+    assert limit(activity, WORKING, "forward") == pytest.approx(16.0)
+    assert limit(activity, WORKING, "backward") is None
+    act(activity, clock, "forward", *[1.0] * 64)
+    assert limit(activity, WORKING, "forward") == pytest.approx(13.0), "what is long past does not count"
+
+
+def test_waiting_inside_an_action_does_not_count_as_working():
+    activity, clock = made()
+    for _ in range(5):
+        activity.work("forward")
+        clock.now += 1.0
+        with activity.during(WAITING, "F0.1"):
+            clock.now += 100.0
+            told = activity.told()
+            assert (told["state"], told["what"], told["for_s"]) == (WAITING, "F0.1", 100.0)
+        clock.now += 2.0
+        assert activity.told()["for_s"] == 2.0
+    activity.work("backward")
+    assert limit(activity, WORKING, "forward") == pytest.approx(16.0)
+
+
+def test_work_that_was_cut_short_by_a_failure_teaches_nothing():
+    activity, clock = made()
+    act(activity, clock, REDUCE, 1.0, 1.0, 1.0)
+    for _ in range(5):
+        with pytest.raises(RuntimeError), activity.during(WAITING, REDUCE):
+            clock.now += 500.0
+            raise RuntimeError
+    assert limit(activity, WAITING, "a verdict") == pytest.approx(63.0)
+
+
+def test_who_has_not_seen_a_reduction_yet_waits_longer_for_the_others():
+    activity, clock = made()
+    assert limit(activity, WAITING, "a verdict") == pytest.approx(60.0)
+    for _ in range(3):
+        with activity.during(WAITING, REDUCE):
+            clock.now += 4.0
+    assert limit(activity, WAITING, "a verdict") == pytest.approx(22.0)
+
+
+def test_the_scripts_own_code_has_no_limit():
+    activity, clock = made()
+    act(activity, clock, "forward", 1.0, 1.0, 1.0)
+    clock.now += 1000.0
+    told = activity.told()
+    assert (told["state"], told["limit_s"]) == (OUTSIDE, None)
+
+
+def test_a_phase_that_begins_while_waiting_is_work_until_the_wait_goes_on():
+    """A verdict asks for another step than the one that was made: the step is made in the wait for the verdict."""
+    activity, clock = made()
+    with activity.during(WORKING, "begin"):
+        with activity.during(WAITING, "a recovery"):
+            activity.work("step")
+            assert activity.told()["state"] == WORKING
+        assert activity.told()["what"] == "begin"
+    assert activity.told()["state"] == OUTSIDE
