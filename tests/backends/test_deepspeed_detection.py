@@ -45,7 +45,7 @@ def test_without_a_failure_the_same_members_go_on(fault, reason, undisturbed):
 
 
 def test_connections_that_break_again_and_again_end_the_job_with_a_report():
-    again = [Fault("1:1", "abort", "forward", AT, nth) for nth in range(3)]
+    again = [Fault("1:1", "abort", "forward", AT, nth) for nth in range(16)]
     with Job(faults.train, SIZE, {**QUICK, "faults": again}) as job:
         results = job.wait()
         finished = job.wait_event("finished")

@@ -376,7 +376,7 @@ def test_a_communication_error_that_a_loss_follows_is_forgotten() -> None:
 
 def test_when_all_wait_a_generation_with_the_same_members_follows() -> None:
     cluster = Cluster().train()
-    waiting = {name: "F0.1" for name in cluster.names}
+    waiting = dict.fromkeys(cluster.names, "F0.1")
     (decided,) = events(cluster.feed(st.Stuck(1, waiting, cluster.now - 30)), "decided")
     assert decided["generation"] == 2 and "1:1 for F0.1" in decided["reason"]
     assert cluster.feed(st.Stuck(2, waiting, cluster.now)) == [], "a recovery is under way"

@@ -93,7 +93,7 @@ def test_the_scripts_own_code_has_no_limit():
 
 def test_a_phase_that_begins_while_waiting_is_work_until_the_wait_goes_on():
     """A verdict asks for another step than the one that was made: the step is made in the wait for the verdict."""
-    activity, clock = made()
+    activity, _clock = made()
     with activity.during(WORKING, "begin"):
         with activity.during(WAITING, "a recovery"):
             activity.work("step")
