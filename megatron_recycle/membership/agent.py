@@ -263,10 +263,6 @@ class Agent:
         self._latest[message["type"]] = message
         self._link.send(message)
 
-    def _beat(self) -> Message:
-        doing = {} if self.doing is None else {"doing": self.doing()}
-        return {"type": "heartbeat", "progress": {**(self.progress or {}), **doing} or None}
-
     def _hello(self) -> list[Message]:
         first: list[Message] = [{**self._identity, "generation": self.generation}]
         if self._ready is not None and (self._go is None or self.outside):
@@ -277,7 +273,8 @@ class Agent:
         if self._leave_asked and not self._leave_told:
             self._leave_told = True
             self._send_kept({"type": "leave"})
-        return {"type": "heartbeat", "progress": self.progress}
+        doing = {} if self.doing is None else {"doing": self.doing()}
+        return {"type": "heartbeat", "progress": {**(self.progress or {}), **doing} or None}
 
     def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
         limit = None if timeout is None else time.monotonic() + timeout
