@@ -104,7 +104,11 @@ def _restarted(state: State, happened: Restarted, now: float) -> Step:
     """Nothing is decided before the members have said where they stand, or have been silent for too long."""
     if state.phase is not Phase.RETURNING:
         return state, ()
-    return state, (Emit({"event": "restarted", "t": now, "generation": state.generation}),)
+    restarted = Emit({"event": "restarted", "t": now, "generation": state.generation})
+    if (empty := _empty_stage(state)) is not None:  # decided, but the end was not written down any more
+        state, ending = notices.end(state, 1, _stage_gone(state, empty), now)
+        return state, (restarted, *ending)
+    return state, (restarted,)
 
 
 def _returned(state: State, happened: Hello, now: float) -> Step:
@@ -252,12 +256,16 @@ def _regenerate(
     tell: list[Decision] = [Emit(event) for event in events]
     tell += [notices.farewell(member, state.generation) if member in leavers else notices.fence(state, member)
              for member in removed]
-    empty = next((s for s, names in enumerate(by_stage(state.stages, state.proven)) if not names), None)
     state, commits = progress.committed_by_all(state, now)
-    if empty is not None:
+    if (empty := _empty_stage(state)) is not None:
         state, ending = notices.end(state, 1, _stage_gone(state, empty), now)
         return state, (store, *tell, *commits, *ending)
     return state, (store, *announce, *tell, *commits)
+
+
+def _empty_stage(state: State) -> int | None:
+    """The first stage that no member holds."""
+    return next((stage for stage, names in enumerate(by_stage(state.stages, state.proven)) if not names), None)
 
 
 def _stage_gone(state: State, stage: int) -> str:

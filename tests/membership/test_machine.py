@@ -6,6 +6,7 @@ import pytest
 
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.notices import group_prefix
+from megatron_recycle.membership.restart import restore
 from tests.membership.cluster import Cluster, endings, events, report, told
 
 
@@ -426,3 +427,12 @@ def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
     assert dict(cluster.state.out) == {"0:1": "exit", "1:0": "stalled"}
     (end,) = endings(cluster.exit("1:1"))
     assert "1:1 exit" in end.message
+
+
+def test_a_coordinator_that_died_between_the_last_loss_of_a_stage_and_the_end_ends_the_job_when_it_is_back() -> None:
+    cluster = Cluster(pipelines=1).train()
+    (store, *_) = cluster.exit("0:1")
+    assert isinstance(store, st.Store) and store.record["kind"] == "decided"
+    cluster.state = restore(2, [store.record])
+    (end,) = endings(cluster.feed(st.Restarted()))
+    assert end.status == 1 and "stage 1 has lost its last worker (0:1 exit)" in end.message
