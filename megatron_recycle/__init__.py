@@ -7,6 +7,7 @@ what a name needs is imported when it is used.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -45,6 +46,11 @@ def enable(
         ConfigError: settings that contradict each other.
     """
     from megatron_recycle import backends
+
+    if observer is None and os.environ.get("RECYCLE_CHAOS"):
+        from megatron_recycle.chaos.observer import from_environment
+
+        observer = from_environment(os.environ)
 
     def embed(settings: RecycleConfig) -> tuple[str, str]:
         from megatron_recycle.launch import embedded

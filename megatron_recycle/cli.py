@@ -19,6 +19,7 @@ COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
     "timeline": ("megatron_recycle.observe.command", "draw a plan file as a picture"),
+    "chaos": ("megatron_recycle.chaos.command", "hurt a running job on purpose, to see that it survives"),
     "doctor": ("megatron_recycle.observe.doctor", "check versions, threads, devices and determinism"),
 }
 """Name of a subcommand -> (its module, one line about it)."""

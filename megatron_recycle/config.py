@@ -22,7 +22,9 @@ from megatron_recycle.errors import ConfigError
 SECTION = "recycle"
 """Name of the section in the DeepSpeed JSON file."""
 
-RESERVED_VARIABLES = frozenset({"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", "RECYCLE_JOIN", "RECYCLE_HOST"})
+RESERVED_VARIABLES = frozenset(
+    {"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", "RECYCLE_JOIN", "RECYCLE_HOST", "RECYCLE_CHAOS"}
+)
 """Variables that the launcher hands to its workers; they are not settings."""
 
 AUTO = "auto"

@@ -12,6 +12,7 @@ from pathlib import Path
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import service
+from megatron_recycle.launch.hurt import check_script, hurting
 from megatron_recycle.launch.launcher import (
     Job,
     Launcher,
@@ -48,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("first", "all", "none"),
         default="first",
         help="whose output is shown (default: the first live rank's); all of it is in RUN_DIR",
+    )
+    parser.add_argument(
+        "--chaos",
+        metavar="FILE",
+        help="let `recycle chaos` hold workers at precise moments, and do what FILE says; `allow`: without a file",
     )
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
@@ -89,6 +95,8 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         "RECYCLE_TOKEN": token,
         "RECYCLE_RUN_DIR": str(run_dir),
     }
+    if args.chaos is not None:
+        environ["RECYCLE_CHAOS"] = "1"
     job = Job(
         command=command,
         environ=environ,
@@ -101,13 +109,16 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     )
     say(f"recycle: {nproc} workers, logs and events in {run_dir}")
     launcher = Launcher(job, control, token, say, coordinator)
-    status = launcher.run()
+    with hurting(args.chaos if args.node_rank == 0 else None, run_dir):
+        status = launcher.run()
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in launcher.workers.values()]
     print_table(launcher.summary, rows, launcher.message)
     return status
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.chaos is not None:
+        check_script(args.chaos)
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
     if not 0 <= args.node_rank < args.nnodes:

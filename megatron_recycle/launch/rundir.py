@@ -8,7 +8,8 @@ from pathlib import Path
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership import Journal, JournalError, JournalInUse
 
-_OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log", "plans")
+_OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log", "plans", "chaos.jsonl", "chaos.log",
+         "chaos")
 
 
 def prepare(run_dir: Path) -> None:

@@ -105,6 +105,7 @@ def _form(state: State, now: float) -> Step:
         "members": state.incarnations(),
         "ranks": {name: state.members[name].rank for name in in_order(state.members)},
         "pids": {name: state.members[name].pid for name in in_order(state.members)},
+        "hosts": {name: state.members[name].host for name in in_order(state.members)},
         "grid": dict(description["grid"]),
     }
     return state, (Store(notices.decided_record(state, [started])), Emit(started), MakePlan(1, frozenset()))

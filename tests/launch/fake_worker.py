@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.chaos.observer import from_environment
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership import Agent, Go, Stop
 
@@ -31,6 +32,7 @@ class FakeWorker:
         # Not rank = d * S + s: the launcher must not assume an order.
         self.name = f"{self.rank % pipelines}:{self.rank // pipelines}"
         self.holds = self.done = -1
+        self.observer = from_environment(os.environ)
         self.agent = Agent(
             os.environ["RECYCLE_COORDINATOR"],
             os.environ["RECYCLE_TOKEN"],
@@ -84,12 +86,15 @@ class FakeWorker:
         while self.done + 1 < self.orders["iterations"]:
             iteration = self.done + 1
             self.pause("iteration", iteration)
+            self.observe("forward", iteration)
             if not self.agreed(go, f"computed-{iteration}"):
                 return False
             self.holds = iteration
+            self.observe("reduced", iteration)
             if not self.agreed(go, f"held-{iteration}"):
                 return False
             self.done = iteration
+            self.observe("stepped", iteration)
             self.agent.committed(iteration, 1.0 / (iteration + 1))
         return True
 
@@ -105,6 +110,10 @@ class FakeWorker:
                 raise JobEnded(self.agent.ended.message, self.agent.ended.status)
             time.sleep(0.002)  # a stand-in for work
         return True
+
+    def observe(self, phase: str, iteration: int) -> None:
+        if self.observer is not None:
+            self.observer.on(phase, iteration, None)
 
     def pause(self, before: str, number: int) -> None:
         """Stand still before this iteration or report, if a test wants it, until the file goes away or a stop

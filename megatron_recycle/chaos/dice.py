@@ -1,0 +1,63 @@
+"""Random acts: what happens next follows from the seed and from where the job stands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+
+from megatron_recycle.chaos.job import TargetJob
+from megatron_recycle.chaos.orders import Moment, Order
+
+KINDS = ("kill", "freeze", "stall", "coordinator")
+_TIMES = {"forward": 4, "backward": 4, "weight": 4}
+_PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped")
+
+
+class Dice:
+    """Draws orders, `rate` a minute on average.
+
+    A stage keeps one worker that was never hit: without it the job could only end. Half of the freezes are short, and
+    nobody may be declared out for those.
+
+    Args:
+        kinds: of KINDS.
+        observed: whether workers can be held at precise moments.
+    """
+
+    def __init__(self, seed: int, rate: float, kinds: Sequence[str], observed: bool) -> None:
+        self._draw = random.Random(seed)
+        self._rate = rate
+        self._kinds = tuple(kinds)
+        self._observed = observed
+        self._hit: set[str] = set()
+
+    def pause(self) -> float:
+        """Seconds until the next act."""
+        return self._draw.expovariate(self._rate / 60.0)
+
+    def order(self, job: TargetJob) -> Order | None:
+        """The next act; None if none of them would leave the job alive."""
+        kinds = self._kinds if self.victims(job) else tuple(set(self._kinds) & {"coordinator"})
+        if not kinds:
+            return None
+        kind = self._draw.choice(sorted(kinds))
+        if kind == "coordinator":
+            return Order(kind)
+        worker = self._draw.choice(self.victims(job))
+        brief = kind == "freeze" and self._draw.random() < 0.5
+        if not brief:
+            self._hit.add(worker)
+        return Order(kind, (worker,), self._moment(), seconds=round(self._draw.uniform(0.1, 1.0), 2) if brief else None)
+
+    def victims(self, job: TargetJob) -> list[str]:
+        """Workers that may be hit."""
+        gone: Collection[str] = self._hit | job.out
+        live = [worker for worker in sorted(job.workers) if worker not in gone]
+        stages = [worker.partition(":")[2] for worker in live]
+        return [worker for worker in live if stages.count(worker.partition(":")[2]) > 1]
+
+    def _moment(self) -> Moment:
+        if not self._observed:
+            return Moment()
+        phase = self._draw.choice(_PHASES)
+        return Moment(phase=phase, nth=self._draw.randrange(_TIMES.get(phase, 1)))

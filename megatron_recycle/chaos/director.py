@@ -1,0 +1,114 @@
+"""Waits for the moments of several orders at once and lets each of them happen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.chaos.acts import Act, Missed
+from megatron_recycle.chaos.dice import Dice
+from megatron_recycle.chaos.job import ChaosError, TargetJob
+from megatron_recycle.chaos.orders import Order
+from megatron_recycle.observe.events import EventLog, format_event
+
+_POLL = 0.005
+REFUSED, MISSED = 2, 1
+"""Exit statuses."""
+
+
+class Director:
+    """Hurts the job in `run_dir`; as a context manager, so that nothing that lasts outlives it.
+
+    Args:
+        say: gets one line for everything that is done.
+        wait: seconds to wait for a job that has not begun to train.
+    """
+
+    def __init__(self, run_dir: Path, say: Callable[[str], None], wait: float = 600.0) -> None:
+        self.job = TargetJob(run_dir)
+        self._log = EventLog(run_dir / "chaos.jsonl", log=False)
+        self._say = say
+        self._wait = wait
+        self._acts: list[Act] = []
+        self._status = 0
+
+    def __enter__(self) -> Director:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for act in self._acts:
+            act.close()
+        self._log.close()
+
+    def run(self, orders: Iterable[Order]) -> int:
+        """All of `orders`, each at its own moment; returns 0, MISSED or REFUSED."""
+        self.await_start()
+        for order in orders:
+            self._begin(order)
+        while self._poll():
+            time.sleep(_POLL)
+        return self._status
+
+    def run_dice(self, dice: Dice, count: int | None) -> int:
+        """`count` random acts, or as many as the job bears, after `await_start`; returns as `run`."""
+        due, left = time.monotonic() + dice.pause(), count
+        while not self.job.ended and left != 0:
+            self._poll()
+            if time.monotonic() >= due:
+                order = dice.order(self.job)
+                if order is None and not self._acts:
+                    break
+                if order is not None:
+                    self._begin(order)
+                    left = None if left is None else left - 1
+                due = time.monotonic() + dice.pause()
+            time.sleep(_POLL)
+        while self._poll():
+            time.sleep(_POLL)
+        return self._status
+
+    def await_start(self) -> None:
+        """Until the job's events name its workers. Raises ChaosError if nothing runs there."""
+        limit = time.monotonic() + self._wait
+        self.job.follow()
+        while not self.job.workers:
+            self.job.coordinator()
+            if time.monotonic() > limit:
+                raise ChaosError(f"the job in {self.job.run_dir} has not begun to train within {self._wait:.0f} s")
+            time.sleep(20 * _POLL)
+            self.job.follow()
+        if self.job.ended:
+            raise ChaosError(f"the job in {self.job.run_dir} has ended")
+
+    def _begin(self, order: Order) -> None:
+        try:
+            self._acts.append(Act(order, self.job, self._tell))
+        except ChaosError as error:
+            self._failed(order, error, REFUSED)
+
+    def _poll(self) -> bool:
+        """Move every act on; returns whether any is left."""
+        self.job.follow()
+        for act in tuple(self._acts):
+            try:
+                act.poll()
+            except ChaosError as error:
+                self._failed(act.order, error, REFUSED)
+                act.close()
+            except Missed as error:
+                self._failed(act.order, error, MISSED)
+                act.close()
+            if act.done:
+                self._acts.remove(act)
+        return bool(self._acts)
+
+    def _failed(self, order: Order, error: Exception, status: int) -> None:
+        self._status = max(self._status, status)
+        self._log.emit("refused" if status == REFUSED else "missed", order=str(order), reason=str(error))
+        self._say(f"recycle chaos: {order}: {error}")
+
+    def _tell(self, act: str, **fields: Any) -> None:
+        record = self._log.emit(act, **fields)
+        self._say(format_event(record).replace("recycle: ", "recycle chaos: ", 1))

@@ -1,0 +1,186 @@
+"""The job that is to be hurt: where it stands, and which processes are really its own.
+
+A pid out of a file may have come to belong to anybody. A process counts as a worker only if the job's events name
+it, it was there when they did, and its environment speaks of no other job; and it is signalled through a
+descriptor that was opened before all this was looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.errors import RecycleError
+
+_PROC = Path("/proc")
+_COORDINATOR = "megatron_recycle.launch.coordinate"
+_CLOCK_SLACK = 1.0
+"""Seconds by which the clock may have been set since the process started."""
+
+
+class ChaosError(RecycleError):
+    """What is refused: the message is the one line that the user sees."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A worker as the job's events name it, `t` (Unix seconds) being when they did."""
+
+    worker: str
+    rank: int
+    pid: int
+    t: float
+    host: str | None = None
+
+
+@dataclass
+class TargetJob:
+    """A job by its run directory, followed through its events.
+
+    Attributes:
+        workers: the process that stands at each position of the grid now, or did last.
+        out: positions that were declared out.
+        committed: the last committed iteration; -1 before the first.
+        grid: (stages, micro-batches of each pipeline) of the plan file, once training has begun.
+    """
+
+    run_dir: Path
+    workers: dict[str, Process] = field(default_factory=dict)
+    out: set[str] = field(default_factory=set)
+    committed: int = -1
+    ended: bool = False
+    grid: Mapping[str, Any] = field(default_factory=dict)
+    _read: int = 0
+
+    def follow(self) -> None:
+        """Take in the events that have come since the last call."""
+        path = self.run_dir / "events.jsonl"
+        if not path.exists():
+            return
+        with path.open("rb") as file:
+            file.seek(self._read)
+            whole = file.read().rpartition(b"\n")[0]
+        if whole:
+            self._read += len(whole) + 1
+            for line in whole.splitlines():
+                self._take(json.loads(line))
+
+    def _take(self, event: Mapping[str, Any]) -> None:
+        name = event["event"]
+        if name == "started":
+            self.grid = event["grid"]
+            hosts = event.get("hosts", {})
+            for worker, pid in event["pids"].items():
+                self.workers[worker] = Process(worker, event["ranks"][worker], pid, event["t"], hosts.get(worker))
+        elif name == "joined" and "pid" in event:
+            worker = event["worker"]
+            self.workers[worker] = Process(worker, event["rank"], event["pid"], event["t"], event.get("host"))
+            self.out.discard(worker)
+        elif name == "suspected":
+            self.out.add(event["worker"])
+        elif name == "committed":
+            self.committed = max(self.committed, event["iteration"])
+        elif name == "finished":
+            self.ended = True
+
+    def process(self, worker: str) -> Process:
+        """Where `worker` runs. Raises ChaosError: there is none, or the job has ended."""
+        if self.ended:
+            raise ChaosError(f"the job in {self.run_dir} has ended")
+        if not self.workers:
+            raise ChaosError(f"the job in {self.run_dir} has not begun to train: its events.jsonl names no workers yet")
+        if worker not in self.workers:
+            raise ChaosError(f"the job in {self.run_dir} has no worker {worker}; it has "
+                             f"{', '.join(sorted(self.workers))}")
+        return self.workers[worker]
+
+    @contextmanager
+    def held(self, worker: str) -> Iterator[int]:
+        """A pidfd of `worker`'s process, checked. Raises ChaosError if it is not a live worker of this job."""
+        process = self.process(worker)
+        if process.host not in (None, socket.gethostname()):
+            raise ChaosError(f"worker {worker} runs on host {process.host}: run `recycle chaos` there")
+        try:
+            descriptor = os.pidfd_open(process.pid)
+        except ProcessLookupError as error:
+            raise ChaosError(f"worker {worker} (pid {process.pid}) has ended") from error
+        try:
+            if (reason := self._stranger(process)) is not None:
+                raise ChaosError(f"pid {process.pid} is not worker {worker} of the job in {self.run_dir}: {reason}")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _stranger(self, process: Process) -> str | None:
+        """Why `process.pid` is not that worker any more; None if it is."""
+        try:
+            started, environ = started_at(process.pid), environment(process.pid)
+        except PermissionError:
+            return "it belongs to another user"
+        except (OSError, IndexError):
+            return "it has ended"
+        if started > process.t + _CLOCK_SLACK:
+            return f"it started {started - process.t:.0f} s after the job's worker had been there"
+        named = environ.get("RECYCLE_RUN_DIR")
+        if named is not None and not self._is_ours(process.pid, named):
+            return f"it belongs to the job in {named}"
+        rank = environ.get("RANK")
+        return None if rank in (None, str(process.rank)) else f"it is rank {rank}, not {process.rank}"
+
+    def _is_ours(self, pid: int, named: str) -> bool:
+        folder = Path(os.readlink(_PROC / str(pid) / "cwd")) / named
+        return folder.resolve() == self.run_dir.resolve()
+
+    def coordinator(self) -> int:
+        """Pid of this job's coordinator. Raises ChaosError if there is none on this host."""
+        for entry in _PROC.iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                place = words.index("--run-dir") if _COORDINATOR in words else -1
+                if place > 0 and self._is_ours(int(entry.name), words[place + 1]):
+                    return int(entry.name)
+            except (OSError, IndexError, ValueError):
+                continue  # it has ended meanwhile, or is another user's
+        raise ChaosError(f"the job in {self.run_dir} has no coordinator on this host")
+
+    def signal(self, worker: str, number: signal.Signals) -> Process:
+        """Send a signal to the process of `worker`, and to no other. Raises ChaosError."""
+        with self.held(worker) as descriptor:
+            try:
+                signal.pidfd_send_signal(descriptor, number)
+            except OSError as error:
+                raise ChaosError(f"worker {worker} (pid {self.workers[worker].pid}): {error.strerror}") from error
+        return self.workers[worker]
+
+
+def newest(runs: Path) -> Path:
+    """The run directory in `runs` whose events are the latest. Raises ChaosError if there is none."""
+    found = sorted(runs.glob("*/events.jsonl"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ChaosError(f"there is no job in {runs}/: give --run-dir DIR")
+    return found[-1].parent
+
+
+def started_at(pid: int) -> float:
+    """When a process started (Unix seconds). Raises OSError, or IndexError if it ends meanwhile."""
+    fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    if fields[0] in "ZX":
+        raise ProcessLookupError(pid)
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+
+
+def environment(pid: int) -> dict[str, str]:
+    """The environment that a process was started with. Raises OSError."""
+    text = (_PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
+    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)

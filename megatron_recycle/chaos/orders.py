@@ -1,0 +1,168 @@
+"""What `recycle chaos` can be asked to do: one `Order` per line, pure data."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.plan import Worker
+
+PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "recovering", "joining")
+"""What an observer is told of (`runtime.interpreter.Observer`)."""
+ACTS = ("kill", "freeze", "thaw", "stall", "slow", "coordinator", "partition", "heal")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to act: at the `nth` (from 0) beginning of `phase` in `iteration`, `after` seconds from now.
+
+    Without a phase, `iteration` means: while it is in flight. Without anything: at once.
+    """
+
+    iteration: int | None = None
+    phase: str | None = None
+    nth: int = 0
+    after: float = 0.0
+
+    @property
+    def precise(self) -> bool:
+        """Whether only the workers themselves can tell that it has come."""
+        return self.phase is not None
+
+    def __str__(self) -> str:
+        parts = [f"in iteration {self.iteration}"] if self.iteration is not None else []
+        parts += [f"at {self.phase}" + (f" number {self.nth}" if self.nth else "")] if self.phase else []
+        return " ".join(parts + ([f"after {self.after:g} s"] if self.after else [])) or "at once"
+
+
+@dataclass(frozen=True)
+class Order:
+    """One act. `workers` ("d:s") are hit together; `hosts` are network namespaces.
+
+    Attributes:
+        factor: of `slow`: how many times as long everything takes.
+        seconds: how long it lasts (freeze, stall, slow, partition); None: until something ends it.
+        frozen: stop the coordinator instead of killing it.
+        others: of `partition`: only the way to these hosts is cut; none named: the way to all others.
+        one_way: what `hosts` send is lost, what they are sent arrives.
+        link: take their link down.
+    """
+
+    act: str
+    workers: tuple[str, ...] = ()
+    moment: Moment = Moment()
+    factor: float = 1.0
+    seconds: float | None = None
+    frozen: bool = False
+    hosts: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    one_way: bool = False
+    link: bool = False
+
+    def __str__(self) -> str:
+        who = " ".join((*self.workers, *self.hosts))
+        return " ".join(part for part in (self.act, who, str(self.moment)) if part)
+
+
+class LineParser(argparse.ArgumentParser):
+    """Raises ConfigError where argparse would end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{self.prog.partition(' ')[2] or self.prog}: {message}")
+
+
+def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """One subparser for each act."""
+
+    def act(name: str, help: str) -> argparse.ArgumentParser:
+        made = acts.add_parser(name, help=help, description=help)
+        made.add_argument("--after", type=float, default=0.0, metavar="SECONDS", help="wait so long first")
+        return made
+
+    def on_workers(name: str, help: str) -> argparse.ArgumentParser:
+        made = act(name, help)
+        made.add_argument("workers", nargs="+", type=_worker, metavar="D:S", help="all of them at the same moment")
+        made.add_argument("--at-iteration", type=int, metavar="K", help="when iteration K is in flight")
+        return made
+
+    def with_phase(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        made.add_argument("--phase", choices=PHASES, help="when the worker begins it (needs `recycle run --chaos`)")
+        made.add_argument("--nth", type=int, default=0, metavar="N", help="its Nth time in the iteration, from 0")
+        return made
+
+    def lasting(made: argparse.ArgumentParser, until: str) -> None:
+        made.add_argument("--for", dest="seconds", type=float, metavar="SECONDS", help=f"default: until {until}")
+
+    with_phase(on_workers("kill", "SIGKILL"))
+    lasting(with_phase(on_workers("freeze", "SIGSTOP: the whole process stands still")), "`thaw`")
+    on_workers("thaw", "SIGCONT, and the end of a stall")
+    stall = "hold the training thread; heartbeats go on (needs `recycle run --chaos`)"
+    lasting(with_phase(on_workers("stall", stall)), "`thaw`")
+    slow = on_workers("slow", "make everything take FACTOR times as long, by stopping the process for moments")
+    slow.add_argument("factor", type=_factor, metavar="FACTOR", help="1.5: half as long again")
+    lasting(slow, "the end of the job, or Ctrl-C")
+    coordinator = act("coordinator", "kill the coordinator; the launcher starts it again")
+    coordinator.add_argument("--at-iteration", type=int, metavar="K", help="when iteration K is in flight")
+    coordinator.add_argument("--freeze", dest="frozen", action="store_true", help="SIGSTOP instead")
+    lasting(coordinator, "for ever, with --freeze")
+    cut = act("partition", "cut hosts that are network namespaces of this machine off (needs root)")
+    cut.add_argument("hosts", nargs="+", metavar="NAMESPACE")
+    cut.add_argument("--at-iteration", type=int, metavar="K", help="when iteration K is in flight")
+    cut.add_argument("--from", dest="others", nargs="+", default=(), metavar="NAMESPACE", help="default: all others")
+    cut.add_argument("--one-way", action="store_true", help="only what they send is lost")
+    cut.add_argument("--link", action="store_true", help="take their link down")
+    lasting(cut, "`heal`")
+    act("heal", "undo `partition`").add_argument("hosts", nargs="+", metavar="NAMESPACE")
+
+
+def order_of(args: argparse.Namespace) -> Order:
+    """The order that a subparser of `add_acts` has read. Raises ConfigError where options do not go together."""
+    moment = Moment(getattr(args, "at_iteration", None), getattr(args, "phase", None), getattr(args, "nth", 0),
+                    args.after)
+    if args.act == "partition" and args.link and (args.others or args.one_way):
+        raise ConfigError("partition: a link that is down cuts both ways to everybody; leave out --from and --one-way")
+    if args.act == "coordinator" and args.seconds is not None and not args.frozen:
+        raise ConfigError("coordinator: --for goes with --freeze; the launcher starts a killed one again")
+    if moment.nth and moment.phase is None:
+        raise ConfigError(f"{args.act}: --nth counts the times of a --phase")
+    fields = {name: getattr(args, name) for name in ("factor", "seconds", "frozen", "one_way", "link")
+              if hasattr(args, name)}
+    return Order(args.act, tuple(getattr(args, "workers", ())), moment, hosts=tuple(getattr(args, "hosts", ())),
+                 others=tuple(getattr(args, "others", ())), **fields)
+
+
+def read_script(lines: Iterable[str], where: str) -> list[Order]:
+    """The orders of a script: one a line, as on the command line; `#` begins a comment.
+
+    Raises:
+        ConfigError: names the line that is not an order.
+    """
+    parser = LineParser(prog="chaos", add_help=False)
+    add_acts(parser.add_subparsers(dest="act", required=True, parser_class=LineParser))
+    orders = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            words = shlex.split(line, comments=True)
+            if words:
+                orders.append(order_of(parser.parse_args(words)))
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{where}, line {number}: {error}") from error
+    return orders
+
+
+def _worker(text: str) -> str:
+    try:
+        return str(Worker.parse(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no worker; write pipeline:stage, as in 1:2") from error
+
+
+def _factor(text: str) -> float:
+    factor = float(text)
+    if not 1.0 < factor <= 100.0:
+        raise argparse.ArgumentTypeError(f"{text}: give more than 1 and at most 100")
+    return factor

@@ -1,0 +1,107 @@
+"""Nothing is touched but the workers of the job that was named."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_recycle import cli
+from megatron_recycle.chaos.job import ChaosError, TargetJob, newest
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Iterator[subprocess.Popen]:
+    """A process that says that it is rank 1 of the job in tmp_path."""
+    environ = {**os.environ, "RECYCLE_RUN_DIR": str(tmp_path), "RANK": "1"}
+    process = subprocess.Popen(["sleep", "60"], env=environ)
+    while b"sleep" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.001)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def job(folder: Path, pid: int, *more: dict[str, Any], **started: Any) -> TargetJob:
+    event = {"t": time.time(), "event": "started", "pids": {"1:0": pid}, "ranks": {"1:0": 1},
+             "grid": {"stages": 1, "microbatches": [2, 2]}, **started}
+    (folder / "events.jsonl").write_text("".join(json.dumps(each) + "\n" for each in (event, *more)))
+    made = TargetJob(folder)
+    made.follow()
+    return made
+
+
+def test_a_worker_of_the_job_gets_the_signal(tmp_path: Path, stranger: subprocess.Popen):
+    job(tmp_path, stranger.pid).signal("1:0", signal.SIGKILL)
+    assert stranger.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("started", "why"), [
+    ({"t": 1000.0}, "it started .* after"),
+    ({"ranks": {"1:0": 2}}, "it is rank 1, not 2"),
+    ({"hosts": {"1:0": "elsewhere"}}, "runs on host elsewhere"),
+])
+def test_a_process_that_only_has_the_pid_is_left_alone(tmp_path: Path, stranger: subprocess.Popen, started, why):
+    with pytest.raises(ChaosError, match=why):
+        job(tmp_path, stranger.pid, **started).signal("1:0", signal.SIGKILL)
+    assert stranger.poll() is None
+
+
+def test_a_worker_of_another_job_is_left_alone(tmp_path: Path, stranger: subprocess.Popen):
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ChaosError, match=f"it belongs to the job in {tmp_path}"):
+        job(other, stranger.pid).signal("1:0", signal.SIGKILL)
+    assert stranger.poll() is None
+
+
+def test_a_worker_that_has_ended_is_said_to_have(tmp_path: Path, stranger: subprocess.Popen):
+    target = job(tmp_path, stranger.pid)
+    stranger.kill()
+    stranger.wait()
+    with pytest.raises(ChaosError, match="has ended"):
+        target.signal("1:0", signal.SIGKILL)
+
+
+def test_a_worker_that_came_back_is_the_one_that_is_meant(tmp_path: Path, stranger: subprocess.Popen):
+    joined = {"t": time.time(), "event": "joined", "worker": "1:0", "pid": stranger.pid, "rank": 1}
+    target = job(tmp_path, os.getpid(), {"t": 0.0, "event": "suspected", "worker": "1:0"}, joined)
+    assert target.out == set()
+    target.signal("1:0", signal.SIGKILL)
+    assert stranger.wait(10) == -signal.SIGKILL
+
+
+def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, stranger: subprocess.Popen, capsys):
+    job(tmp_path, stranger.pid)
+    command = ["chaos", "--run-dir", str(tmp_path)]
+    assert cli.main([*command, "kill", "5:5"]) == 2
+    assert cli.main([*command, "kill", "1:0", "--phase", "backward"]) == 2
+    assert cli.main([*command, "coordinator"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3, lines
+    assert "no worker 5:5; it has 1:0" in lines[0]
+    assert "recycle run --chaos allow" in lines[1]
+    assert "no coordinator on this host" in lines[2]
+    assert stranger.poll() is None
+    job(tmp_path, stranger.pid, {"t": 0.0, "event": "finished"})
+    assert cli.main([*command, "kill", "1:0"]) == 2
+    assert "has ended" in capsys.readouterr().err
+    assert stranger.poll() is None
+
+
+def test_without_a_name_the_newest_job_is_meant(tmp_path: Path):
+    with pytest.raises(ChaosError, match="--run-dir"):
+        newest(tmp_path)
+    for age, name in ((100, "a"), (10, "b"), (50, "c")):
+        (tmp_path / name).mkdir()
+        events = tmp_path / name / "events.jsonl"
+        events.touch()
+        os.utime(events, (1e9 - age, 1e9 - age))
+    assert newest(tmp_path) == tmp_path / "b"

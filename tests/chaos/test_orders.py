@@ -1,0 +1,42 @@
+"""What can be asked for, as a line or on the command line, and what makes no sense."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recycle.chaos.orders import Moment, Order, read_script
+from megatron_recycle.errors import ConfigError
+
+
+def test_a_script_is_the_acts_of_the_command_line_one_a_line():
+    text = """
+    # two at once, then the coordinator
+    kill 1:2 0:1 --at-iteration 20 --phase backward --nth 1
+    freeze 0:0 --for 0.5   # shorter than the heartbeat timeout
+    slow 1:0 1.5 --after 2
+    coordinator --freeze --for 3
+    partition h2 --from h1 --one-way
+    """
+    assert read_script(text.splitlines(), "x.chaos") == [
+        Order("kill", ("1:2", "0:1"), Moment(20, "backward", 1)),
+        Order("freeze", ("0:0",), seconds=0.5),
+        Order("slow", ("1:0",), Moment(after=2.0), factor=1.5),
+        Order("coordinator", frozen=True, seconds=3.0),
+        Order("partition", hosts=("h2",), others=("h1",), one_way=True),
+    ]
+
+
+@pytest.mark.parametrize(("line", "why"), [
+    ("kill 12", "pipeline:stage"),
+    ("kill", "required"),
+    ("maim 1:2", "invalid choice"),
+    ("kill 1:2 --phase lunch", "invalid choice"),
+    ("kill 1:2 --nth 3", "--phase"),
+    ("slow 1:2 0.5", "more than 1"),
+    ("coordinator --for 3", "--freeze"),
+    ("partition h1 --link --one-way", "both ways"),
+    ("kill '1:2", "quotation"),
+])
+def test_what_makes_no_sense_is_refused_with_its_line(line: str, why: str):
+    with pytest.raises(ConfigError, match=r"x\.chaos, line 2: .*" + why):
+        read_script(["", line], "x.chaos")
