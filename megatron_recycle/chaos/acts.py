@@ -128,16 +128,17 @@ class Act:
         order = self.order
         if order.act in ("kill", "freeze"):
             number = signal.SIGKILL if order.act == "kill" else signal.SIGSTOP
-            for worker in order.workers:
-                self._said(worker, self._job.signal(worker, number))
+            hit = self._job.signal(order.workers, number)
             self._release()
+            for process in hit:
+                self._said(process)
             self._lasts(lambda: self._thaw(order.workers), order.act == "freeze" and order.seconds is not None)
         elif order.act == "thaw":
             self._thaw(order.workers)
             self.done = True
         elif order.act == STALL:
             for worker in order.workers:
-                self._said(worker, self._job.process(worker))
+                self._said(self._job.process(worker))
             self._armed = {}  # the stall goes on without this tool
             self.done = True
         elif order.act == "slow":
@@ -147,9 +148,9 @@ class Act:
         else:
             self._network()
 
-    def _said(self, worker: str, process: Process, **fields: Any) -> None:
+    def _said(self, process: Process, **fields: Any) -> None:
         moment = self.order.moment
-        self._tell(self.order.act, worker=worker, pid=process.pid, rank=process.rank, phase=moment.phase,
+        self._tell(self.order.act, worker=process.worker, pid=process.pid, rank=process.rank, phase=moment.phase,
                    iteration=self._job.committed + 1 if moment.iteration is None else moment.iteration, **fields)
 
     def _release(self) -> None:
@@ -170,13 +171,13 @@ class Act:
             folder = holds.folder_of(self._job.run_dir, process.rank, process.pid)
             for stall in folder.glob(f"{STALL}-*{holds.ARMED}"):
                 stall.unlink(missing_ok=True)
-            self._job.signal(worker, signal.SIGCONT)
+            self._job.signal([worker], signal.SIGCONT)
             self._tell("thaw", worker=worker, pid=process.pid, rank=process.rank)
 
     def _slow(self) -> None:
         for worker in self.order.workers:
             self._pacers.append(Pacer(self._job, worker, self.order.factor))
-            self._said(worker, self._job.process(worker), factor=self.order.factor)
+            self._said(self._job.process(worker), factor=self.order.factor)
         self._lasts(self._end_pacers)
 
     def _end_pacers(self) -> None:

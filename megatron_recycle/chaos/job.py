@@ -12,8 +12,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,7 @@ class TargetJob:
     def held(self, worker: str) -> Iterator[int]:
         """A pidfd of `worker`'s process, checked. Raises ChaosError if it is not a live worker of this job."""
         process = self.process(worker)
-        if process.host not in (None, socket.gethostname()):
+        if process.host not in (None, socket.gethostname(), _host_of(process.pid)):
             raise ChaosError(f"worker {worker} runs on host {process.host}: run `recycle chaos` there")
         try:
             descriptor = os.pidfd_open(process.pid)
@@ -153,14 +153,24 @@ class TargetJob:
                 continue  # it has ended meanwhile, or is another user's
         raise ChaosError(f"the job in {self.run_dir} has no coordinator on this host")
 
-    def signal(self, worker: str, number: signal.Signals) -> Process:
-        """Send a signal to the process of `worker`, and to no other. Raises ChaosError."""
-        with self.held(worker) as descriptor:
-            try:
-                signal.pidfd_send_signal(descriptor, number)
-            except OSError as error:
-                raise ChaosError(f"worker {worker} (pid {self.workers[worker].pid}): {error.strerror}") from error
-        return self.workers[worker]
+    def signal(self, workers: Iterable[str], number: signal.Signals) -> list[Process]:
+        """Send a signal to the processes of `workers`, all together, and to no other. Raises ChaosError."""
+        with ExitStack() as stack:
+            descriptors = {worker: stack.enter_context(self.held(worker)) for worker in workers}
+            for worker, descriptor in descriptors.items():
+                try:
+                    signal.pidfd_send_signal(descriptor, number)
+                except OSError as error:
+                    raise ChaosError(f"worker {worker} (pid {self.workers[worker].pid}): {error.strerror}") from error
+        return [self.workers[worker] for worker in descriptors]
+
+
+def _host_of(pid: int) -> str | None:
+    """The host's name as the process was told it."""
+    try:
+        return environment(pid).get("RECYCLE_HOST")
+    except OSError:
+        return None
 
 
 def newest(runs: Path) -> Path:

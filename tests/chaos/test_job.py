@@ -39,7 +39,7 @@ def job(folder: Path, pid: int, *more: dict[str, Any], **started: Any) -> Target
 
 
 def test_a_worker_of_the_job_gets_the_signal(tmp_path: Path, stranger: subprocess.Popen):
-    job(tmp_path, stranger.pid).signal("1:0", signal.SIGKILL)
+    job(tmp_path, stranger.pid).signal(["1:0"], signal.SIGKILL)
     assert stranger.wait(10) == -signal.SIGKILL
 
 
@@ -50,7 +50,7 @@ def test_a_worker_of_the_job_gets_the_signal(tmp_path: Path, stranger: subproces
 ])
 def test_a_process_that_only_has_the_pid_is_left_alone(tmp_path: Path, stranger: subprocess.Popen, started, why):
     with pytest.raises(ChaosError, match=why):
-        job(tmp_path, stranger.pid, **started).signal("1:0", signal.SIGKILL)
+        job(tmp_path, stranger.pid, **started).signal(["1:0"], signal.SIGKILL)
     assert stranger.poll() is None
 
 
@@ -58,7 +58,7 @@ def test_a_worker_of_another_job_is_left_alone(tmp_path: Path, stranger: subproc
     other = tmp_path / "other"
     other.mkdir()
     with pytest.raises(ChaosError, match=f"it belongs to the job in {tmp_path}"):
-        job(other, stranger.pid).signal("1:0", signal.SIGKILL)
+        job(other, stranger.pid).signal(["1:0"], signal.SIGKILL)
     assert stranger.poll() is None
 
 
@@ -67,14 +67,14 @@ def test_a_worker_that_has_ended_is_said_to_have(tmp_path: Path, stranger: subpr
     stranger.kill()
     stranger.wait()
     with pytest.raises(ChaosError, match="has ended"):
-        target.signal("1:0", signal.SIGKILL)
+        target.signal(["1:0"], signal.SIGKILL)
 
 
 def test_a_worker_that_came_back_is_the_one_that_is_meant(tmp_path: Path, stranger: subprocess.Popen):
     joined = {"t": time.time(), "event": "joined", "worker": "1:0", "pid": stranger.pid, "rank": 1}
     target = job(tmp_path, os.getpid(), {"t": 0.0, "event": "suspected", "worker": "1:0"}, joined)
     assert target.out == set()
-    target.signal("1:0", signal.SIGKILL)
+    target.signal(["1:0"], signal.SIGKILL)
     assert stranger.wait(10) == -signal.SIGKILL
 
 
