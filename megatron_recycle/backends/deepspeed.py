@@ -32,8 +32,10 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.accumulate import Layout
 from megatron_recycle.runtime.coming import backend_for
 from megatron_recycle.runtime.data import DatasetSource, DataSource, FactorySource
+from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.split import Splitter
@@ -91,7 +93,8 @@ class RecyclePipelineEngine(PipelineEngine):
         self._recycle = settings
         self._options = options
         self._stage = DeepSpeedStage(self)
-        self._splitter = Splitter(self.module)
+        layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
+        self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
         place = _place(self)
         if self.global_rank == 0:
             get_logger().info(settings.describe())

@@ -23,6 +23,9 @@ from torch.nn import functional
 AddTo = Callable[[torch.Tensor], None]
 """Adds a gradient to a sum of the parameter's shape, in place."""
 
+Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""(inputs, output gradient, sum), all of two dimensions: adds a weight's gradient to the sum without forming it."""
+
 Contribution = tuple[nn.Parameter, torch.Tensor | AddTo]
 """A parameter and one micro-batch's gradient for it, as a tensor or as what adds it to a sum."""
 
@@ -32,8 +35,8 @@ class DeferredLinear:
     """A linear layer's weight gradient, not computed yet.
 
     ``inputs`` is (..., in), ``output_gradient`` (..., out); a parameter that needs no gradient is None.
-    ``transposed``: the weight is (in, out), as in GPT-2's Conv1D, and not (out, in). ``fused(inputs, output
-    gradient, sum)``, both of two dimensions, adds the weight's gradient to a sum without forming it, if given.
+    ``transposed``: the weight is (in, out), as in GPT-2's Conv1D, and not (out, in). ``fused`` adds the
+    weight's gradient to a sum, if given.
     """
 
     inputs: torch.Tensor
@@ -41,13 +44,15 @@ class DeferredLinear:
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     transposed: bool = False
-    fused: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    fused: Kernel | None = None
 
     def add_weight(self, sum_: torch.Tensor) -> None:
         """Add the weight's gradient to ``sum_``, by ``fused``."""
         assert self.fused is not None
-        self.fused(self.inputs.reshape(-1, self.inputs.shape[-1]),
-                   self.output_gradient.reshape(-1, self.output_gradient.shape[-1]), sum_)
+        gradient = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
+        inputs = self.inputs.reshape(-1, self.inputs.shape[-1]).to(gradient.dtype)
+        # The kernel's sum is (columns of the second, columns of the first).
+        self.fused(*((gradient, inputs) if self.transposed else (inputs, gradient)), sum_)
 
     def contributions(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Both gradients, formed."""
@@ -59,10 +64,6 @@ class DeferredLinear:
             yield self.weight, product.to(self.weight.dtype)
         if self.bias is not None:
             yield self.bias, gradient.sum(0).to(self.bias.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return self.inputs.nbytes + self.output_gradient.nbytes
 
 
 @dataclass
@@ -85,8 +86,8 @@ class WeightQueue:
         sums: dict[nn.Parameter, torch.Tensor] = dict(self.formed)
         uses = Counter(item.weight for item in self.deferred)
         for item in self.deferred:
-            if item.fused is not None and uses[item.weight] == 1 and item.weight not in self.formed:
-                assert item.weight is not None
+            alone = uses[item.weight] == 1 and item.weight not in self.formed
+            if item.fused is not None and item.weight is not None and alone:
                 yield item.weight, item.add_weight
                 item = replace(item, weight=None)
             for parameter, gradient in item.contributions():
@@ -105,11 +106,13 @@ class Deferring(Protocol):
 class Splitter:
     """Makes the linear layers of one model defer their weight gradients on demand.
 
-    Everything else (embeddings, norms, a user's own autograd functions) runs whole in B.
+    Everything else (embeddings, norms, a user's own autograd functions) runs whole in B. What is deferred is added up
+    by ``kernel``, if given.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, kernel: Kernel | None = None) -> None:
         self._model = model
+        self.kernel = kernel
         self._queue: WeightQueue | None = None
         self.layers = [module for module in model.modules() if _splittable(module)]
         for layer in self.layers:
@@ -145,7 +148,7 @@ class Splitter:
             largest = sorted(whole, key=lambda item: -item[0])
             text += "; whole in B: " + ", ".join(line for _, line in largest[:_NAMED])
             text += f" and {len(whole) - _NAMED} smaller ones" if len(whole) > _NAMED else ""
-        return text
+        return text + ("" if self.kernel is None else "; apex's kernel adds them up")
 
 
 _NAMED = 6  # modules that a description lists
@@ -189,7 +192,7 @@ class _SplitLinear(torch.autograd.Function):
         inputs, = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         item = DeferredLinear(inputs, gradient, ctx.weight if needs_weight else None,
-                              ctx.bias if needs_bias else None, ctx.transposed)
+                              ctx.bias if needs_bias else None, ctx.transposed, ctx.splitter.kernel)
         for_inputs = None
         if needs_input:
             weight = ctx.weight.to(gradient.dtype)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
+from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.split import Splitter, WeightQueue
 
 
@@ -69,7 +74,7 @@ class Model(nn.Module):
             return Triple.apply(x, self.scale).float().square().mean()
 
 
-def gradients(model: Model, split: bool) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module, split: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     tokens = torch.randint(11, (2, 5))
     splitter = Splitter(model)
@@ -90,7 +95,7 @@ def build(**options: object) -> Model:
     return Model(**options)
 
 
-def plain(model: Model) -> dict[str, torch.Tensor]:
+def plain(model: nn.Module) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model(torch.randint(11, (2, 5))).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -141,3 +146,102 @@ def test_a_subclass_of_linear_is_left_alone():
             return super().forward(x) + 1
 
     assert not Splitter(nn.Sequential(Odd(2, 2))).layers
+
+
+class Shared(nn.Module):
+    """One weight for the embedding and the output, one used by its layer and past it, and layers frozen in part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.out = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.out.weight = self.embedding.weight
+        self.both = nn.Linear(8, 8)
+        self.only_bias, self.only_weight = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.only_bias.weight.requires_grad_(False)
+        self.only_weight.bias.requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = self.both(x) + functional.linear(x, self.both.weight)
+        return self.out(self.only_weight(self.only_bias(x))).square().mean()
+
+
+def shared() -> Shared:
+    torch.manual_seed(0)
+    return Shared()
+
+
+def test_a_weight_that_b_and_w_both_add_to_has_autograds_bits():
+    expected, found = plain(shared()), gradients(shared(), split=True)
+    assert set(found) == set(expected) and "only_bias.weight" not in found and "only_weight.bias" not in found
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_what_cannot_be_split_runs_whole_and_is_named():
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+            self.out = nn.Linear(8, 8)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = functional.one_hot(tokens % 8, 8).float()
+            return self.out(self.normed(self.attention(x, x, x, need_weights=False)[0])).square().mean()
+
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return Attention()
+
+    model = built()
+    text = Splitter(model).describe()
+    assert text.startswith("weight gradients of 1 linear layers")
+    for name in ("attention (MultiheadAttention", "attention.out_proj (NonDynamicallyQuantizableLinear", "normed"):
+        assert name in text
+    expected, found = plain(built()), gradients(built(), split=True)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_apexs_kernel_adds_up_what_it_can():
+    """A stand-in kernel; the weight that is used twice is formed first, so that its uses are summed before."""
+    calls = []
+
+    def kernel(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        calls.append(tuple(total.shape))
+        total.addmm_(gradient.t(), inputs)
+
+    model = build()
+    splitter = Splitter(model, kernel)
+    assert "apex's kernel" in splitter.describe()
+    layout = Layout([parameter for parameter in model.parameters() if parameter.requires_grad])
+    sums = Accumulators(layout, lambda pipeline, microbatch: (WHOLE, 0))
+    expected = build()
+    for number in range(3):
+        tokens = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(number))
+        queue = WeightQueue()
+        with splitter.into(queue):
+            model(tokens).backward()
+        later = queue.parameters()
+        sums.add(0, number, [(p, p.grad) for p in layout.parameters if p not in later])
+        model.zero_grad()
+        with torch.no_grad():
+            sums.add(0, number, queue.contributions())
+        expected(tokens).backward()
+    assert calls == [(8, 8), (8, 16), (16, 8)] * 3, "conv, down, up"
+    flat = sums.sum(WHOLE)
+    for (name, mine), theirs in zip(model.named_parameters(), expected.parameters()):
+        if mine.requires_grad:
+            torch.testing.assert_close(layout.view(flat, mine), theirs.grad, msg=name)
+
+
+def test_apex_is_used_on_gpus_where_it_is_installed(monkeypatch):
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    name = "fused_weight_gradient_mlp_cuda"
+    monkeypatch.setitem(sys.modules, name, None)
+    assert fused_kernel(torch.float32, gpu) is None
+    stand_in = SimpleNamespace(wgrad_gemm_accum_fp32="into fp32", wgrad_gemm_accum_fp16="into 16 bits")
+    monkeypatch.setitem(sys.modules, name, stand_in)
+    assert fused_kernel(torch.float32, cpu) is None and fused_kernel(torch.float64, gpu) is None
+    assert fused_kernel(torch.float32, gpu) == "into fp32"
+    assert fused_kernel(torch.bfloat16, gpu) == fused_kernel(torch.float16, gpu) == "into 16 bits"
