@@ -97,6 +97,11 @@ class RecycleConfig:
     verify: str = _option(
         "none", "peers: compare digests of peers' parameters after a recovery", choices=("none", "peers")
     )
+    verify_every: int = _option(
+        0,
+        "with verify peers: compare the digests every so many iterations too; an odd one out among three or more is "
+        "brought back from its peers; 0: never",
+    )
     seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
@@ -127,6 +132,9 @@ class RecycleConfig:
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name), option.name))
         self._check_ranges()
         self._check_timeouts()
+        if self.verify_every and self.verify != "peers":
+            raise ConfigError(f"{_where(self, 'verify_every')} is {self.verify_every} with verify {self.verify}; "
+                              "give verify: peers too")
         if self.policy == "drop" and self.reduction == "exact":
             raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a "
                               "fixed order; use reduction fast, or policy reroute")
@@ -193,7 +201,7 @@ class RecycleConfig:
         return "\n".join(lines)
 
     def _check_ranges(self) -> None:
-        least_values = {"block": 1, "cap": 1, "planner_threads": 1, "max_restarts": 0, "seed": 0}
+        least_values = {"block": 1, "cap": 1, "planner_threads": 1, "max_restarts": 0, "verify_every": 0, "seed": 0}
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:

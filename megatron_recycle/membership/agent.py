@@ -229,6 +229,15 @@ class Agent:
         generation with the same members follows."""
         self._send_kept({"type": "hint", "generation": generation, "error": error})
 
+    def give_up(self, message: str, timeout: float = 5.0) -> None:
+        """The job cannot go on, for a reason that this worker alone can tell; returns when it has ended, or after
+        ``timeout`` seconds."""
+        self._link.send({"type": "fail", "generation": self.generation, "message": message})
+        limit = time.monotonic() + timeout
+        with self._changed:
+            while self.ended is None and time.monotonic() < limit:
+                self._changed.wait(limit - time.monotonic())
+
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
         message = {"type": "adopted", "generation": generation, "iteration": iteration, "digest": digest}

@@ -29,6 +29,7 @@ from megatron_recycle.membership.state import (
     Emit,
     End,
     Exited,
+    Failed,
     Finished,
     Hello,
     Hinted,
@@ -394,7 +395,7 @@ class Coordinator:
             launcher.send({"type": "event", "event": dict(event)})
 
     def _incarnation_of(self, event: Mapping[str, Any]) -> str:
-        key = (event["worker"], event["pid"])
+        key = (event["worker"], event.get("pid"))
         return next((i for i, m in self.state.known.items() if (m.worker, m.pid) == key), "")
 
     def _announce_end(self, end: End) -> None:
@@ -446,6 +447,7 @@ _INPUTS: Mapping[str, Callable[[str, Message], Input]] = {
     "report": lambda who, m: Reported(who, m["generation"], m["report"]),
     "resumed": lambda who, m: Resumed(who, m["generation"], m["t"], m["received"]),
     "committed": lambda who, m: Committed(who, m["iteration"], m["loss"]),
+    "fail": lambda who, m: Failed(who, m["message"][:2000]),
     "adopted": lambda who, m: Adopted(who, m["generation"], m["iteration"], m["digest"]),
     "leave": lambda who, m: Leave(who),
     "boundary": lambda who, m: Boundary(who, m["generation"], m["iteration"], m["t"]),

@@ -22,6 +22,7 @@ from megatron_recycle.membership.state import (
     Decision,
     Emit,
     Exited,
+    Failed,
     Finished,
     Hello,
     Hinted,
@@ -377,6 +378,11 @@ def _finished(state: State, happened: Finished, now: float) -> Step:
     return state, (left, *ending)
 
 
+def _failed(state: State, happened: Failed, now: float) -> Step:
+    member = state.member(happened.incarnation)
+    return (state, ()) if member is None else notices.end(state, 1, happened.message, now)
+
+
 def _interrupted(state: State, happened: Interrupted, now: float) -> Step:
     return notices.end(state, happened.status, happened.message, now)
 
@@ -401,5 +407,6 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Leave: joining.leave,
     Boundary: _boundary,
     Finished: _finished,
+    Failed: _failed,
     Interrupted: _interrupted,
 }

@@ -25,6 +25,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "committed": {"iteration": int, "generation": int, "loss": _OPTIONAL_NUMBER},
     "event": {"event": str, "fields": dict},
     "hint": {"generation": int, "error": str},
+    "fail": {"generation": int, "message": str},
     "adopted": {"generation": int, "iteration": int, "digest": str},
     "finished": {"generation": int},
     "leave": {},

@@ -281,6 +281,14 @@ class Hinted:
 
 
 @dataclass(frozen=True)
+class Failed:
+    """A member knows of a reason why the job cannot go on."""
+
+    incarnation: str
+    message: str
+
+
+@dataclass(frozen=True)
 class NoLoss:
     """The time in which any failure is found has passed since the first hint of this generation."""
 
@@ -327,6 +335,7 @@ Input = (
     | Leave
     | Boundary
     | Hinted
+    | Failed
     | NoLoss
     | Stuck
     | Restarted

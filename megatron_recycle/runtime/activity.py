@@ -18,10 +18,13 @@ WORKING, WAITING, STANDING_BY, OUTSIDE = "working", "waiting", "standing by", "o
 REDUCE = "reduce"
 """The wait for the stage's gradient. Most of it is transfer, so that how long it takes is learnt as well."""
 
-_FACTOR = 3.0  # how much longer than the longest seen
+RECOVERY = "a recovery"
+"""What is waited for there may be a stage's whole state, many times as large as a gradient."""
+
+_FACTOR, _FACTOR_IN_RECOVERY = 3.0, 10.0  # how much longer than the longest seen
 _WARM_UP = 2  # of each kind: the first ones compile, build communicators, fill caches
 _WINDOW = 64  # latest durations of each kind that count
-_BEFORE_LEARNING = 6.0  # floors that everybody may wait before any reduction was seen
+_PATIENT_FLOORS = 6.0  # that everybody may wait in a recovery, and before any reduction was seen
 
 
 class Activity:
@@ -69,8 +72,10 @@ class Activity:
             return round(_FACTOR * self._longest[what] + self._floor, 3)
         if state in (WAITING, STANDING_BY):
             # For the case that all wait. Whoever has not seen an exchange yet cannot know how long it takes.
-            floor = self._floor * (1.0 if _key(WAITING, REDUCE) in self._longest else _BEFORE_LEARNING)
-            return round(_FACTOR * max(self._longest.values(), default=0.0) + floor, 3)
+            patient = what == RECOVERY or _key(WAITING, REDUCE) not in self._longest
+            factor = _FACTOR_IN_RECOVERY if what == RECOVERY else _FACTOR
+            floor = self._floor * (_PATIENT_FLOORS if patient else 1.0)
+            return round(factor * max(self._longest.values(), default=0.0) + floor, 3)
         return None
 
     def _enter(self, state: str, what: str, whole: bool = True) -> None:

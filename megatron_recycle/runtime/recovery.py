@@ -11,16 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_recycle.errors import JobEnded, TransportAborted, VerificationError
+from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
-from megatron_recycle.runtime.data import digest
 from megatron_recycle.runtime.groups import Groups, build_groups
-from megatron_recycle.runtime.reduce import all_reduce
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
+from megatron_recycle.runtime.verify import verify_recovery
 
 if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker
@@ -72,7 +69,7 @@ def _follow(worker: StageWorker, go: Go | None) -> None:
             if go is not None:
                 rebuild(worker, go)
                 reconcile(worker, go)
-                verify(worker)
+                verify_recovery(worker)
                 resume(worker, go)
                 return
         except TransportAborted as error:
@@ -168,26 +165,6 @@ def reconcile(worker: StageWorker, go: Go) -> None:
     elif any(other.stage == groups.me.stage for other in joined):
         worker.observe("joining", go.resume.next)
         give(groups, joined, stage_tensors(worker.stage), stepper.facts())
-
-
-def verify(worker: StageWorker) -> None:
-    """With `verify: peers`: the peers of this stage have the same parameters and optimizer state, bit for bit.
-
-    Raises VerificationError.
-    """
-    if worker.config.verify != "peers":
-        return
-    groups = worker.current_groups()
-    peers = groups.peers(groups.me.stage)
-    digests = torch.zeros(len(peers), dtype=torch.float64)
-    digests[peers.index(groups.me)] = digest(worker.stage.state())
-    all_reduce(digests, groups.stage_control)
-    if len(set(digests.tolist())) > 1:
-        found = ", ".join(f"{peer}: {int(value):08x}" for peer, value in zip(peers, digests.tolist()))
-        raise VerificationError(
-            f"the workers of stage {groups.me.stage} differ in parameters or optimizer state ({found}) after iteration "
-            f"{worker.ledger.committed}. Before the first iteration: build the model from the same seed or checkpoint "
-            "on all of them. Later: restart from the last checkpoint, and report this as a bug")
 
 
 def resume(worker: StageWorker, go: Go) -> None:

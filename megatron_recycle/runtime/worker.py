@@ -19,7 +19,7 @@ from megatron_recycle.errors import TransportAborted
 from megatron_recycle.membership import Agent, Offer
 from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
-from megatron_recycle.runtime.activity import REDUCE, STANDING_BY, WAITING, WORKING, Activity
+from megatron_recycle.runtime.activity import RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.budget import announce, announce_profile, profile
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict, share_digests
 from megatron_recycle.runtime.data import DataSource, digest
@@ -40,6 +40,7 @@ from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transfer import Received
 from megatron_recycle.runtime.transport import Message, Transport
+from megatron_recycle.runtime.verify import verify_boundary
 
 _POLL_SECONDS = 0.001
 _FIRST_PROFILE, _PROFILE_EVERY = 4, 25  # commits after which the measured durations go to the planner
@@ -85,6 +86,8 @@ class StageWorker:
         self.groups: Groups | None = None
         self.prefix = ""
         self.next_attempt = 1
+        self.verified = -1
+        """The iteration before which the peers of this stage were last found to be equal."""
         self._splitter = splitter
         self._data = data
         self._observer = observer
@@ -155,7 +158,7 @@ class StageWorker:
         """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
         if self.generation == 0:
             self.ledger.stand_at(iteration)
-            with self.waiting("the start"):
+            with self.waiting(RECOVERY):
                 join(self)
             announce(self)
 
@@ -232,7 +235,7 @@ class StageWorker:
             self._recover(error)
 
     def _recover(self, error: TransportAborted) -> None:
-        with self.waiting("a recovery"):
+        with self.waiting(RECOVERY):
             recover(self, error)
 
     def _roll_back(self) -> None:
@@ -253,6 +256,7 @@ class StageWorker:
         self.stepper.poll()
         if self._boundary is not None and iteration >= self._boundary:
             self._await_switch(iteration)
+        verify_boundary(self, iteration)
         if self._next_plan is not None and iteration >= self._next_plan[0]:
             self.use_plan(self._next_plan[1])
             self._next_plan = None

@@ -103,3 +103,27 @@ def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
         job.kill(*silent, with_signal=signal.SIGCONT)
         check_survivors(job, {hold.worker for hold in silent}, undisturbed)
     assert {event["generation"] for event in job.events if event["event"] == "decided"} == {2}
+
+
+# ---- a worker's memory is wrong
+
+
+@pytest.mark.parametrize("kind", ["flip", "nan"])
+def test_one_of_three_peers_that_holds_other_parameters_is_healed_by_them(kind, undisturbed):
+    checked = {**EXACT, "settings": {**SETTINGS, "verify_every": 1}}
+    with Job(faults.train, SIZE, {**checked, "faults": [Fault("1:0", kind, "stepped", AT - 1)]}) as job:
+        check_survivors(job, set(), undisturbed)
+    suspected, = [event for event in job.events if event["event"] == "suspected"]
+    assert (suspected["worker"], suspected["kind"], suspected["iteration"]) == ("1:0", "corrupt", AT)
+    healed, = [event for event in job.events if event["event"] == "healed"]
+    assert healed["worker"] == "1:0" and healed["bytes"] > 0
+    assert not [event for event in job.events if event["event"] == "decided"]
+
+
+def test_of_two_peers_that_differ_nobody_knows_which_is_right_and_the_job_stops():
+    checked = {**EXACT, "pipelines": 2, "settings": {**SETTINGS, "verify_every": 2}}
+    with Job(faults.train, 4, {**checked, "faults": [Fault("1:0", "flip", "stepped", AT - 1)]}) as job:
+        results = job.wait()
+        finished = job.wait_event("finished")
+    assert "stage 0 differ" in finished["message"] and "1:0" in finished["message"]
+    assert [result.status for result in results.values()] == [1] * 4
