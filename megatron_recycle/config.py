@@ -99,8 +99,8 @@ class RecycleConfig:
     )
     verify_every: int = _option(
         0,
-        "with verify peers: compare the digests every so many iterations too; an odd one out among three or more is "
-        "brought back from its peers; 0: never",
+        "compare the digests of peers' parameters every so many iterations, and after recoveries; an odd one out among "
+        "three or more is brought back from its peers; 0: as verify says",
     )
     seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
@@ -132,9 +132,6 @@ class RecycleConfig:
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name), option.name))
         self._check_ranges()
         self._check_timeouts()
-        if self.verify_every and self.verify != "peers":
-            raise ConfigError(f"{_where(self, 'verify_every')} is {self.verify_every} with verify {self.verify}; "
-                              "give verify: peers too")
         if self.policy == "drop" and self.reduction == "exact":
             raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a "
                               "fixed order; use reduction fast, or policy reroute")

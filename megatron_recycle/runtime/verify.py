@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def verify_recovery(worker: StageWorker) -> None:
     """After a recovery, and at the start. Raises VerificationError and TransportAborted."""
-    if worker.config.verify == "peers":
+    if worker.config.verify == "peers" or worker.config.verify_every:
         _verify(worker, heal=worker.generation > 1)
         worker.verified = worker.ledger.committed + 1
 
