@@ -61,9 +61,9 @@ def _verify(worker: StageWorker, heal: bool) -> None:
     found = ", ".join(f"{peer}: {value:08x}" for peer, value in digests.items())
     text = (
         f"the workers of stage {worker.place.me.stage} differ in parameters or optimizer state ({found}) after "
-        f"iteration {worker.ledger.committed}. Before the first iteration: build the model from the same seed or checkpoint "
-        "on all of them. Later: restart from the last checkpoint that was written before the last comparison in which "
-        "they were equal, and check the memory of these hosts")
+        f"iteration {worker.ledger.committed}. Before the first iteration: build the model from the same seed or "
+        "checkpoint on all of them. Later: restart from the last checkpoint that was written before the last "
+        "comparison in which they were equal, and check the memory of these hosts")
     worker.agent.give_up(text)
     raise VerificationError(text)
 
