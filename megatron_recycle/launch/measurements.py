@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.membership.names import Process
@@ -19,13 +19,12 @@ NOTABLE = 0.10
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in the planner's units: what workers have for activations, what a micro-batch of each stage holds before
-    and after its B, and the bytes of all that."""
+    """Memory in the planner's units: what workers have for activations, and what a micro-batch of each stage holds
+    before and after its B."""
 
     room: Mapping[Worker, int]
     before_b: tuple[int, ...]
     after_b: tuple[int, ...]
-    bytes: Mapping[str, Any]
 
     def cap(self, worker: Worker, activations: int) -> int:
         """Units that ``worker`` may hold: ``activations`` micro-batches, if there is room for so many."""
@@ -37,15 +36,18 @@ class Memory:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of the running job; ``memory`` is None where nobody knows how much of it there is."""
+    """What is known of the running job; ``memory`` is None where nobody knows how much of it there is.
+
+    ``bytes`` are measured: per stage what a micro-batch holds, per worker what was held at most and is kept besides.
+    """
 
     costs: Costs
     memory: Memory | None = None
+    bytes: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """For the event."""
-        memory = self.memory
-        return {"costs": self.costs.to_json(), **({} if memory is None else {"memory": dict(memory.bytes)})}
+        return {"costs": self.costs.to_json(), **self.bytes}
 
 
 class Measurements:
@@ -70,12 +72,14 @@ class Measurements:
         if not self._heard >= self.live:
             return False
         self._heard.clear()
-        costs, memory = self._costs(), self._memory()
+        costs = self._costs()
         if costs is None:
             return False
-        if self.known is not None and not drifted(self.known.costs, costs) and not _changed(self.known.memory, memory):
+        found = self._bytes()
+        known = Measured(costs, _memory(found), found)
+        if self.known is not None and not drifted(self.known.costs, costs) and not _changed(self.known, known):
             return False
-        self.known = Measured(costs, memory)
+        self.known = known
         return True
 
     def _costs(self) -> Costs | None:
@@ -87,27 +91,37 @@ class Measurements:
             durations.add("S", Worker.parse(name), 0.0)
         return durations.costs()
 
-    def _memory(self) -> Memory | None:
+    def _bytes(self) -> dict[str, Any]:
+        """What the live workers have measured; {} if some have not."""
         live = {Worker.parse(name): self._profiles[name] for name in self.live}
-        if not live or any(profile.get("room") is None or not profile["held"]["before_b"] for profile in live.values()):
-            return None
+        if not live or any("held" not in profile or not profile["held"]["before_b"] for profile in live.values()):
+            return {}
         stages = range(1 + max(worker.stage for worker in live))
-        before, after = ([max(profile["held"][name] for worker, profile in live.items() if worker.stage == stage)
-                          for stage in stages] for name in ("before_b", "after_b"))
-        room = {worker: int(profile["room"]) for worker, profile in live.items()}
-        try:
-            units, before_b, after_b = caps(room, before, after)
-        except PlanError as error:
-            log.warning("recycle: memory does not limit the plans: %s", error)
-            return None
-        return Memory(units, before_b, after_b, {
-            "before_b": before, "after_b": after, "room": {str(worker): size for worker, size in sorted(room.items())}})
+        held = {name: [max(profile["held"][name] for worker, profile in live.items() if worker.stage == stage)
+                       for stage in stages] for name in ("before_b", "after_b")}
+        of_workers = {name: {str(worker): profile["held"].get(name) for worker, profile in sorted(live.items())}
+                      for name in ("peak", "planned")}
+        found = {"held": {**held, **of_workers},
+                 "kept": {str(worker): profile.get("kept") for worker, profile in sorted(live.items())}}
+        room = {str(worker): profile.get("room") for worker, profile in sorted(live.items())}
+        return found if None in room.values() else {**found, "room": room}
 
 
-def _changed(old: Memory | None, new: Memory | None) -> bool:
-    if old is None or new is None:
-        return old is not new
+def _memory(found: Mapping[str, Any]) -> Memory | None:
+    if "room" not in found:
+        return None
+    room = {Worker.parse(name): int(size) for name, size in found["room"].items()}
+    try:
+        return Memory(*caps(room, found["held"]["before_b"], found["held"]["after_b"]))
+    except PlanError as error:
+        log.warning("recycle: memory does not limit the plans: %s", error)
+        return None
+
+
+def _changed(old: Measured, new: Measured) -> bool:
+    if old.memory is None or new.memory is None:
+        return old.memory is not new.memory
     pairs = [(old.bytes["room"].get(name, 0), size) for name, size in new.bytes["room"].items()]
     for kind in ("before_b", "after_b"):
-        pairs += zip(old.bytes[kind], new.bytes[kind])
+        pairs += zip(old.bytes["held"][kind], new.bytes["held"][kind])
     return any(abs(size - was) > NOTABLE * max(was, 1) for was, size in pairs)

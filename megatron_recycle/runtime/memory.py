@@ -133,4 +133,5 @@ def _size(reference: StorageWeakRef) -> int:
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the memory that ``tensors`` lie in, shared memory counted once."""
-    return sum(storage.nbytes() for storage in _storages(list(tensors)).values())
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

@@ -10,7 +10,9 @@ in the training process (DeepSpeed would start two loader processes per worker o
 
 Per side: the median time of an iteration, and the processor time that all workers together spend on one (without
 the coordinator and the launchers). Processor time hardly depends on what else the machine does, iteration time
-does. Prints a table and writes runs/bench/overhead.json with every iteration's numbers.
+does. For the plugin's sides also the memory that a worker keeps besides parameters and optimizer: sums of gradients
+(`exact` keeps several apart), the reduced gradient, and the copy to undo a step. Prints a table and writes
+runs/bench/overhead.json with every iteration's numbers.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ SKIPPED = 5
 """First iterations of a run that do not count."""
 
 
-def run(side: str, args: argparse.Namespace, folder: Path) -> list[list[tuple[float, float]]]:
-    """One run; for each worker and iteration (seconds, processor seconds)."""
+Kept = dict[str, int]
+"""Most bytes that a worker keeps, by what for."""
+
+
+def run(side: str, args: argparse.Namespace, folder: Path) -> tuple[list[list[tuple[float, float]]], Kept]:
+    """One run; for each worker and iteration (seconds, processor seconds), and what the plugin keeps."""
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,19 +60,21 @@ def run(side: str, args: argparse.Namespace, folder: Path) -> list[list[tuple[fl
     arguments = ["--iterations", str(args.iterations + SKIPPED), "--stages", str(STAGES), "--dump", str(folder)]
     arguments += ["--microbatches", str(MICROBATCHES), "--width", str(args.width), "--batch", str(args.batch)]
     script = TRAINING[args.backend]
+    kept: Kept = {}
     if side == "stock":
         extra = ["--in-process-data"] if args.backend == "deepspeed" else []
         run_stock([str(SCRIPTS / script), *arguments, *extra], folder, args.limit)
     else:
         settings = {"reduction": side, "step": args.step}
         with Job(script, arguments, folder, WORKERS, settings, args.limit) as job:
-            for _ in job.events():
-                pass
+            for event in job.events():
+                for own in event.get("kept", {}).values():
+                    kept = {name: max(size, kept.get(name, 0)) for name, size in own.items()}
             job.check_ended_well()
     dumps = sorted(folder.glob("worker-*.pt"))
     if len(dumps) != WORKERS:
         raise JobFailed(f"{len(dumps)} of {WORKERS} workers left their times in {folder}")
-    return [torch.load(path, weights_only=True)["times"][SKIPPED:] for path in dumps]
+    return [torch.load(path, weights_only=True)["times"][SKIPPED:] for path in dumps], kept
 
 
 def run_stock(arguments: Sequence[str], folder: Path, limit: float) -> None:
@@ -135,12 +143,14 @@ def main() -> int:
     output = args.output.absolute()
     runs: dict[str, list[dict[str, list[float]]]] = {side: [] for side in SIDES}
     load = []
+    kept: dict[str, Kept] = {}
     for number in range(args.rounds):
         for side in SIDES[number % len(SIDES):] + SIDES[:number % len(SIDES)]:
             begin = time.monotonic()
             load.append(os.getloadavg()[0])
             try:
-                found = of_run(run(side, args, output.with_suffix("") / f"{side}-{number}"))
+                workers, kept[side] = run(side, args, output.with_suffix("") / f"{side}-{number}")
+                found = of_run(workers)
             except JobFailed as error:
                 print(f"overhead.py: {error}", file=sys.stderr)
                 return 1
@@ -152,11 +162,16 @@ def main() -> int:
         "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
         "backend": args.backend, "width": args.width, "batch": args.batch, "step": args.step,
         "processors": os.cpu_count(), "load_before_each_run": load,
-        "ratio": ratios(runs, "seconds"), "processor_ratio": ratios(runs, "processor_seconds"), "runs": runs,
+        "ratio": ratios(runs, "seconds"), "processor_ratio": ratios(runs, "processor_seconds"), "kept_bytes": kept,
+        "runs": runs,
     }
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=2) + "\n")
     show(runs, console)
+    for side, own in kept.items():
+        if own:
+            sizes = ", ".join(f"{name} {size / 2**20:.2f}" for name, size in own.items())
+            print(f"{side} keeps on a worker, in MiB: {sizes}")
     print(f"fast takes {record['ratio']['fast']:.3f} times stock's iteration time, exact "
           f"{record['ratio']['exact']:.3f}; every number in {args.output}")
     return 0

@@ -32,7 +32,8 @@ def test_the_plan_in_use_is_replaced_if_it_holds_more_than_there_is(failed):
     plan = planning.plan(DESCRIPTION, failed)
     room = 18 * MIB
     known = heard(planning, failed, room=room)
-    assert known.memory.bytes["before_b"] == [8 * MIB] * 2 and known.to_json()["memory"]["room"]["0:0"] == room
+    said = known.to_json()
+    assert said["held"]["before_b"] == [8 * MIB] * 2 and said["room"]["0:0"] == room
     better = planning.improve(DESCRIPTION, failed, plan, threading.Event())
     assert better is not None
     found = Plan.from_json(better)
@@ -67,7 +68,7 @@ def test_only_a_notable_change_of_memory_makes_plans_anew():
     planning.plan(DESCRIPTION, frozenset())
     assert heard(planning, room=100 * MIB) is not None
     assert heard(planning, room=101 * MIB) is None
-    assert heard(planning, room=50 * MIB).memory.bytes["room"]["2:1"] == 50 * MIB
+    assert heard(planning, room=50 * MIB).bytes["room"]["2:1"] == 50 * MIB
 
 
 def test_a_worker_that_was_not_heard_has_its_peers_memory():
