@@ -214,6 +214,12 @@ class Job:
                 raise AssertionError(f"no event {name} {fields}\n{self.where()}")
             return found()[0]
 
+    def wait_until(self, reached: Callable[[], bool], what: str) -> None:
+        """Until the events so far fulfil a condition."""
+        with self._changed:
+            if not self._changed.wait_for(reached, max(0.0, self._deadline - time.monotonic())):
+                raise AssertionError(f"waited in vain for {what}\n{self.where()}")
+
     def wait_held(self, *holds: Hold) -> None:
         """Until every one of ``holds`` is reached (all of the job's by default)."""
         wanted = set(holds or self.holds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -53,16 +54,32 @@ def leave_on_sigterm(agent: Agent) -> None:
     A second one, or one when the job is over or has not begun, ends the process at once. Left alone where the script
     has a handler of its own, and where another launcher than ours ends the siblings of a dead worker.
     """
+    # A handler runs only between two steps of the interpreter, and the training thread may wait in the communication
+    # library for long; what the signal writes to the pipe is read at once.
     ours = "RECYCLE_COORDINATOR" in os.environ and threading.current_thread() is threading.main_thread()
     if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 
-    def asked(number: int, frame: object) -> None:
-        # Nothing here may take a lock: the thread that is interrupted may hold it.
-        if agent.leaving or agent.ended is not None or agent.generation == 0:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        else:
-            agent.leave()
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if before != -1:  # the script's own
+        signal.set_wakeup_fd(before)
+        return
 
-    signal.signal(signal.SIGTERM, asked)
+    def listen() -> None:
+        while number := os.read(reading, 1):
+            if number[0] == signal.SIGTERM:
+                if agent.leaving or agent.ended is not None or agent.generation == 0:
+                    ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # the default; Python's own is for the main thread
+                    os.kill(os.getpid(), signal.SIGTERM)
+                agent.leave()
+
+    def leave_to_default() -> None:
+        """A forked child (a data loader) dies of SIGTERM as ever, and its signals are not ours."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.register_at_fork(after_in_child=leave_to_default)
+    threading.Thread(target=listen, name="recycle-signals", daemon=True).start()

@@ -52,6 +52,17 @@ def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: st
     return group
 
 
+def wait_for(work: dist.Work, group: dist.ProcessGroup) -> None:
+    """Wait until ``work`` on ``group`` is done, as long as the group's limit says. Raises RuntimeError when it fails.
+
+    Left to itself gloo gives a transfer between two workers (not a collective) the time that connecting had.
+    """
+    if group.name() == "nccl":
+        work.wait()  # with a limit, NCCL would block the thread
+    else:
+        work.wait(group._get_backend(torch.device("cpu")).options._timeout)
+
+
 def abort_group(group: dist.ProcessGroup) -> None:
     """Make every pending and future operation on ``group`` fail, from any thread, within milliseconds.
 

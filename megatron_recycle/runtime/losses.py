@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.reduce import Reduction
 
 _ATTEMPTS = 256  # attempts at an iteration that have tags of their own
@@ -79,7 +79,7 @@ class LossRelay:
             self._finish()
         elif self._known is None:
             assert self._receiving is not None
-            _wait(self._receiving)
+            _wait(self._receiving, self._groups.control)
             loss, weight = self._value.tolist()
             self._known = loss, weight
         assert self._known is not None
@@ -96,7 +96,7 @@ class LossRelay:
     def _finish(self) -> None:
         assert self._sum is not None
         for work in self._adding:
-            _wait(work)
+            _wait(work, self._groups.stage_control)
         weight = sum(self.reports[:, 0].tolist()) if self.reports.numel() else 0.0
         self._known = self._reduction.mean_loss(self._sum), weight
         self._value.copy_(torch.tensor(self._known, dtype=torch.float64))
@@ -109,8 +109,8 @@ class LossRelay:
             raise TransportAborted(f"passing on the loss failed: {error}") from error
 
 
-def _wait(work: dist.Work) -> None:
+def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
     try:
-        work.wait()
+        wait_for(work, group)
     except RuntimeError as error:
         raise TransportAborted(f"passing on the loss failed: {error}") from error

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout, Piece
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.groups import Groups, wait_for
 
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
 
@@ -132,12 +132,12 @@ class ExactReduction:
                 ordered.append((piece, sums.sum(piece)[own[0]:own[1]]))
             else:
                 work, buffer = arriving[number]
-                _wait(work)
+                _wait(work, groups.stage)
                 ordered.append((piece, buffer))
         result = sums.layout.empty()
         result[own[0]:own[1]] = fold(ordered).mul_(self._factor)
         for work in sending:
-            _wait(work)
+            _wait(work, groups.stage)
         self._share(result, slices, peers, groups)
         return result
 
@@ -152,7 +152,7 @@ class ExactReduction:
         works += [_send(groups.stage, result[start:end], index, tag)
                   for index in range(len(peers)) if index != mine]
         for work in works:
-            _wait(work)
+            _wait(work, groups.stage)
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         # One slot per micro-batch, filled by the one worker that ran it: a sum with zeros is exact in any order.
@@ -225,8 +225,8 @@ def _receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int
         raise TransportAborted(f"receiving a piece failed: {error}") from error
 
 
-def _wait(work: dist.Work) -> None:
+def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
     try:
-        work.wait()
+        wait_for(work, group)
     except RuntimeError as error:
         raise TransportAborted(f"reducing failed: {error}") from error

@@ -11,19 +11,20 @@ apart, and one snapshot and one kept gradient per worker suffice to go back or f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_recycle.errors import RecycleError, TransportAborted
 from megatron_recycle.membership import Process, Resume
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.accumulate import Layout
 from megatron_recycle.runtime.commit import Commit, Held, Verdict
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.pace import Pace
 from megatron_recycle.runtime.place import Place
@@ -233,18 +234,18 @@ class Stepper:
             if receiver == me:
                 gradient = self.layout.empty()
                 numbers = torch.empty(Held.count(total, self.stage.report_width), dtype=torch.float64)
-                _move(groups.stage.recv, gradient, peers.index(giver))
-                _move(groups.stage_control.recv, numbers, peers.index(giver))
+                _move(groups.stage, False, gradient, peers.index(giver))
+                _move(groups.stage_control, False, numbers, peers.index(giver))
                 self.held = Held.from_numbers(target, gradient, numbers, total)
                 self.ledger.holds = target
             elif giver == me:
                 assert self.held is not None and self.held.iteration == target
-                _move(groups.stage.send, self.held.gradient, peers.index(receiver))
-                _move(groups.stage_control.send, self.held.numbers(), peers.index(receiver))
+                _move(groups.stage, True, self.held.gradient, peers.index(receiver))
+                _move(groups.stage_control, True, self.held.numbers(), peers.index(receiver))
 
 
-def _move(start: Callable[..., Any], tensor: torch.Tensor, peer: int) -> None:
+def _move(group: dist.ProcessGroup, outward: bool, tensor: torch.Tensor, peer: int) -> None:
     try:
-        start([tensor], peer, 0).wait()
+        wait_for((group.send if outward else group.recv)([tensor], peer, 0), group)
     except RuntimeError as error:
         raise TransportAborted(f"copying the reduced gradient failed: {error}") from error

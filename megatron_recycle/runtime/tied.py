@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.runtime.accumulate import Layout
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.stage import Tie
 
 # Above any number that a channel's messages reach, below the abort's own.
@@ -58,5 +58,5 @@ def _gather(tie: Tie, own: torch.Tensor, index: int, groups: Groups) -> list[tor
         works.append(groups.world.recv([buffer], groups.rank(giver), _FIRST_TAG + index))
         values.append(buffer)
     for work in works:
-        work.wait()
+        wait_for(work, groups.world)
     return values

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import RecycleError, TransportAborted
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.stage import Stage
 
 PIECE = 16 * 2**20
@@ -82,21 +82,23 @@ def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.T
             if givers[piece.giver] == groups.me]
     flat = {name: _bytes_of(tensor) for name, tensor in own.items()}
     with _aborting("giving the state to a worker that comes in"):
-        works: list[dist.Work] = []
+        control = groups.stage_control
+        works: list[tuple[dist.Work, dist.ProcessGroup]] = []
         text = torch.frombuffer(bytearray(written.encode()), dtype=torch.uint8)
         size = torch.tensor([text.numel()])
         for taker in map(peers.index, takers):
             if givers[0] == groups.me:
-                works += [groups.stage_control.send([size], taker, _SIZE_TAG),
-                          groups.stage_control.send([text], taker, _FACTS_TAG)]
+                works += [(control.send([size], taker, _SIZE_TAG), control),
+                          (control.send([text], taker, _FACTS_TAG), control)]
             for number, piece in enumerate(mine):
                 part = flat[piece.name][piece.start:piece.stop]
-                works.append(_group(groups, part).send([part], taker, _FIRST_TAG + number))
+                group = _group(groups, part)
+                works.append((group.send([part], taker, _FIRST_TAG + number), group))
         # While they travel.
         sums = torch.tensor([_checksum(flat[piece.name][piece.start:piece.stop]) for piece in mine] or [0])
-        works += [groups.stage_control.send([sums], taker, _SUMS_TAG) for taker in map(peers.index, takers)]
-        for work in works:
-            work.wait()
+        works += [(control.send([sums], taker, _SUMS_TAG), control) for taker in map(peers.index, takers)]
+        for work, group in works:
+            wait_for(work, group)
 
 
 def take(groups: Groups, joined: Sequence[Worker],
@@ -114,10 +116,10 @@ def take(groups: Groups, joined: Sequence[Worker],
     givers = [peers.index(worker) for worker in peers if worker not in joined]
     with _aborting("receiving the state of this stage"):
         size = torch.zeros(1, dtype=torch.int64)
-        groups.stage_control.recv([size], givers[0], _SIZE_TAG).wait()
+        wait_for(groups.stage_control.recv([size], givers[0], _SIZE_TAG), groups.stage_control)
         began = time.monotonic()
         text = torch.empty(int(size), dtype=torch.uint8)
-        groups.stage_control.recv([text], givers[0], _FACTS_TAG).wait()
+        wait_for(groups.stage_control.recv([text], givers[0], _FACTS_TAG), groups.stage_control)
         told = json.loads(text.numpy().tobytes())
         tensors = {name: torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
                    for name, kind, shape, on_cpu in told["tensors"]}
@@ -139,12 +141,13 @@ def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Piece], flat: 
     found = []
     for share, arriving in zip(shares, works):
         for piece, work in zip(share, arriving):
-            work.wait()
-            found.append((piece, _checksum(flat[piece.name][piece.start:piece.stop])))
+            part = flat[piece.name][piece.start:piece.stop]
+            wait_for(work, _group(groups, part))
+            found.append((piece, _checksum(part)))
     sent = []
     for giver, share in zip(givers, shares):
         sums = torch.zeros(max(1, len(share)), dtype=torch.int64)
-        groups.stage_control.recv([sums], giver, _SUMS_TAG).wait()
+        wait_for(groups.stage_control.recv([sums], giver, _SUMS_TAG), groups.stage_control)
         sent += sums.tolist()[:len(share)]
     wrong = sorted({piece.name for (piece, own), theirs in zip(found, sent, strict=True) if own != theirs})
     if wrong:

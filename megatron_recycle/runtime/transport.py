@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import TransportAborted, UnsupportedError
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.groups import Groups, wait_for
 
 Message = tuple[str, int, int]
 """("F" | "B", pipeline, micro-batch): an activation going down or a gradient coming up."""
@@ -229,7 +229,7 @@ class Transport:
 
     def _wait(self, work: dist.Work) -> None:
         try:
-            work.wait()
+            wait_for(work, self._groups.world)
         except RuntimeError as error:
             raise TransportAborted(f"a transfer of generation {self._groups.generation} failed: {error}") from error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import signal
+from collections.abc import Mapping, Set
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ SIZE = PIPELINES * STAGES
 EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,
                             "settings": {"reduction": "exact"}}
 LIMIT = 90
+LATE = Hold("0:0", "forward", KILLED_IN + 2)
+"""Holds the job until whoever is to join is ready. Its switch is agreed with the iteration of this hold."""
+BOUNDARY = KILLED_IN + 4
+FIRST = Hold("1:1", "backward", KILLED_IN, 1)
 
 
 def rank_of(worker: str) -> int:
@@ -31,7 +37,7 @@ def undisturbed() -> dict[int, Result]:
     return run(gpt_job.train, SIZE, EXACT)
 
 
-def check_all(job: Job, reference: Mapping[int, Result], but: set[str] = frozenset()) -> None:
+def check_all(job: Job, reference: Mapping[int, Result], but: Set[str] = frozenset()) -> None:
     """All places `but` these are filled at the end, by workers with the reference's bits; no iteration was lost."""
     results = job.wait()
     live = set(range(SIZE)) - {rank_of(worker) for worker in but}
@@ -46,18 +52,99 @@ def check_all(job: Job, reference: Mapping[int, Result], but: set[str] = frozens
     assert committed == list(range(ITERATIONS))
 
 
+def lose_one(job: Job) -> None:
+    """1:1 is killed, and the others train on to LATE."""
+    job.wait_held(FIRST)
+    job.kill(FIRST)
+    job.wait_ended(rank_of("1:1"))
+    job.wait_held(LATE)
+
+
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(undisturbed):
-    dies, late = Hold("1:1", "backward", KILLED_IN, 1), Hold("0:0", "forward", KILLED_IN + 2)
-    with Job(gpt_job.train, SIZE, EXACT, [dies, late], limit=LIMIT) as job:
+    with Job(gpt_job.train, SIZE, EXACT, [FIRST, LATE], limit=LIMIT) as job:
+        lose_one(job)
+        job.rejoin(rank_of("1:1"))
+        job.wait_event("waiting", worker="1:1")
+        job.release(LATE)
+        joined = job.wait_event("joined", worker="1:1")
+        check_all(job, undisturbed)
+    assert joined["bytes"] > 0
+    taken_in = [event for event in job.events if event["event"] == "reconciled"][-1]
+    assert (taken_in["iteration"], taken_in["redone"], taken_in["joined"]) == (BOUNDARY, 0, ["1:1"])
+
+
+@pytest.mark.parametrize("second", [
+    Hold("2:0", "boundary", BOUNDARY),
+    pytest.param(Hold("0:1", "joining", BOUNDARY), id="a giver"),
+    pytest.param(Hold("2:0", "recovering", BOUNDARY - 1), marks=pytest.mark.slow)], ids=str)
+def test_another_worker_is_killed_while_one_comes_in(second, undisturbed):
+    """It is taken in after the recovery from that."""
+    with Job(gpt_job.train, SIZE, EXACT, [FIRST, LATE, second], limit=LIMIT) as job:
+        lose_one(job)
+        job.rejoin(rank_of("1:1"))
+        job.wait_event("waiting", worker="1:1")
+        job.release(LATE)
+        job.wait_held(second)
+        job.kill(second)
+        job.wait_event("joined", worker="1:1")
+        check_all(job, undisturbed, but={second.worker})
+
+
+def test_a_joiner_that_is_killed_while_it_comes_in_harms_nobody_and_another_takes_its_place(undisturbed):
+    dies, later = Hold("1:1", "joining", BOUNDARY), Hold("0:0", "forward", BOUNDARY + 1)
+    with Job(gpt_job.train, SIZE, EXACT, [FIRST, LATE, later], limit=LIMIT) as job:
+        lose_one(job)
+        job.rejoin(rank_of("1:1"), dies)
+        job.wait_event("waiting", worker="1:1")
+        job.release(LATE)
         job.wait_held(dies)
         job.kill(dies)
         job.wait_ended(rank_of("1:1"))
-        job.wait_held(late)
+        job.wait_held(later)
+        waits = len([event for event in job.events if event["event"] == "waiting"])
         job.rejoin(rank_of("1:1"))
-        job.wait_event("waiting", worker="1:1")
-        job.release(late)
-        joined = job.wait_event("joined", worker="1:1")
+        job.wait_until(lambda: len([e for e in job.events if e["event"] == "waiting"]) > waits, "another joiner")
+        job.release(later)
+        job.wait_event("joined", worker="1:1")
         check_all(job, undisturbed)
-    assert joined["bytes"] > 0 and joined["iteration"] < ITERATIONS
-    taken_in = [event for event in job.events if event["event"] == "reconciled"][-1]
-    assert taken_in["redone"] == 0 and taken_in["joined"] == ["1:1"]
+
+
+def test_a_joiner_with_another_model_or_configuration_is_refused_and_nobody_is_harmed(undisturbed):
+    with Job(gpt_job.train, SIZE, EXACT, [FIRST, LATE], limit=LIMIT) as job:
+        lose_one(job)
+        another_seed = {"settings": {"reduction": "exact", "seed": 5}}
+        for key, different in (("model", {"optimizer": "SGD"}), ("seed", another_seed)):
+            job.rejoin(rank_of("1:1"), **different)
+            assert job.wait_ended(rank_of("1:1")).status == 1
+            reasons = [event["reason"] for event in job.events if event["event"] == "join_failed"]
+            assert f"the job has {key} = " in reasons[-1], reasons
+        job.release(LATE)
+        check_all(job, undisturbed, but={"1:1"})
+    assert [event["generation"] for event in job.events if event["event"] == "decided"] == [2]
+
+
+def test_a_worker_that_gets_sigterm_leaves_at_a_boundary_and_nothing_is_redone(undisturbed):
+    with Job(gpt_job.train, SIZE, EXACT, [LATE], limit=LIMIT) as job:
+        job.wait_held(LATE)
+        os.kill(job.processes[rank_of("2:1")].pid, signal.SIGTERM)
+        job.wait_event("leaving", worker="2:1")
+        job.release(LATE)
+        assert job.wait_ended(rank_of("2:1")).status == 0
+        check_all(job, undisturbed, but={"2:1"})
+    reconciled, = [event for event in job.events if event["event"] == "reconciled"]
+    assert reconciled["redone"] == 0 and reconciled["iteration"] == BOUNDARY
+    left, = [event for event in job.events if event["event"] == "left" and "iteration" in event]
+    assert (left["worker"], left["kind"], left["iteration"]) == ("2:1", "leave", BOUNDARY)
+
+
+def test_when_the_last_of_a_stage_are_told_to_leave_the_job_ends_at_a_boundary_and_says_so():
+    with Job(gpt_job.train, SIZE, EXACT, [LATE], limit=LIMIT) as job:
+        job.wait_held(LATE)
+        for pipeline in range(PIPELINES):
+            os.kill(job.processes[rank_of(f"{pipeline}:1")].pid, signal.SIGTERM)
+            job.wait_event("leaving", worker=f"{pipeline}:1")
+        job.release(LATE)
+        job.wait()
+        finished = job.wait_event("finished")
+    assert "stage 1 would have no worker" in finished["message"] and "checkpoint" in finished["message"]
+    assert f"last committed iteration: {BOUNDARY - 1}" in finished["message"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -133,6 +134,18 @@ def test_random_campaign(seed, undisturbed):
 
 
 # ---- without failures
+
+
+def test_a_worker_may_pause_for_longer_than_connecting_may_take():
+    """Here half a second: nobody has failed, so nobody gives up."""
+    paused = Hold("1:1", "backward", 1, 1)
+    settings = {"reduction": "exact", "report_timeout": 1.0}
+    with Job(gpt_job.train, PIPELINES * STAGES, {**EXACT, "settings": settings}, [paused]) as job:
+        job.wait_held()
+        time.sleep(1.5)
+        job.release(paused)
+        assert all(result.status == 0 for result in job.wait().values()), job.where()
+        assert not [event for event in job.events if event["event"] in ("hint", "decided")]
 
 
 @pytest.mark.parametrize("pipelines", [pytest.param(2, marks=pytest.mark.slow), 3])
