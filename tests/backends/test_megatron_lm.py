@@ -65,14 +65,17 @@ def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str]) -> 
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
-def stock(checkout: Path, *arguments: str) -> str:
+def stock(checkout: Path, *arguments: str, processes: int = 4) -> str:
     """What a run without the plugin prints."""
-    return ended(start(("torch.distributed.run", "--standalone", "--nproc-per-node", "4"), checkout, arguments))
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
+    return ended(start(launcher, checkout, arguments))
 
 
-def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int] | None = None) -> str:
-    """What the workers of a run under `recycle run` print; ``kill``: a worker, and the iteration after which."""
-    job = start(("megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", str(folder)), checkout, arguments)
+def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int] | None = None,
+             processes: int = 4) -> str:
+    """What the workers of a run under `recycle run` print; ``kill``: a process, and the iteration after which."""
+    launcher = ("megatron_recycle.cli", "run", "--nproc", str(processes), "--run-dir", str(folder))
+    job = start(launcher, checkout, arguments)
     try:
         if kill is not None:
             _kill(folder / "events.jsonl", *kill)
@@ -84,7 +87,7 @@ def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int
 
 def ended(job: subprocess.Popen[str]) -> str:
     try:
-        printed = job.communicate(timeout=90)[0]
+        printed = job.communicate(timeout=180)[0]
     finally:
         job.kill()
     assert job.returncode == 0, printed[-4000:]
@@ -92,7 +95,7 @@ def ended(job: subprocess.Popen[str]) -> str:
 
 
 def _kill(events: Path, worker: str, after: int) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 120
     while time.monotonic() < limit:
         seen = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         if any(event["event"] == "committed" and event["iteration"] == after for event in seen):
@@ -116,6 +119,12 @@ def test_the_patch_applies(checkout):
     subprocess.run(["git", "apply", "--check", str(PATCH)], cwd=checkout, check=True)
 
 
+def consumed(printed: str) -> list[tuple[int, int]]:
+    """(iteration, samples consumed) of every log line."""
+    lines = re.findall(r" iteration +(\d+)/.*?consumed samples: +(\d+)", printed)
+    return [(int(iteration), int(samples)) for iteration, samples in lines]
+
+
 def test_the_unchanged_script_trains_as_without_the_plugin(checkout, text, tmp_path):
     expected = losses(stock(checkout, "--data-path", str(text)))
     assert len(expected) == ITERATIONS + 4
@@ -125,13 +134,13 @@ def test_the_unchanged_script_trains_as_without_the_plugin(checkout, text, tmp_p
     for key, values in expected.items():
         assert found[key] == pytest.approx(values, rel=1e-5), key  # sums for the log are in another order
     assert printed.count("| live: 4/4 | rerouted: 0 |") == ITERATIONS
-    samples = [int(number) for number in re.findall(r"consumed samples: +(\d+)", printed)]
-    assert samples == [16 * (iteration + 1) for iteration in range(ITERATIONS)]
+    assert consumed(printed) == [(iteration, 16 * iteration) for iteration in range(1, ITERATIONS + 1)]
 
 
 def test_the_last_rank_killed_leaves_the_same_numbers(checkout, text, tmp_path):
     # Dropout on: it comes from Megatron's own generators.
-    options = ("--data-path", str(text), "--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+    options = ("--data-path", str(text), "--attention-dropout", "0.1", "--hidden-dropout", "0.1",
+               "--timing-log-level", "2", "--timing-log-option", "all", "--logging-level", "20")
     os.environ["RECYCLE_REDUCTION"] = "exact"
     try:
         calm = losses(recycled(tmp_path / "calm", checkout, *options))
@@ -142,6 +151,23 @@ def test_the_last_rank_killed_leaves_the_same_numbers(checkout, text, tmp_path):
     assert {*calm} - {*found} <= {"3"}  # the line that the victim was about to write
     assert found == {key: calm[key] for key in found}
     assert "| live: 3/4 | rerouted: 4 |" in printed
+    told = sorted(consumed(printed))  # of two workers
+    assert told == [(iteration, 16 * iteration) for iteration, _ in told] and told[-1][0] == ITERATIONS
+    # The victim wrote the times too; now another worker does, of itself alone.
+    assert printed.count("times across ranks (ms):") >= ITERATIONS
+    assert "rank  3:" in printed and "rank  2:" in printed
+
+
+def test_a_tensor_parallel_process_killed_leaves_the_numbers_of_a_run_without_the_plugin(checkout, text, tmp_path):
+    options = ("--data-path", str(text), "--tensor-model-parallel-size", "2", "--calculate-per-token-loss")
+    expected = losses(stock(checkout, *options, processes=8))
+    printed = recycled(tmp_path, checkout, *options, kill=("0:1.0", 2), processes=8)
+    found = losses(printed)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-4), key
+    assert "| live: 3/4 | rerouted: 4 |" in printed
+    assert "this one (0:1.1) has no work" in printed
 
 
 def test_the_patched_script_has_the_flag_and_without_it_is_as_before(checkout, tmp_path):
