@@ -40,6 +40,8 @@ class RecycleSchedule:
         self._settings = settings
         self._options = options
         self._worker: StageWorker | None = None
+        self.splitter: MegatronSplitter | None = None
+        """What defers weight gradients, from the first call on."""
         self._stage: MegatronStage
         self._place: Place
         self._microbatches = 0
@@ -130,7 +132,8 @@ class RecycleSchedule:
             get_logger().info(self._settings.describe())
         self._stage = MegatronStage(models[0], optimizer, microbatches)
         agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
-        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=MegatronSplitter(),
+        self.splitter = MegatronSplitter()
+        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter,
                                    data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
         megatron_training.take_over(self, megatron_groups.Detached(self._place, self.speaks).attached)

@@ -1,11 +1,11 @@
-"""Stock DeepSpeed and megatron-recycle, side by side, on stages that sleep instead of computing.
+"""Stock DeepSpeed (or Megatron-Core) and megatron-recycle, side by side, on stages that sleep instead of computing.
 
 Two cores cannot show pipeline parallelism with real arithmetic, so a stage's forward, input gradient and weight
 gradient sleep for given times; processes, tensors between them, engines and failures (SIGKILL) are real.
 Every row is a job of its own, in turn; a row's figure is the median over workers of the median of the last
-iterations. Prints a table and writes runs/bench/emulated.json.
+iterations. Prints a table and writes runs/bench/emulated.json, or emulated-megatron.json.
 
-    scripts/bench/emulated.py [--grid 3x4x6 ...] [--unit 0.005] [--rows 1F1B,ours]
+    scripts/bench/emulated.py [--backend megatron] [--grid 3x4x6 ...] [--unit 0.005] [--rows 1F1B,ours]
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ ITERATIONS, MEASURED, KILL_AFTER = 14, 5, 1
 ACTIVE = 1e-9
 """A limit on the gradient norm that is always exceeded."""
 OUT = Path("runs/bench")
+TRAINING = {"deepspeed": "emulated_stage.py", "megatron": "emulated_megatron.py"}
+"""Backend -> the training script that runs on it, beside this one."""
+DEFAULT_STEP = {"deepspeed": "staggered", "megatron": "barrier"}
 
 
 @dataclass(frozen=True)
@@ -104,9 +107,9 @@ class Shape:
         return int(1.5 * self.stages)
 
 
-def measure(row: Row, shape: Shape, unit: float) -> Measured:
+def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
     """Run one job and read what its workers wrote."""
-    folder = OUT / "emulated" / f"{shape}-{row.name.replace(' ', '-').replace(',', '')}"
+    folder = OUT / name_of(backend) / f"{shape}-{row.name.replace(' ', '-').replace(',', '')}"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("worker-*.json"):
         old.unlink()
@@ -119,7 +122,7 @@ def measure(row: Row, shape: Shape, unit: float) -> Measured:
     plan: dict[str, Any] = {}
     plans: dict[str, dict[str, Any]] = {}
     limit = 60 + 3 * ITERATIONS * shape.theory * unit
-    with Job("bench/emulated_stage.py", [str(value) for value in arguments], folder / "run", shape.pipelines
+    with Job(f"bench/{TRAINING[backend]}", [str(value) for value in arguments], folder / "run", shape.pipelines
              * shape.stages, settings, limit) as job:
         for event in job.events():
             if event["event"] == "planned":
@@ -133,10 +136,16 @@ def measure(row: Row, shape: Shape, unit: float) -> Measured:
                     job.kill(victim)
         job.check_ended_well()
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
-    return read(row, shape, unit, results, plan)
+    return read(row, shape, unit, results, plan, backend)
 
 
-def read(row: Row, shape: Shape, unit: float, results: list[dict[str, Any]], plan: dict[str, Any]) -> Measured:
+def name_of(backend: str) -> str:
+    """Of the report and the folder beside it."""
+    return "emulated" if backend == "deepspeed" else f"emulated-{backend}"
+
+
+def read(row: Row, shape: Shape, unit: float, results: list[dict[str, Any]], plan: dict[str, Any],
+         backend: str) -> Measured:
     per_worker = {}
     for result in results:
         ends = result["ends"]
@@ -144,7 +153,7 @@ def read(row: Row, shape: Shape, unit: float, results: list[dict[str, Any]], pla
         per_worker[f"{result['pipeline']}:{result['stage']}"] = [round(time, 1) for time in times]
     period = statistics.median(statistics.median(times[-MEASURED:]) for times in per_worker.values())
     exact = row.settings is not None and row.settings.get("reduction") == "exact"
-    step = (row.settings or {}).get("step")
+    step = (row.settings or {}).get("step", DEFAULT_STEP[backend])
     measured = Measured(
         row, round(period, 1), plan.get("makespan" if step == "barrier" else "period"), plan.get("lower_bound"),
         plan.get("source", ""), -(-shape.microbatches // max(1, shape.pipelines - 1)) if exact else 0, per_worker,
@@ -196,6 +205,7 @@ def disagreement(rows: list[Measured]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=tuple(TRAINING), default="deepspeed")
     parser.add_argument("--grid", nargs="+", type=Shape.parse, default=[Shape(2, 2, 4), Shape(3, 4, 6), Shape(4, 4, 8)])
     parser.add_argument("--unit", type=float, default=0.005,
                         help="seconds; scaled up until stock is within 2 %% of theory")
@@ -207,16 +217,16 @@ def main() -> int:
     report, failed = {}, False
     for shape in args.grid:
         unit = args.unit
-        first = measure(ROWS[0], shape, unit)
+        first = measure(ROWS[0], shape, unit, args.backend)
         while first.period > 1.02 * shape.theory and unit < 4 * args.unit:
             unit *= 1.5
             console.print(f"{shape}: stock took {first.period:.1f} units, theory says {shape.theory}; "
                           f"again with units of {1000 * unit:g} ms")
-            first = measure(ROWS[0], shape, unit)
+            first = measure(ROWS[0], shape, unit, args.backend)
         rows = [first]
         for row in chosen:
             if row != ROWS[0]:
-                rows.append(measure(row, shape, unit))
+                rows.append(measure(row, shape, unit, args.backend))
                 console.print(f"{shape}: {row.name}: {rows[-1].period:.1f} units")
         show(console, shape, unit, rows)
         apart = disagreement(rows)
@@ -229,7 +239,7 @@ def main() -> int:
                                   "bound": m.bound, "source": m.source, "block": m.block,
                                   "per_worker": m.per_worker, "problems": m.problems} for m in rows]}
         OUT.mkdir(parents=True, exist_ok=True)
-        (OUT / "emulated.json").write_text(json.dumps(report, indent=1))
+        (OUT / f"{name_of(args.backend)}.json").write_text(json.dumps(report, indent=1))
     return 1 if failed else 0
 
 
