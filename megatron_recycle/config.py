@@ -22,8 +22,11 @@ from megatron_recycle.errors import ConfigError
 SECTION = "recycle"
 """Name of the section in the DeepSpeed JSON file."""
 
+JOINING = "RECYCLE_JOIN"
+"""Variable that is 1 in the environment of a process that is to join a running job."""
+
 RESERVED_VARIABLES = frozenset(
-    {"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", "RECYCLE_JOIN", "RECYCLE_HOST", "RECYCLE_CHAOS"}
+    {"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", JOINING, "RECYCLE_HOST", "RECYCLE_CHAOS"}
 )
 """Variables that the launcher hands to its workers; they are not settings."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.launch import service
+from megatron_recycle.launch import places, service
 from megatron_recycle.launch.hurt import check_script, hurting
 from megatron_recycle.launch.launcher import (
     Job,
@@ -55,6 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="let `recycle chaos` hold workers at precise moments, and do what FILE says; `allow`: without a file",
     )
+    parser.add_argument(
+        "--join",
+        metavar="HOST:PORT",
+        help="start workers for empty places of the running job whose control port this is (token: RECYCLE_TOKEN)",
+    )
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
 
@@ -73,6 +78,8 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     """Like `run`, with the workers' command given; without `store` there is none of torch.distributed's."""
     config = RecycleConfig.resolve()
     _check(args)
+    if args.join is not None:
+        return _join(args, command, config)
     folder = args.run_dir or config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run_dir = Path(folder).absolute()
     nproc = args.nproc or default_nproc(os.environ)
@@ -101,19 +108,46 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         command=command,
         environ=environ,
         run_dir=run_dir,
-        nproc=nproc,
+        ranks=range(nproc * args.node_rank, nproc * (args.node_rank + 1)),
         size=nproc * args.nnodes,
-        first_rank=nproc * args.node_rank,
         show=args.show,
         heartbeat_interval=config.heartbeat_interval,
     )
-    say(f"recycle: {nproc} workers, logs and events in {run_dir}")
+    say(f"recycle: {nproc} workers, control at {control}, logs and events in {run_dir}")
     launcher = Launcher(job, control, token, say, coordinator)
     with hurting(args.chaos if args.node_rank == 0 else None, run_dir):
         status = launcher.run()
+    _tell(launcher)
+    return status
+
+
+def _join(args: argparse.Namespace, command: list[str], config: RecycleConfig) -> int:
+    """Start workers for empty places of a running job; returns 0 if all of them ended well.
+
+    Raises RecycleError if the job has no use for them.
+    """
+    token = os.environ["RECYCLE_TOKEN"]
+    found = places.ask(args.join, token, args.nproc or default_nproc(os.environ))
+    run_dir = Path(args.run_dir or config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    host, _, port = found.store.rpartition(":")
+    # Hosts are told apart by their number: no other one has this.
+    environ = torchrun_environment({**os.environ, **found.environ}, host, int(port), 1, found.size + found.ranks[0])
+    environ |= {"RECYCLE_COORDINATOR": args.join, "RECYCLE_TOKEN": token, "RECYCLE_RUN_DIR": str(run_dir)}
+    job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval)
+    say = say_to(sys.stderr)
+    ranks = ", ".join(map(str, found.ranks))
+    say(f"recycle: rank {ranks} of {found.size} join the job at {args.join}, logs in {run_dir}")
+    launcher = Launcher(job, args.join, token, say)
+    status = launcher.run()
+    _tell(launcher)
+    return status
+
+
+def _tell(launcher: Launcher) -> None:
+    """The closing table."""
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in launcher.workers.values()]
     print_table(launcher.summary, rows, launcher.message)
-    return status
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -123,6 +157,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
     if not 0 <= args.node_rank < args.nnodes:
         raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes} give 0 to {args.nnodes - 1}")
+    if args.join is not None:
+        if args.nnodes > 1 or args.chaos is not None or args.master_addr or args.master_port:
+            raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and "
+                              "--chaos")
+        if not os.environ.get("RECYCLE_TOKEN"):
+            raise ConfigError("--join needs the job's token: set RECYCLE_TOKEN to what the job was started with")
     if args.nnodes > 1:
         missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
         if missing:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from megatron_recycle.config import RecycleConfig
+from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.launch.planning import Planning
 from megatron_recycle.launch.ports import listen
 from megatron_recycle.membership import Coordinator, Journal, Timeouts
+from megatron_recycle.membership.places import Offered
 from megatron_recycle.membership.restart import restore, untold
 from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import EventLog, read_events
@@ -48,6 +49,12 @@ def start_store(listener: socket.socket) -> Any:
 
     host, port = listener.getsockname()[:2]
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings in an environment, for hosts that join later."""
+    return {variable(option.name): environ[variable(option.name)] for option in options()
+            if variable(option.name) in environ and option.name != "run_dir"}
 
 
 @dataclass(frozen=True)
@@ -90,6 +97,9 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     for event in past.untold:
         emit(event)
     planning = Planning(args.run_dir / "plans")
+    listener = None if args.store_port < 0 else listen(args.interface, args.store_port)
+    store_port = None if listener is None else listener.getsockname()[1]
+    offered = None if store_port is None else Offered(f"{args.interface}:{store_port}", settings_of(os.environ))
     coordinator = Coordinator(
         size=args.size,
         token=token,
@@ -101,10 +111,9 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         listener=listen(args.interface, args.port),
         launched=not args.embedded,
         state=past.state,
+        offered=offered,
         told=(*past.told, *past.untold),
     )
-    listener = None if args.store_port < 0 else listen(args.interface, args.store_port)
-    store_port = None if listener is None else listener.getsockname()[1]
     control = await coordinator.start()
     with starter:
         starter.write(json.dumps({"control": control, "store": store_port}) + "\n")

@@ -19,9 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.config import JOINING
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.follow import Follower
+from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.service import Service
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.membership.link import Link
@@ -51,22 +53,23 @@ class Worker:
     child: Child
     status: int | None = None
     out: str | None = None
-    """How it failed, once the coordinator has declared it out."""
+    """How it failed, once the coordinator has declared it out; of a process that is to join: why it is not in yet."""
 
 
 @dataclass(frozen=True)
 class Job:
     """What the launcher runs. `command` is a worker's; `environ` its environment but for the ranks.
 
-    `first_rank` is the global rank of this host's first worker, `size` the number of workers of all hosts.
+    `ranks` are the global ranks of this host's workers, `size` the number of workers of all hosts. With `joining` the
+    job runs already, and these join it.
     """
 
     command: Sequence[str]
     environ: Mapping[str, str]
     run_dir: Path
-    nproc: int
+    ranks: Sequence[int]
     size: int
-    first_rank: int = 0
+    joining: bool = False
     show: str = "first"
     heartbeat_interval: float = 0.5
     grace: Grace = field(default_factory=Grace)
@@ -92,6 +95,7 @@ class Launcher:
         self.job = job
         self.workers: dict[int, Worker] = {}
         self.summary = Summary()
+        self.restarts = Restarts(say)
         self._say = say
         self._coordinator = coordinator
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -125,8 +129,8 @@ class Launcher:
             self._link.start()
             if self._coordinator is not None:
                 self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
-            for local in range(self.job.nproc):
-                self._spawn(local)
+            for rank in self.job.ranks:
+                self._spawn(rank, "not joined" if self.job.joining else None)
             while any(worker.status is None for worker in self.workers.values()) or self._awaits_end():
                 self._wait()
         finally:
@@ -150,18 +154,22 @@ class Launcher:
 
     # Workers
 
-    def _spawn(self, local: int) -> None:
-        rank = self.job.first_rank + local
+    def _spawn(self, rank: int, out: str | None = None) -> None:
+        """Start a process for `rank`; one that is `out` is to join."""
         environ = {
             **self.job.environ,
             "RANK": str(rank),
-            "LOCAL_RANK": str(local),
+            "LOCAL_RANK": str(list(self.job.ranks).index(rank)),
             "WORLD_SIZE": str(self.job.size),
-            "LOCAL_WORLD_SIZE": str(self.job.nproc),
+            "LOCAL_WORLD_SIZE": str(len(self.job.ranks)),
             "RECYCLE_HOST": self._host(),
         }
+        if out is not None:
+            environ[JOINING] = "1"
+        if rank in self.workers:
+            self.workers[rank].child.release()
         child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
-        self.workers[rank] = Worker(rank, child)
+        self.workers[rank] = Worker(rank, child, out=out)
         self._selector.register(child.pidfd, selectors.EVENT_READ, self.workers[rank])
 
     def _ended(self, worker: Worker) -> None:
@@ -180,6 +188,7 @@ class Launcher:
         self._link.send(exit_message)
         if worker.status and self._end is None and not self._interrupted:
             self._say(f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}")
+            self.restarts.ended(worker.rank, time.monotonic(), str(worker.child.log))
 
     # The loop
 
@@ -195,6 +204,8 @@ class Launcher:
             self._receive(self._inbox.get())
         while self._signals:
             self._interrupt(self._signals.popleft())
+        for rank in self.restarts.due(time.monotonic()):
+            self._spawn(rank, self.workers[rank].out or "exit")
         self._follower.poll(self._shown())
         self._check_deadline()
 
@@ -219,10 +230,17 @@ class Launcher:
         except BlockingIOError:
             return
 
+    def _over(self) -> bool:
+        return self._end is not None or self._interrupted
+
     def _awaits_end(self) -> bool:
         """All workers have ended: the coordinator still has to say what that means, unless it is gone."""
         if self._end is not None:
             return False
+        if self.restarts.pending():
+            return True
+        if self.job.joining and all(worker.out is not None for worker in self.workers.values()):
+            return False  # the job goes on without this host
         lost = self._link.lost_since
         return lost is None or time.monotonic() - lost < self.job.grace.failed
 
@@ -240,16 +258,24 @@ class Launcher:
         if line is not None:
             self._say(line)
         removed = event.get("event") == "suspected" and event.get("removed", True)
-        worker = self.workers.get(event.get("rank", -1)) if removed else None
-        if worker is not None and worker.child.pid == event.get("pid"):
+        worker = self.workers.get(event.get("rank", -1))
+        if event.get("event") == "started":
+            self.restarts.most = 0 if self._over() else event.get("max_restarts", 0)
+        if worker is None or worker.child.pid != event.get("pid"):
+            return
+        if event["event"] == "joined":
+            worker.out = None
+            self.restarts.joined(worker.rank)
+        elif removed:
             worker.out = event.get("kind")
-            if self._end is not None:
-                worker.child.signal(signal.SIGKILL)
+            if self._end is not None or self.restarts.most:
+                worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
 
     def _finish(self, message: Message) -> None:
         if self._end is not None:
             return
         self._end = message
+        self.restarts.cancel()
         grace = self.job.grace.failed if message["status"] else self.job.grace.well
         self._deadline(grace, signal.SIGTERM)
         for worker in self.workers.values():
@@ -262,6 +288,7 @@ class Launcher:
         name = signal.Signals(number).name
         if not self._interrupted:
             self._interrupted = True
+            self.restarts.cancel()
             self._say(f"{name}: ending all workers")
             self._link.send({"type": "interrupt", "status": 128 + number, "message": f"interrupted by {name}"})
             self._signal_all(signal.SIGTERM)
@@ -299,6 +326,8 @@ class Launcher:
 
     def _status(self) -> int:
         """The job's status; a worker that failed after the end of the training fails the job too."""
+        if self._end is None and self.job.joining:
+            return 1 if any(worker.status for worker in self.workers.values()) else 0
         if self._end is None:
             return 1
         failed = [worker for worker in self.workers.values() if worker.status and worker.out is None]
@@ -308,8 +337,7 @@ class Launcher:
 
     def _hello(self) -> list[Message]:
         hello = {"type": "hello", "role": "launcher", "host": self._host()}
-        ranks = list(range(self.job.first_rank, self.job.first_rank + self.job.nproc))
-        return [{**hello, "ranks": ranks}, *self._exits]
+        return [{**hello, "ranks": list(self.job.ranks)}, *self._exits]
 
     def _host(self) -> str:
         """Tells hosts apart, also several of one name (containers, network namespaces)."""

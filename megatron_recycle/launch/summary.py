@@ -10,7 +10,10 @@ from typing import Any
 
 from megatron_recycle.observe.events import format_event
 
-_TOLD = ("started", "suspected", "decided", "reconciled", "resumed", "finished", "refused", "hint")
+_TOLD = (
+    "started", "suspected", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
+    "joined", "join_failed", "finished",
+)
 _EVERY = 1.0
 """Seconds between two lines about committed iterations."""
 
@@ -34,6 +37,7 @@ class Summary:
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
+        self.joined = 0
         self.committed = 0
         self.loss: float | str | None = None
         self.names: dict[int, str] = {}
@@ -55,6 +59,8 @@ class Summary:
         elif name == "resumed":
             for failure in self._open():
                 failure.resumed_ms = event.get("ms")
+        elif name == "joined":
+            self.joined += 1
         elif name == "committed":
             self.committed += 1
             self.loss = event.get("loss", self.loss)
@@ -103,4 +109,5 @@ def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing:
     loss = "" if summary.loss is None else f", last loss {summary.loss}"
     survived = sum(failure.resumed_ms is not None for failure in summary.failures)
     lost = f"{len(summary.failures)} workers lost, {survived} of them survived"
+    lost += f", {summary.joined} joined" if summary.joined else ""
     print(f"recycle: {closing} ({summary.committed} iterations committed{loss}; {lost})", flush=True)

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_recycle.membership.connection import Connection
 from megatron_recycle.membership.detectors import RateLimit
 from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.state import (
     Adopted,
     Await,
@@ -66,7 +67,7 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
 
-_KEPT = ("started", "suspected")
+_KEPT = ("started", "suspected", "joined")
 """Events that a launcher is told again when it comes back."""
 _SPARE_STRANGERS = 64
 """Connections without a hello, beside one for each worker; more of them would only cost memory."""
@@ -105,6 +106,7 @@ class Coordinator:
         emit: gets every event, see observe.events; called in the event loop.
         listener: a socket that listens already; without one, any free port of 127.0.0.1.
         launched: whether launchers report exits. If not, the end of a worker's connection is its exit.
+        offered: what a host that joins is told; None: no host can join.
         state: what `restart.restore` has read from the journal of a coordinator that has died.
         told: the events it has told; a launcher must know of every failure, to judge its workers' ends.
     """
@@ -122,6 +124,7 @@ class Coordinator:
         listener: socket.socket | None = None,
         launched: bool = True,
         state: State | None = None,
+        offered: Offered | None = None,
         told: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self.state = State(size=size) if state is None else state
@@ -134,6 +137,7 @@ class Coordinator:
         self._emit = emit
         self._listener = listener
         self._launched = launched
+        self._places = None if offered is None else Places(offered)
         self._workers: dict[str, Connection] = {}
         self._launchers: set[Connection] = set()
         self._connections: set[Connection] = set()
@@ -272,6 +276,8 @@ class Coordinator:
         elif kind == "exit":
             names = ("rank", "pid", "status", "log")
             self._feed(Exited(since=message["t"], **{name: message[name] for name in names}))
+        elif kind == "join":
+            connection.send(free_places(self.state, self._places, message["count"], time.monotonic()))
         elif kind == "interrupt":
             self._feed(Interrupted(message["status"], message["message"]))
         assert connection.host is not None

@@ -107,6 +107,7 @@ def _form(state: State, now: float) -> Step:
         "pids": {name: state.members[name].pid for name in in_order(state.members)},
         "hosts": {name: state.members[name].host for name in in_order(state.members)},
         "grid": dict(description["grid"]),
+        "max_restarts": description.get("max_restarts", 0),
     }
     return state, (Store(notices.decided_record(state, [started])), Emit(started), MakePlan(1, frozenset()))
 

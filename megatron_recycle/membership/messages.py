@@ -36,6 +36,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "heartbeat": {"progress": (dict, type(None))},
     "exit": {"rank": int, "pid": int, "status": (int, type(None)), "t": _NUMBER, "log": str},
     "interrupt": {"status": int, "message": str},
+    "join": {"count": int},
 }
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "stop": {"generation": int, "members": dict, "out": dict},
@@ -52,6 +53,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
 }
 TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "event": {"event": dict},
+    "places": {"ranks": list, "size": int, "store": str, "environ": dict, "refusal": str},
     "end": {"status": int, "message": str},
 }
 REPORT = {

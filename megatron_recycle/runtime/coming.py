@@ -11,14 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.config import JOINING
 from megatron_recycle.membership import Agent
-
-JOIN = "RECYCLE_JOIN"
-"""Variable that is 1 in the environment of a process that is to join a running job."""
 
 
 def is_joining() -> bool:
-    return os.environ.get(JOIN) == "1"
+    """Whether this process is to join a running job."""
+    return os.environ.get(JOINING) == "1"
 
 
 def stand_alone() -> None:

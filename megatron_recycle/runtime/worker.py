@@ -455,7 +455,8 @@ class StageWorker:
                 "planner_budget": config.planner_budget,
                 "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
                 "report_timeout": config.report_timeout,
-                "seed": config.seed, "backend": self.place.backend, "torch": torch.__version__}
+                "seed": config.seed, "max_restarts": config.max_restarts,
+                "backend": self.place.backend, "torch": torch.__version__}
 
     def report(self) -> dict[str, Any]:
         """Where this worker stands, for the coordinator; called by the training thread standing still."""

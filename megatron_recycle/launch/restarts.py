@@ -1,0 +1,68 @@
+"""Which dead workers a launcher starts again, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_FRUITLESS = 3
+"""So many lives in a row that ended before they had joined: another would end so, too."""
+
+
+@dataclass
+class _Rank:
+    restarts: int = 0
+    fruitless: int = 0
+    """Lives in a row that have not joined."""
+    due: float | None = None
+
+
+class Restarts:
+    """The launcher's memory of its ranks' lives; times are the caller's clock, in seconds.
+
+    Args:
+        say: gets each line for the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.most = 0
+        """How often a rank may be started again (`max_restarts`), once training has begun; until then 0."""
+        self._say = say
+        self._ranks: dict[int, _Rank] = {}
+
+    def ended(self, rank: int, now: float, log: str) -> None:
+        """The rank's process has failed: decide whether there will be another."""
+        if not self.most:
+            return
+        known = self._ranks.setdefault(rank, _Rank())
+        if known.restarts >= self.most:
+            self._say(f"rank {rank} stays out: it has been started again {known.restarts} times (max_restarts)")
+        elif known.fruitless >= _FRUITLESS:
+            self._say(f"rank {rank} stays out: it has ended {known.fruitless} times before it had joined; see {log}")
+        else:
+            pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**known.fruitless)
+            known.restarts, known.fruitless, known.due = known.restarts + 1, known.fruitless + 1, now + pause
+            self._say(f"rank {rank} is started again in {pause:.0f} s (restart {known.restarts} of {self.most})")
+
+    def joined(self, rank: int) -> None:
+        """The rank's new process takes part in the training."""
+        if rank in self._ranks:
+            self._ranks[rank].fruitless = 0
+
+    def due(self, now: float) -> list[int]:
+        """The ranks to be started now; each is named once."""
+        found = [rank for rank, known in self._ranks.items() if known.due is not None and known.due <= now]
+        for rank in found:
+            self._ranks[rank].due = None
+        return found
+
+    def pending(self) -> bool:
+        """Whether some rank will be started later."""
+        return any(known.due is not None for known in self._ranks.values())
+
+    def cancel(self) -> None:
+        """The job is over."""
+        self.most = 0
+        for known in self._ranks.values():
+            known.due = None

@@ -1,0 +1,49 @@
+"""Empty places of the grid, for a host that comes to a running job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.membership.names import in_order
+from megatron_recycle.membership.state import Phase, State
+
+_KEPT_S = 120.0
+"""Seconds that a place is kept for the host that was offered it, until its process says hello."""
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What a host that joins has to know: "host:port" of torch's store, and the settings in the environment."""
+
+    store: str
+    environ: Mapping[str, str]
+
+
+@dataclass
+class Places:
+    """The coordinator's memory of what it has offered, and until when."""
+
+    offered: Offered
+    kept: dict[str, float] = field(default_factory=dict)
+
+
+def free_places(state: State, places: Places | None, count: int, now: float) -> dict[str, Any]:
+    """The message that answers a host which asks for `count` places at the time `now`."""
+    if places is None:
+        return _answer(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")
+    if state.phase in (Phase.FORMING, Phase.ENDED):
+        return _answer(refusal="it is over" if state.phase is Phase.ENDED else "its training has not begun yet")
+    empty = [name for name in in_order(state.ranks) if name not in state.members and name not in state.joiners]
+    free = [name for name in empty if places.kept.get(name, now) <= now][:count]
+    if not free:
+        waiting = "" if not empty else "; others are about to join"
+        return _answer(refusal=f"it has no place without a worker ({len(state.ranks)} in all){waiting}")
+    places.kept.update(dict.fromkeys(free, now + _KEPT_S))
+    ranks, offered = [state.ranks[name] for name in free], places.offered
+    return _answer(ranks=ranks, size=state.size, store=offered.store, environ=dict(offered.environ))
+
+
+def _answer(**fields: Any) -> dict[str, Any]:
+    return {"type": "places", "ranks": [], "size": 0, "store": "", "environ": {}, "refusal": "", **fields}
