@@ -125,20 +125,37 @@ class _Board:
         self.slack_f = [rule.wait_f * x // 100 for rule, x in zip(mine, instance.weight)]
         self.slack_w = [rule.give_way * x // 100 for rule, x in zip(mine, instance.forward)]
         self.ways = [rule.ways for rule in mine]
+        self.waits = any(self.slack_b) or any(self.slack_f)
+        self.b_done = [0] * workers
 
-    def wait(self, w: int, t: int, room: bool, bits: int) -> int:
-        """Until when a worker with nothing but W to do had better wait at ``t``; 0 to go on."""
+    def choose(self, w: int, t: int, pending: int, room: bool, bits: int) -> int:
+        """What a worker that is free at ``t``, with ``pending`` W waiting, had better do: a kind (0 F, 1 B, 2 W), 3 for
+        nothing, or less than 0: wait until minus that."""
+        fs, bs = self.f_queue[w], self.b_queue[w]
+        if pending >= self.backlog[w] and self.ahead[w]:
+            return 2
+        if fs and room and (self.forward_first[w] or not bs):
+            coming = self.soon_b[w]
+            if (self.slack_w[w] and coming and self.b_done[w] < self.ways[w]
+                    and (coming[0] >> bits) - t < self.slack_w[w]):
+                return -(coming[0] >> bits)  # one of its first B is about to come
+            return 0
+        if pending and self.drain[w] and fs and not room:
+            return 2
+        if bs:
+            return 1
+        if not pending:
+            return 3
+        return self._wait(w, t, room, bits) if self.waits and (room or not fs) else 2
+
+    def _wait(self, w: int, t: int, room: bool, bits: int) -> int:
+        """For a worker with nothing but W to do: as `choose`."""
         coming_b, coming_f = self.soon_b[w], self.soon_f[w]
         if coming_b and (coming_b[0] >> bits) - t < self.slack_b[w]:
-            return coming_b[0] >> bits
+            return -(coming_b[0] >> bits)
         if room and coming_f and (coming_f[0] >> bits) - t < self.slack_f[w]:
-            return coming_f[0] >> bits
-        return 0
-
-    def gives_way(self, w: int, t: int, bits: int, done: int) -> bool:
-        """Whether a worker that could start an F had better wait for one of its first B."""
-        coming = self.soon_b[w]
-        return done < self.ways[w] and bool(coming) and (coming[0] >> bits) - t < self.slack_w[w]
+            return -(coming_f[0] >> bits)
+        return 2
 
 
 def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys: tuple[list[int], list[int]],
@@ -158,10 +175,9 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
     mask, job_mask = (1 << shift) - 1, (1 << bits) - 1
     (key_f, key_b), gated, ahead = keys, board.gated, board.ahead
     soon_f, soon_b, f_queue, b_queue = board.soon_f, board.soon_b, board.f_queue, board.b_queue
-    forward_first, drain, backlog, slack_w = board.forward_first, board.drain, board.backlog, board.slack_w
-    waits = any(board.slack_b) or any(board.slack_f)
+    choose, b_done = board.choose, board.b_done
     w_queue: list[list[int]] = [[] for _ in range(workers)]
-    w_next, busy, b_done = [0] * workers, [0] * workers, [0] * workers
+    w_next, busy = [0] * workers, [0] * workers
     agenda, trace = list(range(workers)), []
 
     while agenda:
@@ -175,29 +191,13 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             _arrive(coming_b, bs, key_b, board.shut_b, board.early, nodes, limit, job_mask)
         if coming_f and coming_f[0] < limit:
             _arrive(coming_f, fs, key_f, board.shut_f, board.early, 0, limit, job_mask)
-        room = left[w] >= hold[w]
-        pending = len(w_queue[w]) - w_next[w]
-        until = 0
-        if pending >= backlog[w] and ahead[w]:
-            kind = 2
-        elif fs and room and (forward_first[w] or not bs):
-            kind = 0
-            if slack_w[w] and board.gives_way(w, t, bits, b_done[w]):
-                until = coming_b[0] >> bits
-        elif pending and drain[w] and fs and not room:
-            kind = 2
-        elif bs:
-            kind = 1
-        elif pending:
-            kind = 2
-            if waits and (room or not fs):
-                until = board.wait(w, t, room, bits)
-        else:
+        kind = choose(w, t, len(w_queue[w]) - w_next[w], left[w] >= hold[w], bits)
+        if kind == 3:
             if coming_b or coming_f:
                 heappush(agenda, (min(coming_b[:1] + coming_f[:1]) >> bits << shift) | w)
             continue
-        if until:
-            heappush(agenda, (until << shift) | w)
+        if kind < 0:
+            heappush(agenda, (-kind << shift) | w)
             continue
 
         to = -1
