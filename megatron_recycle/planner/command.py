@@ -7,6 +7,8 @@ import json
 import shutil
 import sys
 import time
+from functools import partial
+from typing import NoReturn
 
 from ..plan import Costs, Grid, Plan, PlanError, Problem, Worker, check, replay
 from . import terminal
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                       help="forward, input-gradient and weight-gradient time, one triple or one per stage,"
                            " separated by ';' (default 1,1,1)")
     grid.add_argument("--step-cost", default="0", metavar="T", help="reduce-and-step, one number or one per stage")
-    grid.add_argument("--hop-cost", type=int, default=0, metavar="T", help="latency of a transfer")
+    grid.add_argument("--hop-cost", default="0", metavar="T", help="latency of a transfer")
     grid.add_argument("--speed", action="append", default=[], metavar="D:S=X",
                       help="worker D:S takes X times as long; repeat it, or separate with commas")
     grid.add_argument("--cap", metavar="N", help="activations a worker may hold, one number or one per stage"
@@ -49,7 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     out.add_argument("--json", action="store_true", help="print the plan file instead of a table")
     out.add_argument("--output", metavar="FILE", help="write the plan file")
     out.add_argument("--picture", metavar="FILE", help="write a picture of the schedule, .png or .svg")
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     out.add_argument("--check", metavar="FILE", help="check a plan file and print its figures; plans nothing")
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    """One line, without the usage that argparse would print before it."""
+    parser.exit(2, f"recycle plan: {message} (--help lists all options)\n")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,7 +96,10 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
 
 def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:
     if args.output:
-        plan.save(args.output)
+        try:
+            plan.save(args.output)
+        except OSError as error:
+            raise PlanError(f"{args.output} cannot be written: {error.strerror}") from None
     if args.picture:
         from megatron_recycle.observe.timeline import draw
 
@@ -108,8 +119,9 @@ def _problem(args: argparse.Namespace) -> Problem:
             raise PlanError(f"--{name} is needed (or --check FILE)")
     if args.pipelines < 1 or args.stages < 1:
         raise PlanError("--pipelines and --stages must be positive")
-    if args.budget < 0:
-        raise PlanError("--budget must not be negative")
+    for name in ("budget", "move_cost", "horizon", "seed"):
+        if not 0 <= getattr(args, name) < float("inf"):
+            raise PlanError(f"--{name.replace('_', '-')} must not be negative, nor without limit")
     counts = _numbers(args.microbatches, "--microbatches", args.pipelines, "pipeline")
     grid = Grid(args.stages, counts)
     triples = [_numbers(part, "--costs", 3, "kind", spread=False) for part in args.costs.split(";")]
@@ -117,8 +129,9 @@ def _problem(args: argparse.Namespace) -> Problem:
         raise PlanError(f"--costs gives {len(triples)} stages, the grid has {args.stages}")
     triples = triples * args.stages if len(triples) == 1 else triples
     step = _numbers(args.step_cost, "--step-cost", args.stages, "stage")
+    hop, = _numbers(args.hop_cost, "--hop-cost", 1, "grid", spread=False)
     forward, backward_input, backward_weight = zip(*triples)
-    costs = Costs(forward, backward_input, backward_weight, args.hop_cost, step, _speeds(args.speed))
+    costs = Costs(forward, backward_input, backward_weight, hop, step, _speeds(args.speed))
     return Problem(grid, costs, tuple(Worker.parse(w) for w in _list(args.failed)), cap=_caps(args, grid),
                    block=args.block)
 

@@ -109,14 +109,24 @@ def test_moves_are_part_of_the_plan(capsys):
     (["--costs", "1,1.5,1"], "integers"),
     (["--costs", "1,1"], "3 are needed"),
     (["--costs", "1,1,1;1,1,1"], "2 stages"),
-    (["--hop-cost", "-1"], "hop"),
+    (["--hop-cost", "-1"], "--hop-cost"),
+    (["--hop-cost", "0.5"], "integers"),
+    (["--step-cost", "1.5"], "integers"),
+    (["--pipelines", "three"], "--pipelines"),
+    (["--technique", "magic"], "'magic'"),
+    (["--budget", "nan"], "--budget"),
+    (["--move-cost", "-1"], "--move-cost"),
+    (["--output", "/proc/nowhere/plan.json", "--budget", "0"], "cannot be written"),
     (["--speed", "0:0=fast"], "0:0=fast"),
     (["--microbatches", "6,6"], "3 are needed"),
     (["--check", "/nowhere/plan.json"], "cannot be read"),
     (["--technique", "drop", "--failed", "0:0,2:0"], "every pipeline lost a worker"),
 ])
 def test_bad_input_gets_one_line_and_status_2(capsys, arguments, fault):
-    status, out, err = recycle_plan(capsys, *PAPER, *arguments)
+    try:
+        status, out, err = recycle_plan(capsys, *PAPER, *arguments)
+    except SystemExit as end:  # argparse's own way
+        status, (out, err) = end.code, capsys.readouterr()
     assert status == 2 and out == ""
     assert fault in err and len(err.splitlines()) == 1
 
