@@ -88,7 +88,7 @@ class Measurements:
             for kind in "FBW":
                 if kind in profile:
                     durations.add(kind, Worker.parse(name), profile[kind])
-            durations.add("S", Worker.parse(name), 0.0)
+            durations.add("S", Worker.parse(name), sum(profile.get(part, 0.0) for part in ("reduce", "step")))
         return durations.costs()
 
     def _bytes(self) -> dict[str, Any]:

@@ -19,7 +19,8 @@ class Profile:
     """Measured durations in seconds, the latest ``window`` per worker and kind.
 
     Kinds are ``F``, ``B``, ``W``, ``S`` (reduce and step) and ``hop`` (a transfer). A median is taken per
-    worker, then over workers, so that neither an odd measurement nor one slow worker shifts a stage's cost.
+    worker, then over workers, so that neither an odd measurement nor one slow worker shifts a stage's cost. Of
+    ``S`` the shortest counts: it includes waiting for the others, and whoever comes last waits least.
     """
 
     def __init__(self, stages: int, window: int = 64) -> None:
@@ -43,8 +44,8 @@ class Profile:
         for kind in "FBWS":
             if kind != "W" and any((kind, s) not in per_worker for s in range(self._stages)):
                 return None
-            table[kind] = [median(per_worker.get((kind, s), {Worker(0, s): 0.0}).values())
-                           for s in range(self._stages)]
+            usual = min if kind == "S" else median
+            table[kind] = [usual(per_worker.get((kind, s), {Worker(0, s): 0.0}).values()) for s in range(self._stages)]
         hops = [value for (kind, _), values in per_worker.items() if kind == "hop" for value in values.values()]
         whole = {kind: tuple(round(t * 1e6) for t in row) for kind, row in table.items()}
         return Costs(whole["F"], whole["B"], whole["W"], round(median(hops) * 1e6) if hops else 0, whole["S"],

@@ -29,6 +29,7 @@ from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.pace import Pace
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.undo import Undo
 
 
@@ -59,6 +60,7 @@ class Stepper:
         ledger: where the worker stands; ``holds``, ``stepped`` and ``committed`` are kept here.
         staggered: whether to step before the verdict is known.
         listener: told of phases and commits.
+        stopwatch: takes the steps' times.
 
     Attributes:
         held: the reduced gradient of an iteration that is not committed yet.
@@ -71,6 +73,7 @@ class Stepper:
     ledger: Ledger
     staggered: bool
     listener: Listener
+    stopwatch: Stopwatch
     held: Held | None = None
     verdict: Verdict | None = None
     reports: torch.Tensor | None = None
@@ -164,7 +167,7 @@ class Stepper:
         views = [self.layout.view(self.held.gradient, parameter) for parameter in self.layout.parameters]
         if coefficient != 1.0 and self.pending is not None and self._early:
             views = [view.clone() for view in views]  # the raw gradient may be needed again
-        with torch.no_grad():
+        with torch.no_grad(), self.stopwatch.measure("step"):
             self.stage.step(views, coefficient)
         self._used, self.ledger.stepped = coefficient, iteration
         self.listener.observe("stepped", iteration)

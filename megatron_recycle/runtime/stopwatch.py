@@ -1,4 +1,7 @@
-"""How long this worker's actions take, for the planner; waiting for other workers does not count."""
+"""How long this worker's actions take, for the planner.
+
+Waiting for other workers does not count, but for that in a reduction: the peer that comes last waits least.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from statistics import median
 
 import torch
 
-_KINDS = ("F", "B", "W")
+_KINDS = ("F", "B", "W", "reduce", "step")
 
 
 class Stopwatch:

@@ -93,7 +93,8 @@ class StageWorker:
         self._observer = observer
         self.layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
-        self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self)
+        self._stopwatch = watch = Stopwatch(stage.device)
+        self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
         self.evaluations = Evaluations(place.grid, stage.report_width)
         self.received: Received | None = None
         """What this worker has got from its peers, if it has come in and not said so yet."""
@@ -106,7 +107,6 @@ class StageWorker:
         self._offer: Offer | None = None
         self._agreed = 0
         self._commits = 0
-        self._stopwatch = Stopwatch(stage.device)
         self.memory = ActivationMemory(stage.device)
         self._transport: Transport
         self._reduction: Reduction
@@ -396,7 +396,7 @@ class StageWorker:
         groups = self.current_groups()
         iteration, grid, now = self.ledger.iteration, self.place.grid, self._now
         self.ledger.check_complete(self._plan.actions(self.place.me))
-        with torch.no_grad(), self.activity.during(WAITING, REDUCE):
+        with torch.no_grad(), self.activity.during(WAITING, REDUCE), self._stopwatch.measure("reduce"):
             gradient = self._reduction.gradient(now.sums, groups)
             fold_ties(self.stage.ties, self.layout, gradient, groups)
         digests = torch.zeros(grid.total, dtype=torch.float64)

@@ -76,3 +76,11 @@ def test_a_worker_that_was_not_heard_has_its_peers_memory():
     planning.plan(DESCRIPTION, frozenset({"1:1"}))
     known = heard(planning, frozenset({"1:1"}), room=20 * MIB)
     assert problem_of(DESCRIPTION, frozenset(), known).cap[Worker(1, 1)] == 20
+
+
+def test_reducing_costs_what_it_takes_whoever_comes_last():
+    planning = Planning()
+    planning.plan(DESCRIPTION, frozenset())
+    for number, name in enumerate(NAMES):
+        known = planning.measured({**profile(name, None), "reduce": 0.005 + 0.03 * number, "step": 0.002})
+    assert known.costs.step == (7000, 37000)
