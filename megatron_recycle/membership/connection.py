@@ -11,7 +11,7 @@ import socket
 from typing import Protocol
 
 from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_WORKER, check
-from megatron_recycle.membership.wire import Message, Session, WireError
+from megatron_recycle.membership.wire import Message, Session, WireError, encode
 
 _UNREAD_LIMIT = 32 * 1024 * 1024
 """Bytes that may wait for a peer before it is cut off."""
@@ -70,9 +70,13 @@ class Connection(asyncio.Protocol):
 
     def send(self, message: Message) -> None:
         """Queue `message` for the peer; nothing happens if it is gone."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        """As `send`, of what `wire.encode` gave: for what many are told."""
         if self._transport is None or self._transport.is_closing():
             return
-        self._transport.write(self._session.seal(message))
+        self._transport.write(self._session.seal_encoded(encoded))
         if self._transport.get_write_buffer_size() > _UNREAD_LIMIT:
             self._refuse("it does not read what it is sent")
 

@@ -59,7 +59,7 @@ from megatron_recycle.membership.state import (
 )
 from megatron_recycle.membership.store import Journal
 from megatron_recycle.membership.watch import Watch
-from megatron_recycle.membership.wire import Message
+from megatron_recycle.membership.wire import Message, encode
 
 Plan = dict[str, Any]
 Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
@@ -360,9 +360,10 @@ class Coordinator:
         if isinstance(decision, Store):
             self._store(decision)
         elif isinstance(decision, Tell):
+            encoded = encode(dict(decision.message))
             for incarnation in decision.to:
                 if (connection := self._workers.get(incarnation)) is not None:
-                    connection.send(dict(decision.message))
+                    connection.send_encoded(encoded)
         elif isinstance(decision, Emit):
             self._tell_event(decision.event)
         elif isinstance(decision, Await):

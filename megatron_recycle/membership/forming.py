@@ -19,6 +19,7 @@ from megatron_recycle.membership.state import (
     Step,
     Store,
 )
+from megatron_recycle.membership.table import put
 from megatron_recycle.plan.grid import Grid
 
 
@@ -43,18 +44,22 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     member = state.known.get(happened.incarnation)
     if member is None or state.phase is not Phase.FORMING:
         return state, ()
-    for other, description in state.descriptions.items():
-        alike = model_key(other) == model_key(member.worker)
-        if found := difference(description, happened.description, *(() if alike else ("model",))):
-            key, ours, theirs = found
+    key = model_key(member.worker)
+    # To be equal to one of each kind is to be equal to all.
+    samples = list(state.samples.values())[:1] + [other for kind, other in state.samples.items() if kind == key]
+    for other in samples:
+        alike = model_key(other) == key
+        if found := difference(state.descriptions[other], happened.description, *(() if alike else ("model",))):
+            name, ours, theirs = found
             text = (
-                f"worker {other} has {key} = {ours} but worker {member.worker} has {theirs}: give all "
+                f"worker {other} has {name} = {ours} but worker {member.worker} has {theirs}: give all "
                 f"workers the same configuration and the same model"
             )
             return notices.end(state, 1, text, now)
     state = state.with_(
-        descriptions={**state.descriptions, member.worker: happened.description},
-        reports={**state.reports, member.worker: happened.report},
+        descriptions=put(state.descriptions, member.worker, happened.description),
+        reports=put(state.reports, member.worker, happened.report),
+        samples=state.samples if key in state.samples else {**state.samples, key: member.worker},
     )
     return _form(state, now) if len(state.descriptions) == state.size else (state, ())
 
@@ -95,6 +100,7 @@ def _form(state: State, now: float) -> Step:
         members={member.worker: member for member in state.known.values()},
         description=description,
         descriptions={},
+        samples={},
         models=models,
         ranks={member.worker: member.rank for member in state.known.values()},
     )

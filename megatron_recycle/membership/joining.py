@@ -29,6 +29,7 @@ from megatron_recycle.membership.state import (
     Store,
     Tell,
 )
+from megatron_recycle.membership.table import put
 
 
 def hello(state: State, member: Member) -> Step:
@@ -134,7 +135,7 @@ def going(state: State) -> dict[str, str]:
 def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
     """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
     quiet = state.phase is Phase.TRAINING and state.since is None and not state.switch
-    if not quiet or not (entering(state) or going(state)):
+    if not quiet or not (state.joiners or state.leaving) or not (entering(state) or going(state)):
         return state, decisions
     number = state.offers + 1
     state = state.with_(switch=number, offers=number)
@@ -152,7 +153,7 @@ def stands(state: State, happened: Boundary) -> State:
     current = state.phase in (Phase.TRAINING, Phase.RETURNING) and happened.generation == state.generation
     if member is None or not current:
         return state
-    return state.with_(standing={**state.standing, member.worker: happened.t})
+    return state.with_(standing=put(state.standing, member.worker, happened.t))
 
 
 def all_stand(state: State) -> bool:

@@ -49,6 +49,7 @@ from megatron_recycle.membership.state import (
     Stuck,
     Tell,
 )
+from megatron_recycle.membership.table import put
 
 
 def step(state: State, happened: Input, now: float) -> Step:
@@ -288,7 +289,7 @@ def _reported(state: State, happened: Reported, now: float) -> Step:
         return state, ()
     if member.worker in state.unproven:
         return state, ()  # it holds nothing
-    state = state.with_(reports={**state.reports, member.worker: happened.report})
+    state = state.with_(reports=put(state.reports, member.worker, happened.report))
     if len(state.reports) < len(state.proven):
         return state, ()
     stopped = Emit(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_recycle.plan.grid import Worker
@@ -25,6 +26,7 @@ class Process(NamedTuple):
         return str(self.worker) if self.part is None else f"{self.worker}.{self.part}"
 
     @classmethod
+    @lru_cache(maxsize=1 << 16)
     def parse(cls, name: str) -> Process:
         """Read ``"1:2"`` or ``"1:2.0"``. Raises PlanError, a ValueError, for anything else."""
         match = _NAME.match(name)

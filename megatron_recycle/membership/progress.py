@@ -24,6 +24,7 @@ from megatron_recycle.membership.state import (
     Store,
     Tell,
 )
+from megatron_recycle.membership.table import put
 
 
 def begin(state: State) -> State:
@@ -31,7 +32,7 @@ def begin(state: State) -> State:
     if state.generation > 1 or state.resume is None:
         return state
     target = state.resume.target
-    return state.with_(committed=target, committed_by=dict.fromkeys(state.members, target))
+    return state.with_(committed=target, committed_by=dict.fromkeys(state.members, target), behind=0)
 
 
 def planned_event(state: State, plan: Mapping[str, Any], plan_ms: float, now: float) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
     resume, plan = state.resume, state.plan
     if resume is None or plan is None or member.worker in state.resumed:
         return state, ()
-    state = state.with_(resumed={**state.resumed, member.worker: happened.t})
+    state = state.with_(resumed=put(state.resumed, member.worker, happened.t))
     if len(state.resumed) < len(state.members):
         return state, ()
     last = max(state.resumed.values())
@@ -98,15 +99,19 @@ def committed(state: State, happened: Committed, now: float) -> Step:
         return state, ()
     losses = state.losses
     if happened.loss is not None and happened.iteration > state.committed:
-        of_iteration = {**losses.get(happened.iteration, {}), member.worker: happened.loss}
+        of_iteration = put(losses.get(happened.iteration, {}), member.worker, happened.loss)
         losses = {**losses, happened.iteration: of_iteration}
-    by = {**state.committed_by, member.worker: happened.iteration}
-    return committed_by_all(state.with_(committed_by=by, losses=losses), now)
+    behind = state.behind - (state.committed_by.get(member.worker, -1) <= state.committed)
+    by = put(state.committed_by, member.worker, happened.iteration)
+    state = state.with_(committed_by=by, losses=losses, behind=behind)
+    return (state, ()) if behind > 0 else committed_by_all(state, now)
 
 
 def committed_by_all(state: State, now: float) -> Step:
     """One event for each iteration that the slowest member has now reached."""
-    slowest = min((state.committed_by.get(name, -1) for name in state.members), default=-1)
+    reached = [state.committed_by.get(name, -1) for name in state.members]
+    slowest = min(reached, default=-1)
+    state = state.with_(behind=sum(iteration <= max(slowest, state.committed) for iteration in reached))
     events = [Emit(_committed_event(state, k, now)) for k in range(state.committed + 1, slowest + 1)]
     if not events:
         return state, ()
@@ -144,7 +149,7 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
         return state, ()
-    by = {**state.adopted, member.worker: happened.digest}
+    by = put(state.adopted, member.worker, happened.digest)
     state = state.with_(adopted=by)
     if len(by) < len(state.members) or len(set(by.values())) > 1:
         return state, ()

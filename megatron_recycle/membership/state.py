@@ -79,6 +79,8 @@ class State:
     """Ranks whose process ended well before it said hello."""
     descriptions: Mapping[str, Message] = field(default_factory=dict)
     """What each ready worker says of the job, by position, until generation 1."""
+    samples: Mapping[str, str] = field(default_factory=dict)
+    """For each kind of model the first worker that was ready, until generation 1."""
     description: Message | None = None
     reports: Mapping[str, Message] = field(default_factory=dict)
     plan: Message | None = None
@@ -99,6 +101,8 @@ class State:
     committed: int = -1
     """The last iteration that all members have committed."""
     committed_by: Mapping[str, int] = field(default_factory=dict)
+    behind: int = 0
+    """Members that have not committed the iteration after `committed` yet; 0: to be counted again."""
     losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     adopted: Mapping[str, str] = field(default_factory=dict)
     offers: int = 0

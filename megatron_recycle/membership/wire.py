@@ -38,11 +38,19 @@ def _derive(token: bytes, *parts: str) -> bytes:
     return _mac(token, "|".join(("recycle", str(VERSION), *parts)).encode())
 
 
+def encode(message: Message) -> bytes:
+    """JSON of `message`, to be sealed for one connection or for many."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
 def seal(message: Message, key: bytes) -> bytes:
     """The frame of `message` (which gets the protocol's version) under `key`."""
-    payload = json.dumps({**message, "v": VERSION}, separators=(",", ":")).encode()
+    return _frame(encode({**message, "v": VERSION}), key)
+
+
+def _frame(payload: bytes, key: bytes) -> bytes:
     if len(payload) > MAX_PAYLOAD:
-        raise WireError(f"a {message.get('type')} message of {len(payload)} bytes exceeds {MAX_PAYLOAD}")
+        raise WireError(f"a message of {len(payload)} bytes exceeds {MAX_PAYLOAD}: {payload[:60]!r}")
     return _LENGTH.pack(len(payload)) + _mac(key, payload) + payload
 
 
@@ -105,12 +113,14 @@ class Session:
 
     def seal(self, message: Message) -> bytes:
         """The frame of `message`, numbered; the first one of a client carries its own nonce."""
+        nonce = {"nonce": self._answer} if not self._server and self._sent == 0 else {}
+        return self.seal_encoded(encode({**message, **nonce}))
+
+    def seal_encoded(self, encoded: bytes) -> bytes:
+        """As `seal`, of what `encode` gave; a client's first frame must not be sent so."""
         if self._send_key is None:
             raise WireError("nothing can be sent before the other side has spoken")
-        numbered = {**message, "n": self._sent}
-        if not self._server and self._sent == 0:
-            numbered["nonce"] = self._answer
-        frame = seal(numbered, self._send_key)
+        frame = _frame(encoded[:-1] + b',"n":%d,"v":%d}' % (self._sent, VERSION), self._send_key)
         self._sent += 1
         return frame
 
