@@ -119,9 +119,11 @@ def _memory(found: Mapping[str, Any]) -> Memory | None:
 
 
 def _changed(old: Measured, new: Measured) -> bool:
+    """Whether memory limits plans otherwise than before, notably; more of what is plenty changes nothing."""
     if old.memory is None or new.memory is None:
         return old.memory is not new.memory
-    pairs = [(old.bytes["room"].get(name, 0), size) for name, size in new.bytes["room"].items()]
+    activations = 2 * len(new.memory.before_b)  # the default cap
+    pairs = [(old.memory.cap(worker, activations), new.memory.cap(worker, activations)) for worker in new.memory.room]
     for kind in ("before_b", "after_b"):
         pairs += zip(old.bytes["held"][kind], new.bytes["held"][kind])
     return any(abs(size - was) > NOTABLE * max(was, 1) for was, size in pairs)

@@ -101,10 +101,10 @@ class Planning:
     ) -> dict[str, Any] | None:
         """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
 
-        Plans for what may fail next are made afterwards, until ``cancelled``.
+        A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what may fail next are made afterwards, until ``cancelled``.
         """
         budget = float(description.get("planner_budget") or 0)
-        if budget <= 0 or cancelled.is_set() or plan["source"] == "drop":
+        if cancelled.is_set() or plan["source"] == "drop":
             return None
         problem = problem_of(description, failed, self._measurements.known)
         seed = int(description.get("seed") or 0)
@@ -113,8 +113,10 @@ class Planning:
         if any(peak(problem, worker, incumbent.actions(worker)) > cap for worker, cap in problem.cap.items()):
             # Memory has turned out shorter than the plan in use takes it to be.
             replaced = incumbent = plan_for(problem, self._cache, work=0, seed=seed)
-        better = improve(problem, incumbent, budget, seed, cancelled.is_set) or replaced
-        if not cancelled.is_set():
+        better = replaced
+        if budget > 0:
+            better = improve(problem, incumbent, budget, seed, cancelled.is_set) or replaced
+        if budget > 0 and not cancelled.is_set():
             self.ahead = threading.Thread(
                 target=self._plan_ahead, args=(problem, budget, seed, cancelled), name="recycle-ahead", daemon=True
             )

@@ -24,10 +24,10 @@ OVERFLOWS = ((1, 1), (2, 3))
 WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01, "warmup_num_steps": 50, "warmup_type": "linear"}
 
 
-def arguments(step: str, clipping: float = 0.0) -> dict[str, Any]:
+def arguments(step: str, clipping: float = 0.0, iterations: int = ITERATIONS) -> dict[str, Any]:
     scaling = {"enabled": True, "initial_scale_power": POWER, "loss_scale_window": WINDOW, "min_loss_scale": 1}
     warmup = {"type": "WarmupLR", "params": WARMUP}
-    return {"pipelines": 2, "stages": 3, "iterations": ITERATIONS, "clipping": clipping, "overflows": OVERFLOWS,
+    return {"pipelines": 2, "stages": 3, "iterations": iterations, "clipping": clipping, "overflows": OVERFLOWS,
             "engine_settings": {"fp16": scaling, "scheduler": warmup}, "settings": {"reduction": "exact", "step": step}}
 
 
@@ -118,3 +118,27 @@ def test_a_worker_killed_about_an_overflow(clipping, hold, waiting):
     for rank, result in job.results.items():
         if result.status == 0:
             assert result.value["counters"] == waiting[clipping][rank].value["counters"]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_worker_that_comes_back_gets_masters_and_scale():
+    wanted = arguments("staggered", iterations=10)
+    calm = run(gpt_job.train, 6, wanted)
+    first, late = Hold("1:1", "backward", 2, 1), Hold("0:0", "forward", 5)
+    with Job(gpt_job.train, 6, wanted, [first, late], limit=90) as job:
+        job.wait_held(first)
+        job.kill(first)
+        job.wait_ended(3)
+        job.wait_held(late)
+        job.rejoin(3)
+        job.wait_event("waiting", worker="1:1")
+        job.release(late)
+        job.wait_event("joined", worker="1:1")
+        results = job.wait()
+    for rank, result in results.items():
+        assert result.status == 0, job.where()
+        found = differences(result, calm[rank])
+        if rank == 3:
+            found.pop("losses", None)  # of the iterations before it came
+        assert not found and result.value["counters"] == calm[rank].value["counters"]

@@ -26,15 +26,17 @@ def heard(planning: Planning, failed: frozenset[str] = frozenset(), **options: A
     return found[-1]
 
 
-@pytest.mark.parametrize("failed", [frozenset(), frozenset({"1:1"})], ids=["whole", "one lost"])
-def test_the_plan_in_use_is_replaced_if_it_holds_more_than_there_is(failed):
+@pytest.mark.parametrize(("failed", "budget"), [(frozenset(), 0.2), (frozenset({"1:1"}), 0.2), (frozenset(), 0.0)],
+                         ids=["whole", "one lost", "no search"])
+def test_the_plan_in_use_is_replaced_if_it_holds_more_than_there_is(failed, budget):
     planning = Planning()
-    plan = planning.plan(DESCRIPTION, failed)
+    description = {**DESCRIPTION, "planner_budget": budget}
+    plan = planning.plan(description, failed)
     room = 18 * MIB
     known = heard(planning, failed, room=room)
     said = known.to_json()
     assert said["held"]["before_b"] == [8 * MIB] * 2 and said["room"]["0:0"] == room
-    better = planning.improve(DESCRIPTION, failed, plan, threading.Event())
+    better = planning.improve(description, failed, plan, threading.Event())
     assert better is not None
     found = Plan.from_json(better)
     assert violations(found) == []
@@ -67,8 +69,9 @@ def test_only_a_notable_change_of_memory_makes_plans_anew():
     planning = Planning()
     planning.plan(DESCRIPTION, frozenset())
     assert heard(planning, room=100 * MIB) is not None
-    assert heard(planning, room=101 * MIB) is None
-    assert heard(planning, room=50 * MIB).bytes["room"]["2:1"] == 50 * MIB
+    assert heard(planning, room=500 * MIB) is None, "plenty then, plenty now"
+    assert heard(planning, room=20 * MIB).bytes["room"]["2:1"] == 20 * MIB
+    assert heard(planning, room=21 * MIB) is None
 
 
 def test_a_worker_that_was_not_heard_has_its_peers_memory():
