@@ -101,7 +101,8 @@ class Planning:
     ) -> dict[str, Any] | None:
         """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
 
-        A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what may fail next are made afterwards, until ``cancelled``.
+        A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what
+        may fail next are made afterwards, until ``cancelled``.
         """
         budget = float(description.get("planner_budget") or 0)
         if cancelled.is_set() or plan["source"] == "drop":
