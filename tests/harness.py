@@ -32,6 +32,7 @@ from torch.distributed import TCPStore
 from megatron_recycle.launch.planning import Planning
 from megatron_recycle.membership.coordinator import Coordinator, Timeouts
 from megatron_recycle.membership.store import Journal
+from tests.network.hosts import enter
 
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
@@ -81,15 +82,19 @@ class HoldingObserver:
 
 
 def _child(body: Callable[..., Any], rank: int, size: int, port: int, coordinator: str, token: str,
-           holds: Sequence[Hold], arguments: Mapping[str, Any], pipe: Connection, log: str, joining: bool) -> None:
+           holds: Sequence[Hold], arguments: Mapping[str, Any], pipe: Connection, log: str, joining: bool,
+           host: str | None) -> None:
+    if host is not None:
+        enter(host)  # before any thread is started: it holds for this thread and those that it starts
+        os.environ.update({"RECYCLE_HOST": host, "GLOO_SOCKET_IFNAME": "eth0"})
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update({
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
+        "MASTER_ADDR": coordinator.rpartition(":")[0] or "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"})
     if joining:
         os.environ["RECYCLE_JOIN"] = "1"
     if coordinator:
@@ -123,6 +128,11 @@ class Job:
     profiled: bool = False
     """Whether what the workers measure reaches the planner, as in a real job: plans then depend on timing."""
 
+    hosts: Sequence[str] = ()
+    """Network namespace of each rank; none: all of them here."""
+    address: str = "127.0.0.1"
+    """What the coordinator and torch's store listen on."""
+
     def __enter__(self) -> Job:
         self.folder = Path(tempfile.mkdtemp(prefix="recycle-test-"))
         self.events: list[dict[str, Any]] = []
@@ -131,7 +141,7 @@ class Job:
         self._silent: set[int] = set()
         self._changed = threading.Condition()
         self._deadline = time.monotonic() + self.limit
-        self._store = _store(self.size)
+        self._store = _store(self.size, self.address)
         self._address = self._start_coordinator() if self.coordinated else ""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(_PRELOAD))
@@ -143,7 +153,7 @@ class Job:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_child, args=(
             self.body, rank, self.size, self._store.port, self._address, "token", tuple(holds), dict(arguments), theirs,
-            str(self.folder / f"worker-{rank}.log"), joining))
+            str(self.folder / f"worker-{rank}.log"), joining, self.hosts[rank] if self.hosts else None))
         process.start()
         theirs.close()
         self._pipes[rank] = ours
@@ -184,7 +194,7 @@ class Job:
             planning = self._planning = Planning()
             coordinator = self._coordinator = Coordinator(
                 size=self.size, token="token", journal=journal, plan=planning.plan, improve=planning.improve,
-                emit=self._emit, timeouts=Timeouts(), launched=False)
+                emit=self._emit, timeouts=Timeouts(), launched=False, listener=socket.create_server((self.address, 0)))
             started.append(await coordinator.start())
             ready.set()
             await self._over.wait()
@@ -293,8 +303,8 @@ class Job:
         return "\n".join(lines)
 
 
-def _store(size: int) -> TCPStore:
-    listener = socket.create_server(("127.0.0.1", 0))
+def _store(size: int, address: str) -> TCPStore:
+    listener = socket.create_server((address, 0))
     port = listener.getsockname()[1]
-    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, world_size=size,
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, world_size=size,
                     master_listen_fd=listener.detach())

@@ -21,6 +21,7 @@ from megatron_recycle.launch.launcher import (
     say_to,
     torchrun_environment,
 )
+from megatron_recycle.launch.network import interface_towards
 from megatron_recycle.launch.rundir import prepare
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.membership.notices import describe_status
@@ -102,6 +103,8 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         "RECYCLE_TOKEN": token,
         "RECYCLE_RUN_DIR": str(run_dir),
     }
+    if args.nnodes > 1 and (interface := interface_towards(host)) is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if args.chaos is not None:
         environ["RECYCLE_CHAOS"] = "1"
     job = Job(

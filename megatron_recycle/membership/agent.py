@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.membership.link import Link
 from megatron_recycle.membership.messages import TO_WORKER, check_report
 from megatron_recycle.membership.resume import RESTART, Resume
@@ -76,7 +77,8 @@ class Agent:
         heartbeat_interval: seconds between signs of life.
         on_stop: called with a `Stop` in the agent's thread at once; it must return soon.
         on_end: called with an `Ended` in the agent's thread at once.
-        patience: seconds that a waiting training thread bears a coordinator that cannot be reached.
+        patience: seconds that a waiting training thread bears a coordinator that cannot be reached, be it for the
+            coordinator or for other workers that it waits.
         joining: the job runs already, and this process waits to be taken in.
     """
 
@@ -137,6 +139,7 @@ class Agent:
             interval=heartbeat_interval,
             known=TO_WORKER,
             name="recycle-agent",
+            failed=self._alone,
         )
 
     @property
@@ -293,11 +296,7 @@ class Agent:
                     raise JobEnded(self.ended.message, self.ended.status)
                 now, lost = time.monotonic(), self._link.lost_since
                 if lost is not None and now - lost > self._patience:
-                    raise JobEnded(
-                        f"the coordinator at {self._link.address} cannot be reached for "
-                        f"{self._patience:.0f} s ({self._link.error}); without it no failure can be "
-                        f"recovered. {RESTART}"
-                    )
+                    raise JobEnded(self._out_of_reach())
                 if limit is not None and now >= limit:
                     raise TimeoutError(f"worker {self.worker} has waited {timeout} s for {what}")
                 self._changed.wait(_GLANCE if limit is None else min(_GLANCE, limit - now))
@@ -313,12 +312,30 @@ class Agent:
             self._goes(message)
         elif kind == "offer" and message["generation"] == self.generation:
             self.offer = Offer(message["generation"], message["number"], message["plan"])
-        elif kind == "end" and self.ended is None:
-            self.ended = Ended(message["status"], message["message"])
-            with self._changed:
-                self._changed.notify_all()
-            if self._on_end is not None:
-                self._on_end(self.ended)
+        elif kind == "end":
+            self._end(Ended(message["status"], message["message"]))
+
+    def _end(self, ended: Ended) -> None:
+        if self.ended is not None:
+            return
+        self.ended = ended
+        with self._changed:
+            self._changed.notify_all()
+        if self._on_end is not None:
+            self._on_end(ended)
+
+    def _alone(self) -> None:
+        """In the agent's thread: the coordinator cannot be reached. Training goes on without it, unless what the
+        training thread waits for never comes: on the wrong side of a cut no error says so."""
+        lost, doing = self._link.lost_since, None if self.doing is None else Doing.read(self.doing())
+        if lost is None or doing is None or not doing.waits or time.monotonic() - lost <= self._patience:
+            return
+        if doing.for_s > max(self._patience, doing.limit_s or 0.0):
+            self._end(Ended(1, self._out_of_reach()))
+
+    def _out_of_reach(self) -> str:
+        return (f"the coordinator at {self._link.address} cannot be reached for {self._patience:.0f} s "
+                f"({self._link.error}); without it no failure can be recovered. {RESTART}")
 
     def _stopped(self, stop: Stop) -> None:
         if stop.generation <= self.stop_generation:

@@ -7,14 +7,19 @@ closed. No message of a connection is acted on before all of the frame has been 
 from __future__ import annotations
 
 import asyncio
-import socket
 from typing import Protocol
 
 from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_WORKER, check
+from megatron_recycle.membership.sockets import watch_peer
 from megatron_recycle.membership.wire import Message, Session, WireError, encode
 
 _UNREAD_LIMIT = 32 * 1024 * 1024
 """Bytes that may wait for a peer before it is cut off."""
+
+
+_UNANSWERED = 30.0
+"""Seconds after which a connection counts as ended to a peer whose kernel acknowledges nothing. Whether the peer is a
+member is decided long before, by its heartbeats; this only keeps dead connections from piling up."""
 
 
 class Owner(Protocol):
@@ -49,7 +54,7 @@ class Connection(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         self.source = str(peer[0]) if peer else "?"
         connection = transport.get_extra_info("socket")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_peer(connection, _UNANSWERED)
         transport.write(self._session.greeting())
         loop = asyncio.get_running_loop()
         self._deadline = loop.call_later(self._owner.hello_timeout, self._refuse, "no hello in time")

@@ -18,11 +18,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.membership.messages import check
+from megatron_recycle.membership.sockets import watch_peer
 from megatron_recycle.membership.wire import Message, Session, WireError
 
 _RETRY = (0.05, 1.0)
 """First and longest pause in seconds between attempts to connect."""
 _CONNECT_TIMEOUT = 5.0
+_UNANSWERED = 5.0
+"""Seconds, at least ten signs of life, without the peer's kernel acknowledging one: the connection is dead then, and
+another one is tried. Too early costs a reconnect, nothing else."""
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +39,7 @@ class Link:
         hello: the first messages of every connection.
         known: the messages that may come in, for `messages.check`.
         beat: the sign of life, sent every `interval` seconds.
+        failed: called after every attempt to connect that failed.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Link:
         interval: float,
         known: Mapping[str, Mapping[str, Any]],
         name: str,
+        failed: Callable[[], None] | None = None,
     ) -> None:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
@@ -62,6 +68,7 @@ class Link:
         self._beat = beat
         self._interval = interval
         self._known = known
+        self._alone = failed
         self._outbox: deque[Message] = deque()
         self._closing = threading.Event()
         self._drained = threading.Event()
@@ -111,6 +118,8 @@ class Link:
             pause = _RETRY[0] if self.lost_since is None else min(pause * 2, _RETRY[1])
             if self.lost_since is None:
                 self.lost_since = time.monotonic()
+            elif self._alone is not None:
+                self._alone()
             self._closing.wait(pause)
         self._drained.set()
 
@@ -122,7 +131,7 @@ class Link:
 
     def _serve(self, connection: socket.socket) -> None:
         """One connection from its greeting to its end."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        watch_peer(connection, max(_UNANSWERED, 10 * self._interval))
         connection.setblocking(False)
         session = Session.client(self._token)
         unsent = bytearray()

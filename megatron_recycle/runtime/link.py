@@ -34,7 +34,8 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     agent = Agent(address=address, token=token, worker=place.name, rank=dist.get_rank(),
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
                   on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize),
-                  joining=is_joining(), host=os.environ.get("RECYCLE_HOST"))
+                  joining=is_joining(), host=os.environ.get("RECYCLE_HOST"),
+                  patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)
     agent.start()
     leave_on_sigterm(agent)
     return agent

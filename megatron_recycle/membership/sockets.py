@@ -1,0 +1,19 @@
+"""TCP connections that notice a peer that has vanished without a word: a cut cable sends no end of a connection."""
+
+from __future__ import annotations
+
+import socket
+
+_IDLE_PROBES = 3
+
+
+def watch_peer(connection: socket.socket, limit: float) -> None:
+    """Let the kernel end `connection` once what was sent has not been acknowledged for `limit` seconds, or, while
+    nothing is sent, once the peer's kernel has not answered for about as long."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    step = max(1, round(limit / _IDLE_PROBES))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, step)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, step)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _IDLE_PROBES - 1)

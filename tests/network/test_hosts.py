@@ -1,0 +1,136 @@
+"""`recycle run` on several hosts, each with its own launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_recycle.chaos.network import find, set_link
+from tests.launch.running import FAKE_WORKER, ROOT, Running
+from tests.network.hosts import Hosts, hosts
+
+PORT = 29400
+QUICK = {"RECYCLE_HEARTBEAT_INTERVAL": "0.2", "RECYCLE_HEARTBEAT_TIMEOUT": "2", "RECYCLE_REPORT_TIMEOUT": "4"}
+
+
+@dataclass
+class Several:
+    """One launcher per host; all of them write to the same run directory, as on a shared file system."""
+
+    launchers: list[subprocess.Popen[str]]
+    job: Running
+    outputs: list[Path] = field(default_factory=list)
+
+    def statuses(self) -> list[int]:
+        return [process.wait(max(0.1, self.job.deadline - time.monotonic())) for process in self.launchers]
+
+    def where(self) -> str:
+        return "\n".join([*(output.read_text() for output in self.outputs), self.job.where()])
+
+
+@contextmanager
+def launched_on(net: Hosts, folder: Path, command: list[str], environ: Mapping[str, str], *options: str,
+                limit: float = 60.0) -> Iterator[Several]:
+    """`command` with the launcher's options for each host; nothing outlives the block."""
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "RECYCLE_TOKEN": "several", "RECYCLE_RUN_DIR": str(folder),
+                 **QUICK, **environ}
+    outputs = [folder.parent / f"host-{node}.out" for node in range(len(net.names))]
+    launchers = []
+    for node, name in enumerate(net.names):
+        line = ["ip", "netns", "exec", name, sys.executable, *command, "--run-dir", str(folder), "--nnodes",
+                str(len(net.names)), "--node-rank", str(node), "--master-addr", net.addresses[0], "--master-port",
+                str(PORT), *options]
+        with outputs[node].open("w") as file:
+            launchers.append(subprocess.Popen(line, env=variables, stdout=file, stderr=file, text=True))
+    job = Running(launchers[0], folder, outputs[0], time.monotonic() + limit)
+    try:
+        yield Several(launchers, job, outputs)
+    finally:
+        for process in launchers:
+            process.kill()
+            process.wait()
+        until = time.monotonic() + 5
+        while (left := job.children()) and time.monotonic() < until:
+            time.sleep(0.01)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, f"processes outlived their launchers: {left}"
+
+
+@pytest.fixture(scope="module")
+def net() -> Iterator[Hosts]:
+    with hosts(3) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def healed(net: Hosts) -> Iterator[None]:
+    yield
+    for name in net.names:
+        set_link(name, True)
+        find(name)
+
+
+def fake(orders: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
+    """A command and the environment of workers that compute nothing."""
+    return [str(ROOT / "tests" / "launch" / "start.py")], {"RECYCLE_FAKE": json.dumps({"iterations": 8, **orders})}
+
+
+def test_hosts_train_together_and_their_launchers_all_end_well(net: Hosts, tmp_path: Path):
+    with launched_on(net, tmp_path / "run", *fake({}), "--nproc", "2", str(FAKE_WORKER)) as several:
+        assert several.statuses() == [0, 0, 0], several.where()
+        started = several.job.event("started")
+        assert len(set(started["hosts"].values())) == 3
+        assert [event["iteration"] for event in several.job.events if event["event"] == "committed"] == [*range(8)]
+
+
+def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_path: Path):
+    with launched_on(net, tmp_path / "run", *fake({"pause": {"0": 3}}), "--nproc", "2", str(FAKE_WORKER)) as several:
+        several.job.paused(0)
+        several.launchers[2].kill()  # its workers are tied to it
+        several.job.event("decided")
+        several.job.paused(0)
+        let_go(several.job)
+        assert several.statuses() == [0, 0, -signal.SIGKILL], several.where()
+        decided = [event for event in several.job.events if event["event"] == "decided"]
+        assert [event["out"] for event in decided] == [{"1:1": "unreachable", "2:1": "unreachable"}]
+
+
+def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
+    with launched_on(net, tmp_path / "run", *fake({"pause": {"0": 3}}), "--nproc", "2", str(FAKE_WORKER)) as several:
+        several.job.paused(0)
+        chaos(several.job, "partition", net.names[1], "--link")
+        assert several.job.event("decided")["out"] == {"2:0": "unreachable", "0:1": "unreachable"}
+        let_go(several.job)
+        statuses = several.statuses()
+        assert (statuses[0], statuses[2]) == (0, 0), several.where()
+        assert statuses[1] != 0
+        assert several.job.children() == []
+
+
+def chaos(job: Running, *words: str) -> None:
+    command = [sys.executable, "-m", "megatron_recycle.cli", "chaos", "--run-dir", str(job.folder), *words]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def let_go(job: Running) -> None:
+    """Rank 0 goes on to the end, however often it pauses."""
+
+    def finished() -> bool:
+        (job.folder / "paused-0").unlink(missing_ok=True)
+        return any(event["event"] == "finished" for event in job.events)
+
+    job.until(finished, "end")
