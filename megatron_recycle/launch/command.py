@@ -21,10 +21,13 @@ from megatron_recycle.launch.launcher import (
     say_to,
     torchrun_environment,
 )
-from megatron_recycle.launch.network import interface_towards
+from megatron_recycle.launch.network import await_coordinator, interface_towards
 from megatron_recycle.launch.rundir import prepare
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.membership.notices import describe_status
+
+_START_LIMIT = 600.0
+"""Seconds that hosts wait for host 0; it waits as long for their workers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +99,8 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         coordinator = service.start(order)
         control, store_at = coordinator.control, coordinator.store or 0
     else:
+        say(f"recycle: waiting for host 0 at {control}")
+        await_coordinator(host, args.master_port, _START_LIMIT)
         run_dir.mkdir(parents=True, exist_ok=True)
     environ = torchrun_environment(os.environ, host, store_at, args.nnodes, args.node_rank)
     environ |= {

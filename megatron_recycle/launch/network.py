@@ -1,11 +1,16 @@
-"""Which of this host's network interfaces leads to the other hosts of the job."""
+"""The other hosts of the job: which of this host's interfaces leads to them, and whether host 0 is there yet."""
 
 from __future__ import annotations
 
 import fcntl
 import socket
 import struct
+import time
 
+from megatron_recycle.errors import RecycleError
+
+_CONNECT_LIMIT = 5.0
+_PAUSE = 0.2
 _SIOCGIFADDR = 0x8915
 
 
@@ -24,6 +29,25 @@ def interface_towards(host: str) -> str | None:
             if _address(probe, name) == own:
                 return name
     return None
+
+
+def await_coordinator(host: str, port: int, limit: float) -> None:
+    """Wait until host 0's coordinator listens. Before that host 0 may still be clearing the run directory, which on a
+    shared file system is this host's too.
+
+    Raises:
+        RecycleError: it does not within `limit` seconds.
+    """
+    until = time.monotonic() + limit
+    while True:
+        try:
+            socket.create_connection((host, port), _CONNECT_LIMIT).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until:
+                raise RecycleError(f"the coordinator of host 0 at {host}:{port} cannot be reached within {limit:.0f} s "
+                                   f"({error}): is `recycle run --node-rank 0` running there?") from error
+        time.sleep(_PAUSE)
 
 
 def _address(probe: socket.socket, interface: str) -> str | None:

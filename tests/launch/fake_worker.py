@@ -3,7 +3,8 @@
 Workers agree through files in the run directory, as a real job does through its groups: a worker holds k when
 all members have computed it, and steps k when all members hold it. Told what to do by RECYCLE_FAKE (JSON):
 `iterations`; `pause`: {rank: iteration} and `pause_report`: {rank: generation}, where a worker says so in a file
-and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks.
+and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks; `patience`: seconds that a
+waiting one bears a coordinator out of reach.
 """
 
 from __future__ import annotations
@@ -40,8 +41,13 @@ class FakeWorker:
             self.rank,
             f"{self.name}/{os.getpid()}",
             heartbeat_interval=self.orders.get("heartbeat_interval", 0.1),
+            host=os.environ.get("RECYCLE_HOST"),
             on_stop=self.on_stop,
+            patience=self.orders.get("patience", 60.0),
         )
+        self.waits_since: float | None = None
+        if "patience" in self.orders:
+            self.agent.doing = self.doing
         self.description = {
             "grid": {"stages": STAGES, "microbatches": [2] * pipelines},
             "block": 1,
@@ -50,6 +56,12 @@ class FakeWorker:
             "planner_budget": 0,
             **self.orders.get("description", {}),
         }
+
+    def doing(self) -> dict[str, Any]:
+        """What `runtime.activity` would say: it waits for other workers, or works for as long as it likes."""
+        since, now = self.waits_since, time.monotonic()
+        return {"state": "working" if since is None else "waiting", "what": "marks", "number": 0,
+                "for_s": 0.0 if since is None else now - since, "limit_s": None}
 
     def on_stop(self, stop: Stop) -> None:
         self.agent.event("heard", generation=stop.generation, heard=time.time())
@@ -103,6 +115,13 @@ class FakeWorker:
         marks = self.folder / "marks" / f"{go.generation}-{what}"
         marks.mkdir(parents=True, exist_ok=True)
         (marks / self.name).touch()
+        self.waits_since = time.monotonic()
+        try:
+            return self.all_marked(go, marks)
+        finally:
+            self.waits_since = None
+
+    def all_marked(self, go: Go, marks: Path) -> bool:
         while not all((marks / name).exists() for name in go.members):
             if self.agent.stop_generation > go.generation:
                 return False

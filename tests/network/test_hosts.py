@@ -33,7 +33,10 @@ class Several:
     outputs: list[Path] = field(default_factory=list)
 
     def statuses(self) -> list[int]:
-        return [process.wait(max(0.1, self.job.deadline - time.monotonic())) for process in self.launchers]
+        try:
+            return [process.wait(max(0.1, self.job.deadline - time.monotonic())) for process in self.launchers]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job hangs\n{self.where()}") from None
 
     def where(self) -> str:
         return "\n".join([*(output.read_text() for output in self.outputs), self.job.where()])
@@ -108,7 +111,8 @@ def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_p
 
 
 def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
-    with launched_on(net, tmp_path / "run", *fake({"pause": {"0": 3}}), "--nproc", "2", str(FAKE_WORKER)) as several:
+    orders = {"pause": {"0": 3}, "patience": 3}
+    with launched_on(net, tmp_path / "run", *fake(orders), "--nproc", "2", str(FAKE_WORKER)) as several:
         several.job.paused(0)
         chaos(several.job, "partition", net.names[1], "--link")
         assert several.job.event("decided")["out"] == {"2:0": "unreachable", "0:1": "unreachable"}
