@@ -17,7 +17,7 @@ import pytest
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CLONE_NEWNET = 0x40000000
-_OURS = re.compile(r"rch(\d+)n\d+$")
+_OURS = re.compile(r"rch(\d+)([a-z])\d+$")
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ def hosts(count: int) -> Iterator[Hosts]:
     if os.geteuid() != 0:
         pytest.skip("needs root to make network namespaces")
     _sweep()
-    me, net = os.getpid(), f"10.{64 + os.getpid() % 128}.{os.getpid() // 128 % 256}"
-    made = Hosts(tuple(f"rch{me}n{number}" for number in range(count)),
+    me = f"{os.getpid()}{_free_letter()}"
+    net = f"10.{64 + os.getpid() % 128}.{(os.getpid() // 128 + 31 * ord(me[-1])) % 256}"
+    made = Hosts(tuple(f"rch{me}{number}" for number in range(count)),
                  tuple(f"{net}.{number + 1}" for number in range(count)), f"{net}.254")
     try:
         reason = _build(made, f"rcb{me}")
@@ -75,7 +76,13 @@ def _build(made: Hosts, bridge: str) -> str | None:
     return None
 
 
-def _remove(owner: int, names: tuple[str, ...] | list[str]) -> None:
+def _free_letter() -> str:
+    """Of the sets of hosts that this process has at a time."""
+    taken = {entry.name for entry in Path("/sys/class/net").iterdir()}
+    return next(letter for letter in "abcdefgh" if f"rcb{os.getpid()}{letter}" not in taken)
+
+
+def _remove(owner: str, names: tuple[str, ...] | list[str]) -> None:
     for name in names:
         ip("netns", "del", name)
     ip("link", "del", f"rcb{owner}")
@@ -83,10 +90,10 @@ def _remove(owner: int, names: tuple[str, ...] | list[str]) -> None:
 
 def _sweep() -> None:
     """Remove what a killed test process has left."""
-    left: dict[int, list[str]] = {}
+    left: dict[str, list[str]] = {}
     folder = Path("/run/netns")
     for name in os.listdir(folder) if folder.is_dir() else ():
         if (found := _OURS.match(name)) is not None and not Path("/proc", found[1]).exists():
-            left.setdefault(int(found[1]), []).append(name)
+            left.setdefault(found[1] + found[2], []).append(name)
     for owner, names in left.items():
         _remove(owner, names)

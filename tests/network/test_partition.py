@@ -17,8 +17,8 @@ from tests.network.hosts import Hosts, hosts
 
 pytestmark = pytest.mark.processes
 
-SIZE, ITERATIONS, AT = 6, 6, 3
-TIMES = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "report_timeout": 4.0}
+SIZE, ITERATIONS, AT = 6, 6, 4
+TIMES = {"heartbeat_interval": 0.2, "heartbeat_timeout": 2.0, "report_timeout": 4.0, "stall_floor": 3.0}
 EXACT: Mapping[str, Any] = {"pipelines": 3, "stages": 2, "iterations": ITERATIONS,
                             "settings": {"reduction": "exact", **TIMES}}
 WORKERS = ("0:0", "1:0", "2:0", "0:1", "1:1", "2:1")
@@ -102,7 +102,7 @@ def test_a_host_that_is_heard_and_does_not_hear_ends(net: Hosts, undisturbed: di
 
 def test_of_two_halves_that_could_both_train_only_the_coordinators_does():
     """Four hosts, two on each side of the cut, and each side has a copy of both stages."""
-    arguments = {**EXACT, "pipelines": 4, "iterations": 5}
+    arguments = {**EXACT, "pipelines": 4}
     undisturbed = run(gpt_job.train, 8, arguments)
     hold = Hold("0:0", "backward", AT, 1)
     with hosts(4) as four, Job(gpt_job.train, 8, arguments, [hold], hosts=[four.names[rank // 2] for rank in range(8)],
@@ -136,7 +136,7 @@ def test_a_link_that_flaps_costs_time_and_nobody(net: Hosts, undisturbed: dict[i
 
 
 def test_a_host_that_comes_back_after_it_was_declared_out_has_no_effect(net: Hosts, undisturbed: dict[int, Result]):
-    hold = Hold("1:0", "forward", AT + 1)
+    hold = Hold("1:0", "forward", AT)
     with job_on(net, hold) as job:
         job.wait_held()
         set_link(net.names[2], False)
