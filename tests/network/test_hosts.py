@@ -110,6 +110,7 @@ def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_p
         assert [event["out"] for event in decided] == [{"1:1": "unreachable", "2:1": "unreachable"}]
 
 
+@pytest.mark.slow
 def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
     orders = {"pause": {"0": 3}, "patience": 3}
     with launched_on(net, tmp_path / "run", *fake(orders), "--nproc", "2", str(FAKE_WORKER)) as several:

@@ -63,6 +63,7 @@ def check_gone(job: Job, host: int) -> None:
         assert job.results[rank].status not in (0, None), job.where()
 
 
+@pytest.mark.slow
 def test_a_host_whose_link_goes_down_is_one_decision(net: Hosts, undisturbed: dict[int, Result]):
     """Its workers see no error at all; they end when they have waited in vain for long enough."""
     hold = Hold("1:1", "backward", AT, 1)
@@ -76,6 +77,7 @@ def test_a_host_whose_link_goes_down_is_one_decision(net: Hosts, undisturbed: di
     assert resumed["ms"] < 2000 * TIMES["heartbeat_timeout"]
 
 
+@pytest.mark.slow
 def test_a_host_that_hears_and_is_not_heard_ends(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("0:0", "forward", AT, 1)
     with job_on(net, hold) as job:
@@ -86,6 +88,7 @@ def test_a_host_that_hears_and_is_not_heard_ends(net: Hosts, undisturbed: dict[i
         check_gone(job, 1)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_heard_and_does_not_hear_ends(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("0:0", "reduce", AT)
     with job_on(net, hold) as job:
