@@ -213,11 +213,15 @@ class Agent:
         self._wait(lambda: arrived() or self.stop_generation > generation, timeout, f"the go of {generation}")
         return self._go if self.stop_generation <= generation else None
 
-    def resumed(self, generation: int, t: float | None = None, received: Mapping[str, Any] | None = None) -> None:
-        """The first action of `generation` begins (at `t`, default now); from one that came in with it, this says that
-        it has `received` its state."""
+    def holds(self, generation: int, received: Mapping[str, Any]) -> None:
+        """This process, which came in with `generation`, has all of its stage's state, checked; `received` says what
+        it took (bytes, ms)."""
+        self._send_kept({"type": "holds", "generation": generation, "received": dict(received)})
+
+    def resumed(self, generation: int, t: float | None = None) -> None:
+        """The first action of `generation` begins (at `t`, default now)."""
         moment = time.time() if t is None else t
-        self._send_kept({"type": "resumed", "generation": generation, "t": moment, "received": received})
+        self._send_kept({"type": "resumed", "generation": generation, "t": moment})
 
     def committed(self, iteration: int, loss: float | None = None) -> None:
         """`iteration` is validated and stepped here."""

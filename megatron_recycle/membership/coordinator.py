@@ -34,6 +34,7 @@ from megatron_recycle.membership.state import (
     Finished,
     Hello,
     Hinted,
+    Holds,
     Improve,
     Improved,
     Input,
@@ -452,7 +453,8 @@ class Coordinator:
 _INPUTS: Mapping[str, Callable[[str, Message], Input]] = {
     "ready": lambda who, m: Ready(who, m["description"], m["report"]),
     "report": lambda who, m: Reported(who, m["generation"], m["report"]),
-    "resumed": lambda who, m: Resumed(who, m["generation"], m["t"], m["received"]),
+    "holds": lambda who, m: Holds(who, m["generation"], m["received"]),
+    "resumed": lambda who, m: Resumed(who, m["generation"], m["t"]),
     "committed": lambda who, m: Committed(who, m["iteration"], m["loss"]),
     "fail": lambda who, m: Failed(who, m["message"][:2000]),
     "adopted": lambda who, m: Adopted(who, m["generation"], m["iteration"], m["digest"]),

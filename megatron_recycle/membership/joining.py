@@ -19,11 +19,11 @@ from megatron_recycle.membership.state import (
     Boundary,
     Decision,
     Emit,
+    Holds,
     Leave,
     Member,
     Phase,
     Ready,
-    Resumed,
     State,
     Step,
     Store,
@@ -199,25 +199,25 @@ def sent_back(before: State, after: State) -> tuple[str, ...]:
     return tuple(member.incarnation for name, member in before.members.items() if after.joiners.get(name) == member)
 
 
-def acknowledged(state: State, happened: Resumed) -> Step:
-    """A process that came in holds its peers' state from now on."""
+def acknowledged(state: State, happened: Holds, now: float) -> Step:
+    """A process that came in holds its peers' state from now on, and whoever leads next has to know that."""
     member = state.member(happened.incarnation)
     if member is None or member.worker not in state.unproven or happened.generation != state.generation:
         return state, ()
-    began = min(state.standing.values(), default=happened.t)
     event = {
         "event": "joined",
-        "t": happened.t,
+        "t": now,
         "generation": state.generation,
         "iteration": state.committed + 1,
         "worker": member.worker,
-        "ms": round((happened.t - began) * 1000, 3),
+        "ms": round((now - (state.stood_since or now)) * 1000, 3),
         "rank": member.rank,
         "pid": member.pid,
-        **_rate(happened.received or {}),
+        **_rate(happened.received),
     }
+    record = {"kind": "proven", "generation": state.generation, "worker": member.worker, "events": [event]}
     unproven = {name: kind for name, kind in state.unproven.items() if name != member.worker}
-    return state.with_(unproven=unproven), (Emit(event),)
+    return state.with_(unproven=unproven), (Store(record), Emit(event))
 
 
 def _rate(received: Mapping[str, Any]) -> dict[str, Any]:

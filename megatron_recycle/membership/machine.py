@@ -26,6 +26,7 @@ from megatron_recycle.membership.state import (
     Finished,
     Hello,
     Hinted,
+    Holds,
     Improved,
     Input,
     Interrupted,
@@ -224,7 +225,8 @@ def _regenerate(
         phase=Phase.RECOVERING,
         generation=state.generation + 1,
         **joining.changes(state, {**lost, **dict.fromkeys(idle, "spare")}, joined or {}),
-        standing=state.standing if joined else {},
+        standing={},
+        stood_since=min(state.standing.values(), default=now) if joined else None,
         spares={**state.spares, **{name: state.members[name] for name in idle}},
         fenced=state.fenced | {member.incarnation for member in removed},
         reports={},
@@ -354,12 +356,6 @@ def _go(state: State, now: float) -> Step:
     return state, (Store(record), Tell(tuple(incarnations.values()), go), *map(Emit, events))
 
 
-def _resumed(state: State, happened: Resumed, now: float) -> Step:
-    state, told = joining.acknowledged(state, happened)
-    state, more = progress.resumed(state, happened, now)
-    return state, (*told, *more)
-
-
 # Ending
 
 
@@ -402,7 +398,8 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     NoLoss: _no_loss,
     Stuck: _stuck,
     Improved: progress.improved,
-    Resumed: _resumed,
+    Holds: joining.acknowledged,
+    Resumed: progress.resumed,
     Committed: progress.committed,
     Adopted: progress.adopted,
     Leave: joining.leave,

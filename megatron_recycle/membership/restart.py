@@ -26,6 +26,8 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
         members = {name: Member(**fields) for name, fields in decided["members"].items()}
         spares = {name: Member(**fields) for name, fields in decided["spares"].items()}
         last = max(committed, decided["committed"])
+        proven = {record["worker"] for record in records
+                  if record["kind"] == "proven" and record["generation"] == decided["generation"]}
         state = state.with_(
             phase=Phase.RETURNING,
             generation=decided["generation"],
@@ -34,7 +36,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             out=decided["out"],
             fenced=frozenset(decided["fenced"]),
             spares=spares,
-            unproven=decided["unproven"],
+            unproven={name: kind for name, kind in decided["unproven"].items() if name not in proven},
             models=decided["models"],
             ranks=decided["ranks"],
             description=decided["description"],

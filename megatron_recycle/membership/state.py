@@ -71,6 +71,8 @@ class State:
     """Number of the offer by which the members make a boundary; 0: none is being made."""
     standing: Mapping[str, float] = field(default_factory=dict)
     """Members that stand at the boundary, and since when."""
+    stood_since: float | None = None
+    """When the first member began to wait for those that came in with this generation."""
     models: Mapping[str, str] = field(default_factory=dict)
     """What the processes of a stage must have alike, by the stage's number."""
     ranks: Mapping[str, int] = field(default_factory=dict)
@@ -208,6 +210,18 @@ class ReportsLate:
 
 
 @dataclass(frozen=True)
+class Holds:
+    """A process that came in with `generation` has all of its stage's state, checked.
+
+    `received` is what it got from its peers (bytes, ms).
+    """
+
+    incarnation: str
+    generation: int
+    received: Message
+
+
+@dataclass(frozen=True)
 class Planned:
     generation: int
     plan: Message
@@ -229,12 +243,9 @@ class Improved:
 
 @dataclass(frozen=True)
 class Resumed:
-    """`received`: what a process that came in has got from its peers (bytes, ms)."""
-
     incarnation: str
     generation: int
     t: float
-    received: Message | None = None
 
 
 @dataclass(frozen=True)
@@ -328,6 +339,7 @@ Input = (
     | Lost
     | Exited
     | Reported
+    | Holds
     | ReportsLate
     | Planned
     | PlanFailed

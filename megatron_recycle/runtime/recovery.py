@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
+from megatron_recycle.runtime.activity import WORKING
 from megatron_recycle.runtime.groups import Groups, build_groups
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
 from megatron_recycle.runtime.verify import verify_recovery
@@ -159,12 +161,21 @@ def reconcile(worker: StageWorker, go: Go) -> None:
     worker.evaluations.reconcile(groups)
     if groups.me in joined:
         worker.observe("joining", go.resume.next)
-        tensors, facts, worker.received = take(groups, joined, worker.stage.device)
+        with _copying(worker):
+            tensors, facts, received = take(groups, joined, worker.stage.device)
         stepper.enter(tensors, facts)
         worker.forget_data(go.resume.target)
+        # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
+        worker.agent.holds(go.generation, vars(received))
     elif any(other.stage == groups.me.stage for other in joined):
         worker.observe("joining", go.resume.next)
-        give(groups, joined, stage_tensors(worker.stage), stepper.facts())
+        with _copying(worker):
+            give(groups, joined, stage_tensors(worker.stage), stepper.facts())
+
+
+def _copying(worker: StageWorker) -> AbstractContextManager[None]:
+    """A stage's state may take minutes to copy: that nobody trains meanwhile is no sign of a lost message."""
+    return worker.activity.during(WORKING, "copy")
 
 
 def resume(worker: StageWorker, go: Go) -> None:

@@ -38,7 +38,6 @@ from megatron_recycle.runtime.stage import Forward, Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
-from megatron_recycle.runtime.transfer import Received
 from megatron_recycle.runtime.transport import Message, Transport
 from megatron_recycle.runtime.verify import verify_boundary
 
@@ -96,7 +95,6 @@ class StageWorker:
         self._stopwatch = watch = Stopwatch(stage.device)
         self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
         self.evaluations = Evaluations(place.grid, stage.report_width)
-        self.received: Received | None = None
         """What this worker has got from its peers, if it has come in and not said so yet."""
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
@@ -529,8 +527,7 @@ class StageWorker:
         """The next action begins, or there is none left to begin."""
         if self._announce_resumed:
             self._announce_resumed = False
-            self.agent.resumed(self.generation, received=vars(self.received) if self.received else None)
-            self.received = None
+            self.agent.resumed(self.generation)
 
     @property
     def _now(self) -> Attempt:

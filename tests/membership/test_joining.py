@@ -1,0 +1,135 @@
+"""Coming in, on paper: who counts as a copy of its stage, and from when on."""
+
+from __future__ import annotations
+
+import json
+
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.restart import restore
+from tests.membership.cluster import Cluster, endings, events, report
+
+RECEIVED = {"bytes": 4000, "ms": 2.0}
+
+
+def ready_to_join(cluster: Cluster, name: str) -> None:
+    """The second life of ``name`` has built its model."""
+    cluster.hello(name, life=1)
+    description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
+    cluster.feed(st.Ready(f"{name}/1", description, report(attempt=0)))
+
+
+def recover(cluster: Cluster, iteration: int) -> None:
+    """From a decision to the first actions after it."""
+    for member in list(cluster.state.proven.values()):
+        told = report(iteration=iteration, holds=iteration - 1)
+        cluster.feed(st.Reported(member.incarnation, cluster.state.generation, told))
+    cluster.plan()
+    begin(cluster)
+
+
+def begin(cluster: Cluster) -> None:
+    for name, member in list(cluster.state.members.items()):
+        if name not in cluster.state.unproven:
+            cluster.feed(st.Resumed(member.incarnation, cluster.state.generation, cluster.now))
+
+
+def stand(cluster: Cluster, *names: str) -> None:
+    """These (default: all) wait at the boundary."""
+    for name in names or tuple(cluster.state.members):
+        member = cluster.state.members[name]
+        cluster.feed(st.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
+
+
+def without_second_pipelines_last_stage(cluster: Cluster) -> Cluster:
+    cluster.train()
+    cluster.exit("1:1")
+    recover(cluster, 1)
+    return cluster
+
+
+def taken_in(cluster: Cluster) -> Cluster:
+    """1:1 has died and a new process of it is a member, with no state yet."""
+    without_second_pipelines_last_stage(cluster)
+    ready_to_join(cluster, "1:1")
+    stand(cluster)
+    recover(cluster, 3)
+    assert set(cluster.state.unproven) == {"1:1"}
+    return cluster
+
+
+def acknowledge(cluster: Cluster) -> list[st.Decision]:
+    return cluster.feed(st.Holds("1:1/1", cluster.state.generation, RECEIVED))
+
+
+def stored(cluster: Cluster) -> list[dict[str, object]]:
+    """The journal."""
+    return [json.loads(json.dumps(dict(decision.record))) for decision in cluster.log if isinstance(decision, st.Store)]
+
+
+def test_one_that_holds_its_state_is_a_copy_before_its_first_action() -> None:
+    cluster = taken_in(Cluster(2, 2))
+    joined, = events(acknowledge(cluster), "joined")
+    assert joined["worker"] == "1:1" and joined["mb_per_s"] == 2.0
+    cluster.exit("0:1")
+    assert not endings(cluster.log) and set(cluster.state.members) == {"0:0", "1:0", "1:1"}
+
+
+def test_one_that_does_not_is_none() -> None:
+    cluster = taken_in(Cluster(2, 2))
+    assert "stage 1 has lost its last worker" in endings(cluster.exit("0:1"))[0].message
+
+
+def test_what_was_acknowledged_is_known_to_a_coordinator_that_comes_back() -> None:
+    cluster = taken_in(Cluster(2, 2))
+    acknowledge(cluster)
+    state = restore(4, stored(cluster), 2)
+    assert not state.unproven
+    dead = cluster.state.members["0:1"]
+    state, _ = step(state, st.Restarted(), 999.0)
+    state, decisions = step(state, st.Exited(dead.rank, dead.pid, -9, 999.0), 999.0)
+    assert not endings(list(decisions)) and state.member("1:1/1") is not None
+
+
+def test_an_acknowledgement_of_an_earlier_generation_counts_for_nothing() -> None:
+    cluster = taken_in(Cluster(3, 2))
+    generation = cluster.state.generation
+    cluster.exit("0:1")
+    assert cluster.state.joiners.keys() == {"1:1"}
+    cluster.feed(st.Holds("1:1/1", generation, RECEIVED))
+    assert cluster.state.joiners.keys() == {"1:1"} and "1:1" not in cluster.state.members
+    assert not restore(6, stored(cluster), 2).unproven
+
+
+def test_each_switch_waits_for_everybody() -> None:
+    cluster = taken_in(Cluster(3, 2))
+    acknowledge(cluster)
+    cluster.feed(st.Resumed("1:1/1", cluster.state.generation, cluster.now))
+    cluster.exit("2:1")
+    recover(cluster, 4)
+    ready_to_join(cluster, "2:1")
+    generation = cluster.state.generation
+    assert cluster.state.switch
+    stand(cluster, "1:1")
+    assert cluster.state.generation == generation
+    stand(cluster)
+    assert cluster.state.generation == generation + 1 and "2:1" in cluster.state.members
+
+
+def test_two_that_come_in_one_after_the_other() -> None:
+    cluster = without_second_pipelines_last_stage(Cluster(3, 2))
+    cluster.exit("2:1")
+    recover(cluster, 1)
+    for name in ("1:1", "2:1"):
+        ready_to_join(cluster, name)
+        generation = cluster.state.generation
+        stand(cluster, "0:0")
+        assert cluster.state.generation == generation
+        stand(cluster)
+        assert cluster.state.generation == generation + 1
+        recover(cluster, 3)
+        cluster.feed(st.Holds(f"{name}/1", cluster.state.generation, RECEIVED))
+        cluster.feed(st.Resumed(f"{name}/1", cluster.state.generation, cluster.now))
+    assert len(cluster.state.members) == 6 and not cluster.state.unproven
+
+
