@@ -13,6 +13,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from megatron_recycle.backends.deepspeed_masters import MasterWeightOptimizer
+from megatron_recycle.backends.deepspeed_stage import DeepSpeedStage
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors, differences, run
 from tests.harness import Hold, Job, Result
@@ -70,6 +71,41 @@ def test_the_scale_follows_stocks_rule_and_can_be_put_back(dynamic):
         assert optimizer.loss_scale == scale
         assert torch.equal(master, weights) == overflow
         assert torch.equal(parameter.float(), master.half().float())
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_steps_are_those_of_stocks_fp16_optimizer(clipping, monkeypatch):
+    """Gradients scaled by 64, one of them overflowed; stock's window of growth lies beyond."""
+    monkeypatch.setattr("deepspeed.runtime.fp16.unfused_optimizer.dist.get_rank", lambda: 0)
+    numbers = torch.Generator().manual_seed(0)
+    initial = [torch.randn(shape, generator=numbers).half() for shape in ((5, 3), (7,))]
+    theirs, mine = ([torch.nn.Parameter(value.clone()) for value in initial] for _ in range(2))
+    window = {"init_scale": 2**POWER, "scale_window": 1000, "min_scale": 1, "delayed_shift": 1}
+    stock = FP16_UnfusedOptimizer(torch.optim.Adam(theirs, lr=0.1), dynamic_loss_scale=True, dynamic_loss_args=window,
+                                  clip_grad=clipping, verbose=False)
+    stock.optimizer.state.clear()  # it begins with a step without gradients, which counts as one of Adam's
+    scaling = LossScaleConfig(torch.float16, True, 1.0, window, profile=LossScaleProfile.UNFUSED)
+    masters = MasterWeightOptimizer(torch.optim.Adam(mine, lr=0.1), scaling)
+    stage = object.__new__(DeepSpeedStage)
+    stage.parameters, stage._stepped = mine, list(masters.masters.values())
+    stage._engine = SimpleNamespace(masters=masters, gradient_clipping=lambda: clipping, global_rank=0, global_steps=0,
+                                    _recycle=SimpleNamespace(clip_norm="stock"), _exec_optimizer_step=masters.step)
+    for number in range(6):
+        gradients = [(2**POWER * torch.randn(value.shape, generator=numbers)).half() for value in initial]
+        if number == 2:
+            gradients[1][3] = torch.inf
+        for parameter, gradient in zip(theirs, gradients):
+            parameter.grad = gradient.clone()
+        stock.step()
+        norm_square = stage.norm_square(gradients)
+        stage.step(gradients, stage.coefficient([norm_square], 0.0))
+        assert masters.overflow == stock.overflow == (number == 2)
+        assert masters.loss_scale == stock.loss_scale
+        for ours, others in zip([*masters.masters.values(), *mine], [*stock.fp32_groups[0], *theirs]):
+            if clipping:  # the norm is summed in another order
+                torch.testing.assert_close(ours, others, rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(ours, others)
 
 
 @pytest.fixture(scope="module")
