@@ -61,7 +61,8 @@ class Row:
         """The failed workers."""
         half, last = self.stages // 2, self.stages - 1
         sets = {"0": [], "1": [(1, half)], "2same": [(0, half), (1, half)][:self.pipelines - 1],
-                "2diff": [(0, half), (1, last)], "Sdiff": [(s % self.pipelines, s) for s in range(self.stages)], "slow": []}
+                "2diff": [(0, half), (1, last)], "Sdiff": [(s % self.pipelines, s) for s in range(self.stages)],
+                "slow": []}
         return tuple(Worker(*w) for w in sets[self.failures])
 
     def problem(self, block: int = 0) -> Problem:
