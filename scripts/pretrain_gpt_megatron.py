@@ -117,12 +117,22 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
         config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model)
     model.broadcast_params()
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer=args.optimizer, lr=args.lr, weight_decay=args.weight_decay, clip_grad=args.clip,
-                        bf16=args.bf16, params_dtype=dtype), [model])
+        OptimizerConfig(optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay,
+                        clip_grad=args.clip, bf16=args.bf16, params_dtype=dtype), [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = model.no_sync
     return config, model, optimizer
+
+
+def scheduler_of(args: argparse.Namespace, optimizer: Any) -> Any:
+    """Megatron's own: the learning rate decays to `args.min_lr` over all iterations."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer, init_lr=0.0, max_lr=args.lr, min_lr=args.min_lr, lr_warmup_steps=0, lr_decay_steps=args.iterations,
+        lr_decay_style="cosine", start_wd=args.weight_decay, end_wd=args.weight_decay, wd_incr_steps=args.iterations,
+        wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
@@ -140,7 +150,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     step = partial(
         get_forward_backward_func(), forward_step_func=forward_step, model=[model],
         num_microbatches=args.microbatches, seq_length=args.length, micro_batch_size=args.batch)
-    losses, validations, times, begin = [], [], [], time.time()
+    scheduler = None if args.min_lr is None else scheduler_of(args, optimizer)
+    losses, norms, validations, times, begin = [], [], [], [], time.time()
 
     def evaluate() -> None:
         model.eval()
@@ -157,15 +168,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         reports = step(data_iterator=data, forward_only=False)
         _, norm, _ = optimizer.step()
+        norms.append(norm)
+        if scheduler is not None:
+            scheduler.step(increment=1)
         losses.append(mean_loss(reports))
         times.append((time.perf_counter() - began, time.process_time() - processor))
         if (iteration + 1) % args.log_every == 0:
             log(step.func, args, iteration + 1, times[-1][0], losses[-1], norm)
+    getattr(step.func, "settle", lambda: None)()  # with staggered steps the last one may not be final yet
     state = {
         "pipeline": parallel_state.get_data_parallel_rank(), "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "part": parallel_state.get_tensor_model_parallel_rank(),
         "arguments": {key: value for key, value in vars(args).items() if not isinstance(value, Path)},
-        "losses": losses, "times": times, "validations": validations, "initial": initial,
+        "losses": losses, "norms": [float(norm) for norm in norms], "times": times, "validations": validations,
+        "initial": initial,
         "parameters": {name: value.detach() for name, value in model.module.named_parameters()},
         "optimizer": [{key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
                       for state in optimizer.optimizer.state.values()],
@@ -267,6 +283,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--per-token-loss", action="store_true")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--min-lr", type=float, help="decay to this (default: no decay)")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--clip", type=float, default=1.0, help="gradient clipping by norm; 0 is none")
     parser.add_argument("--seed", type=int, default=1)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import atexit
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_recycle.backends import megatron_groups, megatron_training
 from megatron_recycle.backends.megatron_data import LateSource, source_of
+from megatron_recycle.backends.megatron_norm import LateNorm
 from megatron_recycle.backends.megatron_split import MegatronSplitter
 from megatron_recycle.backends.megatron_stage import MegatronStage
 from megatron_recycle.backends.megatron_support import check_call, check_supported, optimizer_of
@@ -46,6 +50,7 @@ class RecycleSchedule:
         self._place: Place
         self._microbatches = 0
         self._iteration = 0
+        self._late: LateNorm | None = None
         self._data = LateSource()
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
         """Iterators that were evaluated with, by identity: where to read their micro-batches, passes over them."""
@@ -66,12 +71,8 @@ class RecycleSchedule:
         assert self._worker is not None
         check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
         self._stage.forward_step = forward_step_func
-        try:
+        with _ending():
             reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
-        except JobEnded as end:
-            # Status 0: this is a part of a worker that has lost another part, and the others have ended well.
-            get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
-            raise SystemExit(end.status) from None
         return self._stage.reports(reports) if self._place.last else []
 
     def _train(self, data_iterator: Any) -> torch.Tensor:
@@ -79,12 +80,34 @@ class RecycleSchedule:
         if self._iteration == 0:
             self._data.source = (source_of(data_iterator, self._place.part) if self._options.data is None
                                  else FactorySource(self._options.data))
-        self._worker.train(self._iteration)
+        iteration, stepper = self._iteration, self._worker.stepper
+        self._stage.rates.set(iteration)
+        self._worker.train(iteration)
         self._iteration += 1
-        verdict, reports = self._worker.stepper.verdict, self._worker.stepper.reports
-        assert verdict is not None and reports is not None
-        self._stage.result = (True, self._stage.norm(verdict.norm_squares, verdict.weight), None)
+        self._stage.rates.forget(stepper.ledger.committed)
+        if self._late is not None:
+            self._late.settle()  # it is known now, and might not be later
+        self._late = LateNorm(partial(self._norm, self._worker, iteration))
+        if stepper.held is None:
+            self._late.settle()
+        self._stage.result = (True, self._late, None)
+        reports = stepper.reports if stepper.held is None else stepper.held.reports
+        assert reports is not None
         return reports
+
+    def _norm(self, worker: StageWorker, iteration: int) -> float:
+        """The gradient norm of one of the last two iterations, waiting for the other stages' if need be."""
+        if worker.stepper.ledger.committed < iteration:
+            self.settle()
+        verdict = next(verdict for verdict in worker.stepper.verdicts if verdict.iteration == iteration)
+        return self._stage.norm(verdict.norm_squares, verdict.weight)
+
+    def settle(self) -> None:
+        """Wait until the last step is final: before that, parameters may still be undone. Raises SystemExit."""
+        if self._worker is None:
+            return
+        with _ending():
+            self._worker.settle()
 
     def _evaluate(self, data_iterator: Any) -> torch.Tensor:
         assert self._worker is not None
@@ -124,7 +147,7 @@ class RecycleSchedule:
     def _start(self, models: list[Any], microbatches: int) -> None:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
-        check_supported(models, config, optimizer, self._settings)
+        check_supported(models, config, optimizer)
         megatron_training.check_arguments()
         self._microbatches = microbatches
         self._place = _place(microbatches)
@@ -155,6 +178,17 @@ class RecycleSchedule:
             get_logger().error("megatron-recycle: %s", end)
         finally:
             self._worker.close()
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """The end of the job ends the process. Status 0: this is a part of a worker that has lost another part, and the
+    others have ended well."""
+    try:
+        yield
+    except JobEnded as end:
+        get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
+        raise SystemExit(end.status) from None
 
 
 def _place(microbatches: int) -> Place:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_recycle.backends.options import Options
-from megatron_recycle.config import RecycleConfig
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 
@@ -31,7 +30,10 @@ def install(options: Options) -> None:
 
     def get_forward_backward_func(*args: Any, **keywords: Any) -> Callable[..., Any]:
         # Not before: flags are still being read when the plugin is switched on by one.
-        settings = _with_barrier(options.resolve({}))
+        settings = options.resolve({})
+        if options.config is None and "step" not in settings.sources:
+            # Megatron's loop looks at gradient norms between steps, and so may a script.
+            settings = replace(settings, step="barrier")
         if not settings.enabled:
             return stock(*args, **keywords)
         if not made:
@@ -43,8 +45,3 @@ def install(options: Options) -> None:
     for module in list(sys.modules.values()):
         if getattr(module, "__dict__", {}).get(_NAME) is now:
             setattr(module, _NAME, get_forward_backward_func)
-
-
-def _with_barrier(settings: RecycleConfig) -> RecycleConfig:
-    """The default for Megatron; a `step` that was asked for stays, to be refused if it cannot be kept."""
-    return settings if "step" in settings.sources else replace(settings, step="barrier")

@@ -25,6 +25,7 @@ from torch import nn
 
 from megatron_recycle.backends.buffers import check_unchanged
 from megatron_recycle.backends.megatron_groups import TensorGroup
+from megatron_recycle.backends.megatron_rates import SET_BY_LOOP, Rates
 from megatron_recycle.backends.megatron_support import single_optimizers
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.data import Batch
@@ -73,6 +74,7 @@ class MegatronStage:
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         model.param_to_bucket_group.clear()
         self._take_over(optimizer)
+        self.rates = Rates(self._single.optimizer)
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
@@ -135,7 +137,8 @@ class MegatronStage:
             parameter.main_grad.copy_(gradient)
             if coefficient != 1.0:
                 parameter.main_grad.mul_(coefficient)
-        self._stock_step()
+        with self.rates.of_next_step():
+            self._stock_step()
         for parameter in self.parameters:
             parameter.grad = None  # Megatron points it to main_grad; the next backward must not add to that
 
@@ -176,11 +179,13 @@ class MegatronStage:
                 states.pop(parameter, None)
 
     def counters(self) -> Any:
-        return copy.deepcopy([{key: value for key, value in group.items() if key != "params"}
-                              for group in self._single.optimizer.param_groups])
+        groups = [{key: value for key, value in group.items() if key not in ("params", *SET_BY_LOOP)}
+                  for group in self._single.optimizer.param_groups]
+        return copy.deepcopy({"steps": self.rates.steps, "groups": groups})
 
     def set_counters(self, counters: Any) -> None:
-        for group, own in zip(self._single.optimizer.param_groups, copy.deepcopy(counters), strict=True):
+        self.rates.steps = counters["steps"]
+        for group, own in zip(self._single.optimizer.param_groups, copy.deepcopy(counters["groups"]), strict=True):
             group.update(own)
 
     def regroup(self, groups: Groups) -> None:

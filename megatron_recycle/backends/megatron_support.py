@@ -16,7 +16,6 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_recycle.backends.buffers import statistics
-from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
 
 SUPPORTED = "0.16"
@@ -42,7 +41,7 @@ def single_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimize
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer, settings: RecycleConfig) -> None:
+def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer) -> None:
     """Raises UnsupportedError that lists everything about this job that cannot be kept correct."""
     check_version()
     if len(models) != 1 or config.virtual_pipeline_model_parallel_size is not None:
@@ -53,7 +52,7 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
     else:
         model = models[0]
         found = [message for unsupported, message in
-                 [*_parallelism(config), *_data_parallel(model.ddp_config), *_model(config), *_settings(settings)]
+                 [*_parallelism(config), *_data_parallel(model.ddp_config), *_model(config)]
                  if unsupported]
         found += _optimizer(optimizer)
         found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
@@ -127,11 +126,6 @@ def _model(config: Any) -> list[tuple[bool, str]]:
         (config.finalize_model_grads_func not in (None, finalize_model_grads),
          "a finalize_model_grads_func of your own: gradients are final when the plugin has reduced them"),
     ]
-
-
-def _settings(settings: RecycleConfig) -> list[tuple[bool, str]]:
-    return [(settings.step != "barrier", f"step {settings.step}: the training loop sets the learning rate between "
-             "steps, which an undone step would have to take back; use barrier")]
 
 
 def _optimizer(optimizer: MegatronOptimizer) -> list[str]:

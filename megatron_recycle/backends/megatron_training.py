@@ -46,6 +46,9 @@ class Schedule(Protocol):
     def log_part(self) -> str:
         """The plugin's part of it."""
 
+    def settle(self) -> None:
+        """Wait until the last step is final."""
+
     def missing(self) -> list[str]:
         """Workers that are not there any more."""
 
@@ -82,6 +85,7 @@ def take_over(schedule: Schedule, attached: Callable[[], AbstractContextManager[
         loop.print_rank_0(f"[{string}] datetime: {now:%Y-%m-%d %H:%M:%S} ")
 
     def save_checkpoint(iteration: int, *arguments: Any, **keywords: Any) -> Any:
+        schedule.settle()
         missing = schedule.missing()
         if missing:
             get_logger().error("megatron-recycle: no checkpoint of iteration %d: it needs the workers that are missing "
@@ -90,4 +94,6 @@ def take_over(schedule: Schedule, attached: Callable[[], AbstractContextManager[
         with attached():
             return save(iteration, *arguments, **keywords)
 
+    # Its group has one member by now, and the gradient norm may not be known yet.
+    loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
     loop.print_rank_last, loop.print_datetime, loop.save_checkpoint = print_rank_last, print_datetime, save_checkpoint

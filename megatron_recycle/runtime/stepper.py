@@ -83,6 +83,7 @@ class Stepper:
         self.pace = Pace(self.staggered, self._right,
                          announce=self.place.me == Worker(0, 0) and self.place.part == 0)
         self.pending: Commit | None = None
+        self._before: Verdict | None = None
         self._used = 1.0
         self._early = False
 
@@ -143,10 +144,15 @@ class Stepper:
         self.undo.forget()
         assert self.held is not None
         self.reports = self.held.reports
-        self.held, self.verdict = None, verdict
+        self.held, self.verdict, self._before = None, verdict, self.verdict
         self.ledger.committed = verdict.iteration
         self.pace.learn(verdict)
         self.listener.committed(verdict, adopt)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Of the last two committed iterations, as far as this worker was there, the last one first."""
+        return [verdict for verdict in (self.verdict, self._before) if verdict is not None]
 
     def guess(self) -> float:
         """The coefficient that this stage's own numbers suggest."""

@@ -30,12 +30,12 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         name = f"{pipeline}:{stage}" + (f".{part}" if tensor > 1 else "")
         megatron_recycle.enable(
             RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
-                             **(settings or {})}), observer=observer_of(name))
+                             "step": "barrier", **(settings or {})}), observer=observer_of(name))
     state = script.main([*SIZE, "--data", __file__, "--stages", str(stages), "--tensor", str(tensor),
                          "--iterations", str(iterations), "--seed", str(seed), *options])
     result = {"losses": [loss for loss in state["losses"] if loss is not None],
-              "validations": state["validations"], "stage": state["stage"], "pipeline": state["pipeline"],
-              "members": None,
+              "norms": state["norms"], "validations": state["validations"], "stage": state["stage"],
+              "pipeline": state["pipeline"], "members": None,
               "parameters": {name: value.float().numpy().copy() for name, value in state["parameters"].items()},
               "state": [{key: value.float().numpy().copy() for key, value in one.items()}
                         for one in state["optimizer"]]}

@@ -31,14 +31,13 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-def refusal(*, reduction: dict[str, bool] | None = None, step: str = "barrier", **changes: Any) -> str:
+def refusal(*, reduction: dict[str, bool] | None = None, **changes: Any) -> str:
     """What is said to a job like this; "" if nothing is wrong with it."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer.optimizer import FP32Optimizer
     from torch import nn
 
     from megatron_recycle.backends.megatron_support import check_supported
-    from megatron_recycle.config import RecycleConfig
     from megatron_recycle.errors import UnsupportedError
 
     model = DistributedDataParallel.__new__(DistributedDataParallel)
@@ -48,7 +47,7 @@ def refusal(*, reduction: dict[str, bool] | None = None, step: str = "barrier", 
     optimizer = FP32Optimizer.__new__(FP32Optimizer)
     optimizer.config = SimpleNamespace(log_num_zeros_in_grad=changes.pop("log_num_zeros_in_grad", False))
     try:
-        check_supported([model], SimpleNamespace(**{**SETTINGS, **changes}), optimizer, RecycleConfig(step=step))
+        check_supported([model], SimpleNamespace(**{**SETTINGS, **changes}), optimizer)
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -80,7 +79,7 @@ def test_ways_of_reducing_that_count_on_all_ranks(name, sizes):
     ({"fp16": True}, "use bf16"), ({"cuda_graph_impl": "local"}, "CUDA graphs"),
     ({"num_moe_experts": 4}, "dense layers"),
     ({"sequence_parallel": True}, "sequence_parallel off"), ({"virtual_pipeline_model_parallel_size": 2}, "virtual"),
-    ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad"), ({"step": "staggered"}, "use barrier")])
+    ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad"),])
 def test_options(changes, word, sizes):
     assert word in refusal(**changes)
 

@@ -1,0 +1,52 @@
+"""Learning rates and weight decays as Megatron's loop sets them, one iteration after another.
+
+The loop sets them between two steps, from counters of its own, and does not know that a step may be undone and made
+again later. So they are noted when an iteration begins, and put in force while its step is made, whenever that is;
+at all other times those in force are the loop's latest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+SET_BY_LOOP = ("lr", "weight_decay")
+"""What is the loop's in an optimizer's parameter group; the rest is part of the state that a step changes."""
+
+
+class Rates:
+    """What ``optimizer`` (a torch one) is to step each iteration with.
+
+    Attributes:
+        steps: that have been made, and not been undone.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._of: dict[int, list[dict[str, Any]]] = {}
+        self.steps = 0
+
+    def set(self, iteration: int) -> None:
+        """``iteration`` begins: what is in force now is meant for it."""
+        self._of[iteration] = self._in_force()
+
+    @contextmanager
+    def of_next_step(self) -> Iterator[None]:
+        """Inside the block, which makes the next step, its rates are in force."""
+        latest = self._in_force()
+        self._use(self._of.get(self.steps, latest))
+        yield
+        self._use(latest)
+        self.steps += 1
+
+    def forget(self, committed: int) -> None:
+        """Iterations up to ``committed`` are final."""
+        self._of = {iteration: values for iteration, values in self._of.items() if iteration > committed}
+
+    def _in_force(self) -> list[dict[str, Any]]:
+        return [{key: group[key] for key in SET_BY_LOOP if key in group} for group in self._optimizer.param_groups]
+
+    def _use(self, rates: list[dict[str, Any]]) -> None:
+        for group, values in zip(self._optimizer.param_groups, rates, strict=True):
+            group.update(values)

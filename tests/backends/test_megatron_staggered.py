@@ -1,0 +1,76 @@
+"""`step: staggered` under Megatron's own interfaces: the loop sets the learning rate and takes the gradient norm
+between steps that may still be undone, and ends with the bits of stages that wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.backends import megatron_job
+from tests.backends.comparing import check_survivors, differences, run
+from tests.harness import Hold, Job, Result
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.processes
+
+ALWAYS = ("--clip", "0.05")
+"""A limit on the gradient norm below every norm that occurs: each early step is wrong and has to be undone."""
+DECAY = ("--min-lr", "1e-4")
+
+
+def arguments(*options: str, step: str = "staggered", **changes: Any) -> dict[str, Any]:
+    return {"pipelines": 2, "stages": 2, "iterations": 5, "options": (*DECAY, *options),
+            "settings": {"reduction": "exact", "step": step}, **changes}
+
+
+@pytest.fixture(scope="module")
+def waiting() -> Mapping[tuple[str, ...], dict[int, Result]]:
+    """The job without failures whose stages wait for each other, by its options."""
+
+    class Runs(dict):
+        def __missing__(self, options: tuple[str, ...]) -> dict[int, Result]:
+            self[options] = run(megatron_job.train, 4, arguments(*options, step="barrier"))
+            return self[options]
+
+    return Runs()
+
+
+@pytest.mark.parametrize("reading", [(), pytest.param(("--log-every", "1"), marks=pytest.mark.slow)], ids=" ".join)
+def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(reading, waiting):
+    """``reading``: one worker waits for each norm, and undoes its step, after the loop has set the next rate."""
+    with Job(megatron_job.train, 4, arguments(*ALWAYS, *reading)) as job:
+        results = job.wait()
+    for rank, result in results.items():
+        assert result.status == 0, result.error
+        assert not differences(result, waiting[ALWAYS][rank])
+        assert result.value["norms"] == waiting[ALWAYS][rank].value["norms"]
+    assert {event["iteration"] for event in job.events if event["event"] == "rolled_back"} == {0, 1, 2}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "hold"), [
+    (("--clip", "0"), Hold("1:1", "stepped", 2)), (ALWAYS, Hold("0:0", "forward", 2, 0)),
+    (("--clip", "0", "--bf16"), Hold("0:1", "reduce", 3)),
+    (("--clip", "0", "--eval-every", "2"), Hold("1:0", "stepped", 1))], ids=str)
+def test_a_worker_killed_while_stages_are_a_step_apart(options, hold, waiting):
+    with Job(megatron_job.train, 4, arguments(*options), [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {hold.worker}, waiting[options])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hold", [None, Hold("1:0.1", "stepped", 2)], ids=str)
+def test_tensor_parallel_parts_undo_their_steps_together(hold):
+    calm = run(megatron_job.train, 8, arguments(*ALWAYS, step="barrier", tensor=2))
+    with Job(megatron_job.train, 8, arguments(*ALWAYS, tensor=2), [hold] if hold else []) as job:
+        if hold:
+            job.wait_held()
+            job.kill(hold)
+        results = job.wait()
+    found = [rank for rank, result in results.items() if result.value is not None]
+    assert len(found) == (6 if hold else 8)
+    for rank in found:
+        assert not differences(results[rank], calm[rank])
