@@ -115,6 +115,11 @@ class RecycleConfig:
         "longest such action so far; waiting for others and the script's own code do not count",
         unit="s",
     )
+    slow_factor_out: float = _option(
+        0.0,
+        "a worker that takes more than so many times as long for a micro-batch as its peers is removed; 0: never, slow "
+        "workers are reported and get less work",
+    )
     report_timeout: float = _option(30.0, "time that a survivor has to report after a failure", unit="s")
     transport_timeout: float = _option(
         1800.0,
@@ -135,6 +140,9 @@ class RecycleConfig:
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name), option.name))
         self._check_ranges()
         self._check_timeouts()
+        if self.slow_factor_out and not self.slow_factor_out > 1:
+            raise ConfigError(f"{_where(self, 'slow_factor_out')} is {self.slow_factor_out:g}: a worker may not be "
+                              "removed for being as fast as its peers; give more than 1, or 0 for never")
         if self.policy == "drop" and self.reduction == "exact":
             raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a "
                               "fixed order; use reduction fast, or policy reroute")

@@ -30,6 +30,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_recycle.launch.planning import Planning
+from megatron_recycle.launch.slowness import Profiles
 from megatron_recycle.membership.coordinator import Coordinator, Timeouts
 from megatron_recycle.membership.store import Journal
 from tests.network.hosts import enter
@@ -195,6 +196,7 @@ class Job:
             coordinator = self._coordinator = Coordinator(
                 size=self.size, token="token", journal=journal, plan=planning.plan, improve=planning.improve,
                 emit=self._emit, timeouts=Timeouts(), launched=False, listener=socket.create_server((self.address, 0)))
+            self._profiles = Profiles(planning, coordinator, self._emit)
             started.append(await coordinator.start())
             ready.set()
             await self._over.wait()
@@ -205,8 +207,8 @@ class Job:
         return started[0]
 
     def _emit(self, event: Mapping[str, Any]) -> None:
-        if self.profiled and event["event"] == "profile" and self._planning.measured(event) is not None:
-            self._coordinator.search_again()
+        if self.profiled and event["event"] == "profile":
+            self._profiles.take(event)
         with self._changed:
             self.events.append(dict(event))
             self._changed.notify_all()

@@ -21,6 +21,7 @@ from typing import IO, Any
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.launch.planning import Planning
 from megatron_recycle.launch.ports import listen
+from megatron_recycle.launch.slowness import Profiles
 from megatron_recycle.membership import Coordinator, Journal, Timeouts
 from megatron_recycle.membership.places import Offered
 from megatron_recycle.membership.restart import restore, untold
@@ -90,9 +91,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         name = fields.pop("event")
         if name != "profile":
             log.emit(name, **fields)
-        elif (found := planning.measured(fields)) is not None:
-            log.emit("profiled", t=fields["t"], generation=fields["generation"], **found.to_json())
-            coordinator.search_again()
+        else:
+            profiles.take(fields)
 
     for event in past.untold:
         emit(event)
@@ -114,6 +114,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         offered=offered,
         told=(*past.told, *past.untold),
     )
+    profiles = Profiles(planning, coordinator, emit)
     control = await coordinator.start()
     with starter:
         starter.write(json.dumps({"control": control, "store": store_port}) + "\n")

@@ -69,9 +69,12 @@ class Measurements:
         worker = str(Process.parse(profile["worker"]).worker)  # a worker's parts take the same time and memory
         self._profiles[worker] = profile
         self._heard.add(worker)
-        if not self._heard >= self.live:
+        if profile.get("early") and self.known is not None:
+            pass  # the others are as they were
+        elif not self._heard >= self.live:
             return False
-        self._heard.clear()
+        else:
+            self._heard.clear()
         costs = self._costs()
         if costs is None:
             return False

@@ -339,6 +339,15 @@ class Coordinator:
         for decision in decisions:
             self._carry_out(decision)
 
+    def tell(self, event: Mapping[str, Any]) -> None:
+        """Record an event, and tell the launchers."""
+        self._tell_event(event)
+
+    def declare_out(self, name: str, kind: str) -> None:
+        """Go on without the member of this name, which lives; call it in the event loop."""
+        if (member := self.state.members.get(name)) is not None:
+            self._feed(Lost((Loss(member.incarnation, kind),), time.time()))
+
     def search_again(self) -> None:
         """What the planner knows has changed: look for a better plan for the membership in force."""
         if self.state.phase is Phase.TRAINING and self.state.plan is not None:

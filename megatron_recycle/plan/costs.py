@@ -12,6 +12,9 @@ from typing import Any
 from .errors import PlanError
 from .grid import Worker
 
+#: a worker counts as slow (or fast) when it differs from its peers' median by more than this
+NOTABLE = 0.25
+
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "step")
 
 

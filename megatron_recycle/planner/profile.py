@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 from ..plan import Costs, PlanError, Worker
+from ..plan.costs import NOTABLE
 
-#: a worker counts as slow (or fast) when it differs from its peers' median by more than this
-NOTABLE = 0.25
 #: measured speeds are rounded to this, so that noise does not make every plan a new one
 SPEED_STEP = 0.05
 

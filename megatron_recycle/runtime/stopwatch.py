@@ -41,11 +41,11 @@ class Stopwatch:
             yield
             self._add(kind, time.perf_counter() - start)
 
-    def medians(self) -> dict[str, float]:
-        """Median seconds of each kind of action that was measured."""
+    def medians(self, last: int = 0) -> dict[str, float]:
+        """Median seconds of each kind of action that was measured; of the ``last`` so many of each, 0: of all."""
         found = {}
         for kind, taken in self._taken.items():
-            seconds = [one if isinstance(one, float) else one[0].elapsed_time(one[1]) / 1000 for one in taken
+            seconds = [one if isinstance(one, float) else one[0].elapsed_time(one[1]) / 1000 for one in taken[-last:]
                        if isinstance(one, float) or one[1].query()]
             if seconds:
                 found[kind] = median(seconds)

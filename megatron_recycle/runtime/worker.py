@@ -20,7 +20,7 @@ from megatron_recycle.membership import Agent, Offer
 from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.activity import RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
-from megatron_recycle.runtime.budget import announce, announce_profile, profile
+from megatron_recycle.runtime.budget import announce
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict, share_digests
 from megatron_recycle.runtime.data import DataSource, digest
 from megatron_recycle.runtime.evaluate import Evaluations, run_pass
@@ -30,6 +30,7 @@ from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.memory import ActivationMemory
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.random_state import seed_of, seeded
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
 from megatron_recycle.runtime.reduce import ExactReduction, FastReduction, Reduction
@@ -42,7 +43,6 @@ from megatron_recycle.runtime.transport import Message, Transport
 from megatron_recycle.runtime.verify import verify_boundary
 
 _POLL_SECONDS = 0.001
-_FIRST_PROFILE, _PROFILE_EVERY = 4, 25  # commits after which the measured durations go to the planner
 _LONGEST_CLOSE = 5.0
 
 
@@ -104,7 +104,7 @@ class StageWorker:
         self._boundary: int | None = None  # the iteration that is not begun in this generation
         self._offer: Offer | None = None
         self._agreed = 0
-        self._commits = 0
+        self._profiling = Profiling(watch)
         self.memory = ActivationMemory(stage.device)
         self._transport: Transport
         self._reduction: Reduction
@@ -419,12 +419,7 @@ class StageWorker:
         """The stepper's news: an iteration is final."""
         self.forget_data(verdict.iteration)
         self.agent.committed(verdict.iteration, verdict.loss)
-        self._commits += 1
-        if self._commits == _FIRST_PROFILE or self._commits % _PROFILE_EVERY == 0:
-            found = profile(self)
-            self.agent.event("profile", **self._stopwatch.medians(), **found)
-            if self._commits == _FIRST_PROFILE and self._plan.problem.live(self.place.me.stage)[0] == self.place.me:
-                announce_profile(self.place.me, found)
+        self._profiling.committed(self, self._forwards)
         if adopt and self._offer is not None:
             # Nobody has begun the iteration after next: that takes this very verdict.
             self._agreed = self._offer.number
@@ -450,7 +445,7 @@ class StageWorker:
                 "split_backward": config.split_backward, "step": config.step, "policy": config.policy,
                 "clip_norm": config.clip_norm,
                 "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,
-                "planner_budget": config.planner_budget,
+                "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
                 "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
                 "report_timeout": config.report_timeout,
                 "seed": config.seed, "max_restarts": config.max_restarts,

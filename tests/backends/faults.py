@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from megatron_recycle.backends.deepspeed import DeepSpeedStage
 from megatron_recycle.runtime.data import DatasetSource
 from megatron_recycle.runtime.transport import Transport
 from megatron_recycle.runtime.worker import StageWorker
@@ -31,20 +33,22 @@ class Fault:
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Fault] = (),
-          hosts: Mapping[int, str] | None = None, slow: Mapping[str, float] | None = None, **arguments: Any) -> Any:
-    """As `gpt_job.train`.
+          hosts: Mapping[int, str] | None = None, slow: Mapping[str, tuple[int, float]] | None = None,
+          **arguments: Any) -> Any:
+    """As `gpt_job.train`; the result has "forwards" too, how many this worker ran in each attempt at an iteration.
 
     Args:
         faults: what goes wrong.
         hosts: name of the host that a rank says it is on.
-        slow: worker -> seconds that each of its forwards takes longer.
+        slow: worker -> from which iteration on each of its forwards takes how many seconds longer.
     """
     if hosts is not None:
         os.environ["RECYCLE_HOST"] = hosts[rank]
     _install(faults)
     _show_data_loading()
     _stretch_forwards(slow or {})
-    return gpt_job.train(observer_of, rank, **arguments)
+    forwards = _count_forwards()
+    return {**gpt_job.train(observer_of, rank, **arguments), "forwards": forwards}
 
 
 def _install(faults: Sequence[Fault]) -> None:
@@ -119,17 +123,26 @@ def _show_data_loading() -> None:
     DatasetSource.batch = read  # type: ignore[method-assign]
 
 
-def _stretch_forwards(slow: Mapping[str, float]) -> None:
-    if not slow:
-        return
-    import time
-
-    from megatron_recycle.backends.deepspeed import DeepSpeedStage
-
+def _stretch_forwards(slow: Mapping[str, tuple[int, float]]) -> None:
     forward = DeepSpeedStage.forward
 
     def stretched(self: DeepSpeedStage, *arguments: Any) -> Any:
-        time.sleep(slow.get(str(self._engine._at.me), 0.0))
+        begin, seconds = slow.get(str(self._engine._at.me), (0, 0.0))
+        if self._engine.global_steps >= begin:
+            time.sleep(seconds)
         return forward(self, *arguments)
 
     DeepSpeedStage.forward = stretched  # type: ignore[method-assign]
+
+
+def _count_forwards() -> dict[tuple[int, int], int]:
+    found: dict[tuple[int, int], int] = {}
+    forward = StageWorker._forward
+
+    def counted(self: StageWorker, action: Any) -> None:
+        key = self.ledger.iteration, self.ledger.attempt
+        found[key] = found.get(key, 0) + 1
+        forward(self, action)
+
+    StageWorker._forward = counted  # type: ignore[method-assign]
+    return found

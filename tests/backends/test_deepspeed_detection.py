@@ -127,3 +127,38 @@ def test_of_two_peers_that_differ_nobody_knows_which_is_right_and_the_job_stops(
         finished = job.wait_event("finished")
     assert "stage 0 differ" in finished["message"] and "1:0" in finished["message"]
     assert [result.status for result in results.values()] == [1] * 4
+
+
+# ---- a worker is slow
+
+
+LONGER: Mapping[str, Any] = {**EXACT, "iterations": 14}
+
+
+@pytest.fixture(scope="module")
+def longer() -> dict[int, Result]:
+    """The exact job with more iterations."""
+    return run(gpt_job.train, SIZE, LONGER)
+
+
+def test_a_slow_worker_is_reported_and_gets_less_work(longer):
+    settings = {**SETTINGS, "planner_budget": 0.5}
+    with Job(faults.train, SIZE, {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.1)}}, profiled=True) as job:
+        check_survivors(job, set(), longer)
+        results = job.results
+    suspected = next(event for event in job.events if event["event"] == "suspected" and event["worker"] == "1:1")
+    assert suspected["kind"] == "slow" and suspected["removed"] is False and suspected["factor"] > 1.25
+    assert [event for event in job.events if event["event"] == "adopted"]
+    of = {(value["pipeline"], value["stage"]): value["forwards"] for value in (result.value for result in results.values())}
+    assert of[1, 1].get((LONGER["iterations"] - 1, 1), 0) < 4
+
+
+def test_a_worker_that_becomes_slow_is_removed_if_the_user_asks(longer):
+    began = 6
+    settings = {**SETTINGS, "slow_factor_out": 4.0}
+    with Job(faults.train, SIZE, {**LONGER, "settings": settings, "slow": {"1:1": (began, 0.3)}}, profiled=True) as job:
+        check_survivors(job, {"1:1"}, longer)
+        assert [result.status for result in job.results.values()].count(3) == 1
+    removed = next(event for event in job.events if event["event"] == "suspected" and event.get("removed", True))
+    assert (removed["worker"], removed["kind"]) == ("1:1", "slow")
+    assert removed["iteration"] <= began + 3
