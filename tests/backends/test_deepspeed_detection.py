@@ -149,7 +149,8 @@ def test_a_slow_worker_is_reported_and_gets_less_work(longer):
     suspected = next(event for event in job.events if event["event"] == "suspected" and event["worker"] == "1:1")
     assert suspected["kind"] == "slow" and suspected["removed"] is False and suspected["factor"] > 1.25
     assert [event for event in job.events if event["event"] == "adopted"]
-    of = {(value["pipeline"], value["stage"]): value["forwards"] for value in (result.value for result in results.values())}
+    values = [result.value for result in results.values()]
+    of = {(value["pipeline"], value["stage"]): value["forwards"] for value in values}
     assert of[1, 1].get((LONGER["iterations"] - 1, 1), 0) < 4
 
 
