@@ -38,7 +38,9 @@ def hello(state: State, member: Member) -> Step:
     if text is not None:
         return state, (notices.refuse(member, text),)
     joiners = {**state.joiners, member.worker: member}
-    return state.with_(joiners=joiners, known={**state.known, member.incarnation: member}), ()
+    state = state.with_(joiners=joiners, known={**state.known, member.incarnation: member})
+    # It may believe that it is in: taken in by a coordinator that died before it could tell the end of that.
+    return state, (Tell((member.incarnation,), notices.stop_message(state)),)
 
 
 def _no_place(state: State, member: Member) -> str | None:
@@ -64,6 +66,8 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     if member is None:
         return state, ()
     difference = forming.difference(_description(state, member), happened.description)
+    if difference is None and member.incarnation in state.prepared:
+        return state, ()
     if difference is None:
         event = {"event": "waiting", "t": now, "generation": state.generation, "worker": member.worker}
         told = Emit({**event, "rank": member.rank, "pid": member.pid})

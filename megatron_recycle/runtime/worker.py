@@ -95,7 +95,6 @@ class StageWorker:
         self._stopwatch = watch = Stopwatch(stage.device)
         self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
         self.evaluations = Evaluations(place.grid, stage.report_width)
-        """What this worker has got from its peers, if it has come in and not said so yet."""
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
         self._plan: Plan

@@ -1,0 +1,168 @@
+"""Stories of coming in and going out, on paper."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.places import Offered, Places, free_places
+from megatron_recycle.membership.restart import restore
+from tests.membership.cluster import Cluster, endings, events, report, told
+
+
+class Joins(Cluster):
+    """`1:1` is out, and its second life "1:1/1" may come in."""
+
+    def lost(self) -> Joins:
+        self.train()
+        self.exit("1:1")
+        self.plan()
+        self.reports(iteration=0)
+        self.resume_all()
+        return self
+
+    def comes(self, life: int = 1, **other: Any) -> list[st.Decision]:
+        self.hello("1:1", life)
+        description = {"grid": self.grid, "block": 2, "reduction": "exact", **other}
+        return self.feed(st.Ready(f"1:1/{life}", description, report(attempt=0)))
+
+    def who(self) -> list[str]:
+        return [member.incarnation for member in self.state.members.values()]
+
+    def stand(self, iteration: int = 7) -> list[st.Decision]:
+        decisions: list[st.Decision] = []
+        for who in self.who():
+            decisions += self.feed(st.Boundary(who, self.state.generation, iteration, self.now))
+        return decisions
+
+    def taken_in(self) -> dict[str, Any]:
+        """The go with 1:1/1 in it."""
+        self.comes()
+        self.stand()
+        self.plan()
+        ((_, go),) = told(self.reports("0:0", "0:1", "1:0", "2:0", "2:1", iteration=6, holds=6, committed=6), "go")
+        return go
+
+
+def test_a_joiner_that_is_ready_makes_the_members_stop_at_a_boundary_and_is_then_one_of_them() -> None:
+    cluster = Joins().lost()
+    ((to, offer),) = told(cluster.comes(), "offer")
+    assert to == set(cluster.names) - {"1:1"} and offer["plan"] is None
+    ((to, stop),) = told(cluster.stand(), "stop")
+    assert to == set(cluster.names) and stop["members"]["1:1"] == "1:1/1" and stop["out"] == {}
+    cluster.plan()
+    ((to, go),) = told(cluster.reports("0:0", "0:1", "1:0", "2:0", "2:1", iteration=6, holds=6, committed=6), "go")
+    assert to == set(cluster.names)
+    assert (go["resume"]["joined"], go["resume"]["next"], go["resume"]["redone"]) == (["1:1"], 7, 0)
+    received = {"bytes": 2_000_000, "ms": 4.0}
+    (joined,) = events(cluster.feed(st.Holds("1:1/1", 3, received)), "joined")
+    assert (joined["worker"], joined["bytes"], joined["mb_per_s"]) == ("1:1", 2_000_000, 500.0)
+    assert cluster.state.unproven == {} and cluster.state.out == {}
+
+
+def test_a_failure_while_it_comes_in_sends_the_joiner_back_to_wait_and_its_word_does_not_count() -> None:
+    cluster = Joins().lost()
+    cluster.taken_in()
+    ((to, stop),) = told(cluster.exit("0:0"), "stop")
+    assert "1:1" in to and "1:1" not in stop["members"] and stop["out"]["1:1"] == "exit"
+    assert "1:1/1" not in cluster.state.fenced
+    assert cluster.feed(st.Holds("1:1/1", 3, {})) == []
+    cluster.plan()
+    cluster.reports("0:1", "1:0", "2:0", "2:1", iteration=6, holds=6, committed=6)
+    assert not told(cluster.resume_all(), "offer")
+    description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
+    assert told(cluster.feed(st.Ready("1:1/1", description, report())), "offer")
+
+
+def test_a_joiner_that_dies_while_it_comes_in_is_a_failure_like_any_other() -> None:
+    cluster = Joins().lost()
+    cluster.taken_in()
+    decisions = cluster.feed(st.Lost((st.Loss("1:1/1", "exit"),), cluster.now))
+    assert [event["worker"] for event in events(decisions, "suspected")] == ["1:1"]
+    assert "1:1/1" in cluster.state.fenced and not cluster.state.joiners
+
+
+def test_one_that_only_waits_is_missed_by_nobody() -> None:
+    cluster = Joins().lost()
+    cluster.hello("1:1", 1)
+    decisions = cluster.feed(st.Lost((st.Loss("1:1/1", "frozen"),), cluster.now))
+    assert events(decisions, "join_failed") and not told(decisions, "stop")
+    assert cluster.state.generation == 2 and not cluster.state.joiners
+
+
+def test_a_joiner_with_another_configuration_is_refused_by_the_name_of_the_key() -> None:
+    cluster = Joins().lost()
+    ((to, end),) = told(cluster.comes(reduction="fast"), "end")
+    assert to == {"1:1"} and end["status"] == 1 and 'reduction = "exact", it has "fast"' in end["message"]
+    assert not cluster.state.joiners and cluster.state.phase is st.Phase.TRAINING
+
+
+def test_no_switch_is_offered_before_a_recovery_is_over() -> None:
+    cluster = Joins().train()
+    cluster.exit("1:1")
+    assert not told(cluster.comes(), "offer")
+    cluster.plan()
+    assert not told(cluster.reports(iteration=0), "offer")
+    assert told(cluster.resume_all(), "offer")
+
+
+def test_a_member_that_asks_to_leave_is_out_at_the_boundary_and_told_so_with_status_zero() -> None:
+    cluster = Joins().train()
+    assert told(cluster.feed(st.Leave("2:0/0")), "offer")
+    decisions = cluster.stand()
+    (left,) = events(decisions, "left")
+    assert (left["worker"], left["kind"]) == ("2:0", "leave") and not events(decisions, "suspected")
+    ((to, end),) = told(decisions, "end")
+    assert to == {"2:0"} and end["status"] == 0
+    assert cluster.state.out == {"2:0": "leave"} and not cluster.state.leaving
+
+
+def test_the_last_of_a_stage_stays_until_a_joiner_has_its_state() -> None:
+    cluster = Joins().lost()
+    for name in ("0:1", "2:1"):
+        cluster.feed(st.Leave(f"{name}/0"))
+    cluster.comes()
+    decisions = cluster.stand()
+    assert [event["worker"] for event in events(decisions, "left")] == ["2:1"]
+    cluster.plan()
+    cluster.reports("0:0", "0:1", "1:0", "2:0", iteration=6, holds=6, committed=6)
+    cluster.feed(st.Holds("1:1/1", 3, {}))
+    told_last = [told(cluster.feed(st.Resumed(who, 3, cluster.now)), "offer") for who in cluster.who()][-1]
+    assert told_last, "now it may go"
+    assert [event["worker"] for event in events(cluster.stand(9), "left")] == ["0:1"]
+
+
+def test_when_the_last_of_a_stage_leaves_the_job_ends_at_the_boundary() -> None:
+    cluster = Joins().train()
+    for name in ("0:1", "1:1", "2:1"):
+        cluster.feed(st.Leave(f"{name}/0"))
+    (end,) = endings(cluster.stand())
+    assert end.status == 1 and "stage 1" in end.message and "0:1, 1:1, 2:1" in end.message
+
+
+def test_a_coordinator_that_comes_back_takes_in_whom_its_predecessor_had_let_wait_at_the_boundary() -> None:
+    cluster = Joins().lost()
+    cluster.comes()
+    number = cluster.state.switch
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
+    cluster.state = restore(len(cluster.names), records, 6)
+    cluster.feed(st.Restarted())
+    cluster.comes()
+    for name in ("0:0", "0:1", "1:0", "2:0", "2:1"):
+        cluster.feed(st.Hello(cluster.member(name), 2))
+        decisions = cluster.feed(st.Boundary(f"{name}/0", 2, 7, cluster.now))
+    ((_, stop),) = told(decisions, "stop")
+    assert stop["generation"] == 3 and stop["members"]["1:1"] == "1:1/1"
+    assert cluster.state.offers > number, "what was offered before is not offered again"
+
+
+def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
+    cluster = Joins().lost()
+    places = Places(Offered("host:1", {"RECYCLE_SEED": "3"}))
+    answer = free_places(cluster.state, places, 4, now=0.0)
+    assert (answer["ranks"], answer["size"], answer["store"]) == ([3], 6, "host:1")
+    assert "others are about to join" in free_places(cluster.state, places, 4, now=1.0)["refusal"]
+    assert free_places(cluster.state, places, 4, now=1000.0)["ranks"] == [3]
+    cluster.comes()
+    assert "no place" in free_places(cluster.state, places, 1, now=2000.0)["refusal"]
+    assert "not started by `recycle run`" in free_places(cluster.state, None, 1, now=0.0)["refusal"]

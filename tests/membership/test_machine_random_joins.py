@@ -1,0 +1,218 @@
+"""Random interleavings with workers that come in and leave, beside all that goes wrong in `test_machine_random`.
+
+A worker tells with what it holds which switch it has been offered; if all members of an iteration told the same,
+all of them stop before the iteration after next, and say so.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as some
+from hypothesis.stateful import invariant, precondition, rule
+
+from megatron_recycle.membership import state as st
+from tests.membership import test_machine_random as base
+
+LIVES = 4
+"""Processes of all joiners together."""
+
+
+@dataclass
+class More:
+    """What a process of `base` has beside, by incarnation."""
+
+    outside: bool = False
+    leaving: bool = False
+    offer: int = 0
+    told: dict[int, int] = field(default_factory=dict)
+    """Iteration held -> the offer that was told with it."""
+    boundary: int | None = None
+    stands: st.Boundary | None = None
+    holds: st.Holds | None = None
+    resumed: st.Resumed | None = None
+
+
+class Joins(base.Protocol):
+    def __init__(self) -> None:
+        self.more: defaultdict[str, More] = defaultdict(More)
+        self.lives = 0
+        super().__init__()
+
+    def _of(self, process: base.Process) -> More:
+        return self.more[process.member.incarnation]
+
+    # Connections
+
+    def _connect(self, process: base.Process) -> None:
+        super()._connect(process)
+        own = self._of(process)
+        if own.outside and process.ready and process.generation:
+            self._say_ready(process)
+        process.outbox.extend(kept for kept in (own.stands, own.holds, own.resumed) if kept is not None)
+        if own.leaving:
+            process.outbox.append(st.Leave(process.member.incarnation))
+
+    # Work
+
+    def _can_work(self, process: base.Process) -> bool:
+        stands = self._of(process).stands
+        return super()._can_work(process) and (stands is None or stands.generation != process.generation)
+
+    def _act(self, process: base.Process) -> None:
+        own, k = self._of(process), process.stepped + 1
+        steps, holds = self._can_step(process), self._can_hold(process)
+        assert process.go is not None
+        numbers = {self.more[incarnation].told.get(k, 0) for incarnation in process.go["members"].values()}
+        super()._act(process)
+        if steps and len(numbers) == 1 and numbers != {0} and own.boundary is None:
+            own.boundary = k + 2
+        elif holds and not steps:
+            own.told[k] = own.offer
+        if own.boundary is not None and process.stepped + 1 == own.boundary and process.computed == process.stepped:
+            own.stands = st.Boundary(process.member.incarnation, process.generation, own.boundary, self.now)
+            process.outbox.append(own.stands)
+
+    # Messages
+
+    def _hear(self, process: base.Process) -> None:
+        own, message = self._of(process), process.inbox[0]
+        kind = message["type"]
+        if kind == "offer" and message["generation"] == process.generation:
+            own.offer = message["number"]
+        elif kind == "end" and self.end is None:
+            process.alive = False
+        elif kind == "stop" and message["generation"] > process.stop:
+            inside = message["members"].get(process.name) == process.member.incarnation
+            if own.outside or not inside:
+                process.inbox.popleft()
+                process.stop, process.running, process.computed = message["generation"], False, process.stepped
+                own.outside = not inside
+                if not inside:
+                    self._say_ready(process)
+                return
+        super()._hear(process)
+
+    def _reconcile(self, process: base.Process, go: dict[str, Any]) -> None:
+        own = self._of(process)
+        own.offer, own.told, own.boundary, own.outside = 0, {}, None, False
+        if process.name in go["resume"]["joined"]:
+            self._take(process, go)
+        else:
+            super()._reconcile(process, go)
+        if process.running:
+            own.resumed = st.Resumed(process.member.incarnation, go["generation"], self.now)
+            process.outbox.append(own.resumed)  # `base` says it only of those that have nothing to step any more
+
+    def _take(self, process: base.Process, go: dict[str, Any]) -> None:
+        """Everything from its peers, if they live."""
+        resume = go["resume"]
+        process.go, process.generation, process.attempt = go, go["generation"], resume["attempt"]
+        peers = [self.processes[name] for name in go["members"]
+                 if name[-1] == process.name[-1] and name not in resume["joined"]]
+        if all(peer.alive and peer.member.incarnation == go["members"][peer.name] for peer in peers):
+            process.holds = process.stepped = process.computed = process.verdict = resume["target"]
+            process.running = True
+            own = self._of(process)
+            own.holds = st.Holds(process.member.incarnation, go["generation"], {"bytes": 1, "ms": 1.0})
+            process.outbox.append(own.holds)
+
+    # Checks
+
+    def _check_go(self, go: dict[str, Any]) -> None:
+        joined = go["resume"]["joined"]
+        stays = {name: who for name, who in go["members"].items() if name not in joined}
+        assert all(any(name[-1] == other[-1] for other in stays) for name in joined), "nobody to get the state from"
+        super()._check_go({**go, "members": stays})
+
+    def _told_committed(self, iteration: int) -> None:
+        assert iteration == (self.committed[-1] + 1 if self.committed else 0), "committed twice or out of order"
+        self.committed.append(iteration)
+        proven = {member.incarnation for member in self.state.proven.values()}
+        live = [p for p in self.processes.values() if p.alive and p.member.incarnation in proven]
+        assert all(p.holds >= iteration for p in live), "committed, but not held by all"
+
+    # What happens
+
+    def _empty(self) -> list[str]:
+        """Places whose last process is out, and known to be on disk."""
+        decided = [record for record in self.journal if record["kind"] == "decided"]
+        if self.end is not None or not decided or self.lives >= LIVES:
+            return []
+        return [name for name, process in sorted(self.processes.items())
+                if name not in self.state.members and name not in decided[-1]["members"]
+                and (not process.alive or process.member.incarnation in self.state.fenced)]
+
+    @precondition(lambda self: self._empty())
+    @rule(data=some.data())
+    def process_comes(self, data: Any) -> None:
+        name = base._pick(data, self._empty())
+        self.lives += 1
+        rank = self.processes[name].member.rank
+        member = st.Member(name, rank, f"{name}/{self.lives}", 100 + rank + 1000 * self.lives, "host")
+        process = self.processes[name] = base.Process(member, ready=True)
+        self._of(process).outside = True
+        self._connect(process)
+
+    def _staying(self, process: base.Process) -> bool:
+        return process.running and not self._of(process).leaving
+
+    @precondition(lambda self: self.troubles and self._those(self._staying))
+    @rule(data=some.data())
+    def worker_asks_to_leave(self, data: Any) -> None:
+        self.troubles -= 1
+        process = self._some(data, self._those(self._staying))
+        self._of(process).leaving = True
+        process.outbox.append(st.Leave(process.member.incarnation))
+
+    @invariant()
+    def a_job_ends_only_for_want_of_a_stage_or_of_a_network(self) -> None:
+        if self.end is None or "would have no worker any more" not in self.end.message:
+            super().a_job_ends_only_for_want_of_a_stage_or_of_a_network()
+
+    @invariant()
+    def who_holds_nothing_is_known_to(self) -> None:
+        assert set(self.state.unproven) <= set(self.state.members)
+        assert not set(self.state.unproven) & set(self.state.out)
+
+    def teardown(self) -> None:
+        """Whoever wants to come in is in at last, whoever wants to leave is gone."""
+        super().teardown()
+        for _ in range(12):
+            self.messages_flow(base.NAMES, 100)
+            self.work(base.NAMES, 60)
+        if self.end is None:
+            assert not self.state.joiners and not self.state.leaving
+            assert {process.name for process in self._those(lambda p: not p.ended)} == set(self.state.members)
+
+
+Joins.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestJoins = Joins.TestCase
+
+ACTS: Any = (
+    *base.ACTS,
+    (3, lambda p: p._empty(), lambda p, dice: p.process_comes(dice)),
+    (1, lambda p: p.troubles and p._those(p._staying), lambda p, dice: p.worker_asks_to_leave(dice)),
+)
+
+
+@pytest.mark.parametrize("tens", range(15))
+def test_seeded_campaigns_with_joins_and_leaves(tens: int) -> None:
+    for seed in range(10 * tens, 10 * tens + 10):
+        dice = random.Random(seed)
+        job = Joins()
+        job.all_become_ready(formed=True, troubles=dice.randint(1, 6))
+        for _ in range(120):
+            possible = [act for act in ACTS if act[1](job)]
+            ((_, _, act),) = dice.choices(possible, [act[0] for act in possible])
+            act(job, dice)
+            job.the_fenced_are_no_members()
+            job.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
+        job.teardown()
