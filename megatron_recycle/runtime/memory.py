@@ -67,7 +67,8 @@ class ActivationMemory:
         elif self._device.type == "cuda":
             before = torch.cuda.memory_allocated(self._device)
             yield
-            self._watched[microbatch] = received, [torch.cuda.memory_allocated(self._device) - before]
+            taken = torch.cuda.memory_allocated(self._device) - before
+            self._watched[microbatch] = received, [max(0, taken)]
         else:
             with _Watch() as watch:
                 yield

@@ -85,6 +85,7 @@ class Stepper:
         self.pending: Commit | None = None
         self._before: Verdict | None = None
         self._used = 1.0
+        self._asked: tuple[Verdict, float] | None = None
         self._early = False
 
     # ---- an iteration
@@ -163,7 +164,11 @@ class Stepper:
         return self.stage.coefficient(known, self.held.weight)
 
     def _right(self, verdict: Verdict) -> float:
-        return self.stage.coefficient(verdict.norm_squares, verdict.weight)
+        # Asked several times an iteration, for the same verdict, and by the thread that waits for it too.
+        known = self._asked
+        if known is None or known[0] != verdict:
+            known = self._asked = verdict, self.stage.coefficient(verdict.norm_squares, verdict.weight)
+        return known[1]
 
     def _step(self, coefficient: float) -> None:
         """One update of the held iteration; nothing interrupts it."""

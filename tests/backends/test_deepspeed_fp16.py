@@ -158,6 +158,23 @@ def test_a_worker_killed_about_an_overflow(clipping, hold, waiting):
 
 @pytest.mark.processes
 @pytest.mark.slow
+def test_a_scale_that_is_too_large_comes_down_by_itself_tied_weights_included():
+    wanted = arguments("staggered", 1.0, iterations=8)
+    wanted["engine_settings"]["fp16"]["initial_scale_power"] = 22
+    wanted |= {"overflows": (), "tied": True}
+    hold = Hold("1:2", "reduced", 1)
+    calm = run(gpt_job.train, 6, {**wanted, "settings": {"reduction": "exact", "step": "barrier"}})
+    counters = calm[0].value["counters"]
+    assert 0 < counters["skipped"] < 8 and counters["scale"] < 2**22
+    with Job(gpt_job.train, 6, wanted, [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {hold.worker}, calm)
+    assert all(result.value["counters"] == counters for result in job.results.values() if result.status == 0)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_worker_that_comes_back_gets_masters_and_scale():
     wanted = arguments("staggered", iterations=10)
     calm = run(gpt_job.train, 6, wanted)
