@@ -44,6 +44,7 @@ class FakeWorker:
             host=os.environ.get("RECYCLE_HOST"),
             on_stop=self.on_stop,
             patience=self.orders.get("patience", 60.0),
+            joining=os.environ.get("RECYCLE_JOIN") == "1",
         )
         self.waits_since: float | None = None
         if "patience" in self.orders:
@@ -76,16 +77,25 @@ class FakeWorker:
             "actions": 3,
         }
 
+    def enter(self) -> Go | None:
+        """Wait for generation 1, or, in a job that runs already, to be taken in."""
+        self.agent.ready(self.description, self.report())
+        return self.agent.wait_taken_in() if self.agent.outside else self.agent.wait_go(1)
+
     def train(self) -> None:
         self.agent.start()
-        self.agent.ready(self.description, self.report())
-        go = self.agent.wait_go(1)
+        go = self.enter()
         while True:
             if go is not None:
                 self.holds = self.done = go.resume.target
+                if self.name in go.resume.joined:
+                    self.agent.holds(go.generation, {"bytes": 1000, "ms": 1.0})
                 self.agent.resumed(go.generation)
                 if self.run(go) and self.agent.finished():
                     return
+            if self.agent.outside:
+                go = self.enter()
+                continue
             generation = self.agent.stop_generation
             if self.rank in self.orders.get("mute", ()):
                 threading.Event().wait()
@@ -103,18 +113,29 @@ class FakeWorker:
                 return False
             self.holds = iteration
             self.observe("reduced", iteration)
-            if not self.agreed(go, f"held-{iteration}"):
+            offer = self.agent.offer
+            if not self.agreed(go, f"held-{iteration}", str(offer.number) if offer else ""):
                 return False
             self.done = iteration
             self.observe("stepped", iteration)
             self.agent.committed(iteration, 1.0 / (iteration + 1))
+            if offer is not None and offer.plan is None and self.all_told(go, f"held-{iteration}", str(offer.number)):
+                self.agent.boundary(go.generation, iteration + 1)
+                self.agent.wait_stop(go.generation)
+                return False
         return True
 
-    def agreed(self, go: Go, what: str) -> bool:
+    def all_told(self, go: Go, what: str, text: str) -> bool:
+        """Whether all members' marks say this."""
+        marks = self.folder / "marks" / f"{go.generation}-{what}"
+        return all((marks / name).read_text() == text for name in go.members)
+
+    def agreed(self, go: Go, what: str, text: str = "") -> bool:
         """Put a mark and wait for those of all members; False if a stop came."""
         marks = self.folder / "marks" / f"{go.generation}-{what}"
         marks.mkdir(parents=True, exist_ok=True)
-        (marks / self.name).touch()
+        (marks / f"{self.name}.part").write_text(text)
+        (marks / f"{self.name}.part").rename(marks / self.name)
         self.waits_since = time.monotonic()
         try:
             return self.all_marked(go, marks)
