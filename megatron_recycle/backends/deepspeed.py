@@ -177,6 +177,8 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
         """fp32 master weights and moments whole on every peer; stock's numbers for the loss scale."""
+        if optimizer is None:
+            return None  # refused with a message once the engine stands
         scaling = LossScaleConfig(low_precision_dtype, self.dynamic_loss_scale(), self.loss_scale(),
                                   self.dynamic_loss_scale_args(), profile=LossScaleProfile.UNFUSED)
         self.masters = MasterWeightOptimizer(optimizer, scaling)

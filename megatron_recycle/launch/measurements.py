@@ -95,13 +95,15 @@ class Measurements:
         return durations.costs()
 
     def _bytes(self) -> dict[str, Any]:
-        """What the live workers have measured; {} if some have not."""
+        """What the live workers have measured; {} if those of a stage have not."""
         live = {Worker.parse(name): self._profiles[name] for name in self.live}
-        if not live or any("held" not in profile or not profile["held"]["before_b"] for profile in live.values()):
+        if not live or any("held" not in profile for profile in live.values()):
             return {}
         stages = range(1 + max(worker.stage for worker in live))
         held = {name: [max(profile["held"][name] for worker, profile in live.items() if worker.stage == stage)
                        for stage in stages] for name in ("before_b", "after_b")}
+        if not all(held["before_b"]):
+            return {}
         of_workers = {name: {str(worker): profile["held"].get(name) for worker, profile in sorted(live.items())}
                       for name in ("peak", "planned")}
         found = {"held": {**held, **of_workers},

@@ -87,3 +87,11 @@ def test_reducing_costs_what_it_takes_whoever_comes_last():
     for number, name in enumerate(NAMES):
         known = planning.measured({**profile(name, None), "reduce": 0.005 + 0.03 * number, "step": 0.002})
     assert known.costs.step == (7000, 37000)
+
+
+def test_a_worker_without_work_says_nothing_about_what_a_micro_batch_holds():
+    planning = Planning()
+    planning.plan(DESCRIPTION, frozenset())
+    found = [planning.measured(profile(name, 30 * MIB, **({"before": 0, "after": 0} if name[0] == "1" else {})))
+             for name in NAMES]
+    assert found[-1].memory.before_b == (8, 8)
