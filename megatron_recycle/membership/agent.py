@@ -19,6 +19,7 @@ from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.membership.link import Link
 from megatron_recycle.membership.messages import TO_WORKER, check_report
+from megatron_recycle.membership.notices import MEMBER
 from megatron_recycle.membership.resume import RESTART, Resume
 from megatron_recycle.membership.wire import Message
 
@@ -28,11 +29,10 @@ _GLANCE = 0.5
 
 @dataclass(frozen=True)
 class Stop:
-    """Generations below `generation` are over. `members` maps worker to incarnation, `out` worker to kind."""
+    """Generations below `generation` are over; `role` is "member" for those that go on in it, else "outside"."""
 
     generation: int
-    members: Mapping[str, str]
-    out: Mapping[str, str]
+    role: str
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class Agent:
         """In the agent's thread: one message of the coordinator."""
         kind = message["type"]
         if kind == "stop":
-            self._stopped(Stop(message["generation"], message["members"], message["out"]))
+            self._stopped(Stop(message["generation"], message["role"]))
         elif kind == "go":
             self._goes(message)
         elif kind == "offer" and message["generation"] == self.generation:
@@ -345,7 +345,7 @@ class Agent:
         if stop.generation <= self.stop_generation:
             return
         with self._changed:
-            self.outside = stop.members.get(self.worker) != self.incarnation
+            self.outside = stop.role != MEMBER
             self.stop_generation = stop.generation
             self.offer = None
             self._changed.notify_all()

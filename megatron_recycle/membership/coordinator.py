@@ -19,6 +19,7 @@ from typing import Any
 from megatron_recycle.membership.connection import Connection
 from megatron_recycle.membership.detectors import RateLimit
 from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.notices import wire_forms
 from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.state import (
     Adopted,
@@ -370,10 +371,11 @@ class Coordinator:
         if isinstance(decision, Store):
             self._store(decision)
         elif isinstance(decision, Tell):
-            encoded = encode(dict(decision.message))
-            for incarnation in decision.to:
-                if (connection := self._workers.get(incarnation)) is not None:
-                    connection.send_encoded(encoded)
+            for form in wire_forms(decision):
+                encoded = encode(dict(form.message))
+                for incarnation in form.to:
+                    if (connection := self._workers.get(incarnation)) is not None:
+                        connection.send_encoded(encoded)
         elif isinstance(decision, Emit):
             self._tell_event(decision.event)
         elif isinstance(decision, Await):

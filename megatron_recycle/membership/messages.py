@@ -40,7 +40,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "join": {"count": int},
 }
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
-    "stop": {"generation": int, "members": dict, "out": dict},
+    "stop": {"generation": int, "role": str},
     "go": {
         "generation": int,
         "attempt": int,

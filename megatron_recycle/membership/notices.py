@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron_recycle.membership.state import Emit, End, Member, Phase, State, Step, Store, Tell
 
+MEMBER, OUTSIDE = "member", "outside"
+"""Part of a process in a new generation."""
 FENCED_STATUS = 3
 """Exit status of a worker that was declared out and notices."""
 
@@ -30,6 +32,18 @@ def describe_status(status: int | None) -> str:
         return f"signal {signal.Signals(-status).name}"
     except ValueError:
         return f"signal {-status}"
+
+
+def wire_forms(tell: Tell) -> list[Tell]:
+    """What really travels. A stop is the most urgent message of all: each one hears of its own part in the new
+    generation only, since everybody's, for thousands of workers, would take longer to send than to decide on."""
+    message = tell.message
+    if message["type"] != "stop":
+        return [tell]
+    members = set(message["members"].values())
+    short = {"type": "stop", "generation": message["generation"]}
+    return [Tell(tuple(one for one in tell.to if (one in members) is inside), {**short, "role": role})
+            for inside, role in ((True, MEMBER), (False, OUTSIDE))]
 
 
 def stop_message(state: State) -> dict[str, Any]:
