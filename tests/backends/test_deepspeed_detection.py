@@ -44,6 +44,7 @@ def test_without_a_failure_the_same_members_go_on(fault, reason, undisturbed):
     assert not [event for event in job.events if event["event"] == "suspected"]
 
 
+@pytest.mark.slow
 def test_connections_that_break_again_and_again_end_the_job_with_a_report():
     again = [Fault("1:1", "abort", "forward", AT, nth) for nth in range(16)]
     with Job(faults.train, SIZE, {**QUICK, "faults": again}) as job:
@@ -56,7 +57,9 @@ def test_connections_that_break_again_and_again_end_the_job_with_a_report():
 # ---- only the training thread is stuck
 
 
-@pytest.mark.parametrize("hold", [Hold("1:1", "forward", AT, 1), Hold("0:0", "data", AT, 2)], ids=str)
+@pytest.mark.parametrize("hold", [
+    Hold("1:1", "forward", AT, 1), pytest.param(Hold("0:0", "data", AT, 2), marks=pytest.mark.slow),
+    pytest.param(Hold("2:0", "step", AT), marks=pytest.mark.slow)], ids=str)
 def test_a_stuck_training_thread_is_out_and_wakes_up_too_late(hold, undisturbed):
     with Job(faults.train, SIZE, QUICK, [hold]) as job:
         job.wait_held()
@@ -87,7 +90,8 @@ def test_a_frozen_worker_that_wakes_up_after_it_was_declared_out_changes_nothing
     assert {event["generation"] for event in job.events if event["event"] == "decided"} == {2}
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["all of its workers", "one of two"])
+@pytest.mark.parametrize("whole", [
+    pytest.param(True, id="all of its workers"), pytest.param(False, id="one of two", marks=pytest.mark.slow)])
 def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
     holds = [Hold("2:0", "backward", AT, 1), Hold("1:1", "backward", AT, 1)]
     hosts = {rank: "far" if rank in (2, 4) else "near" for rank in range(SIZE)}  # 2:0 and 1:1
@@ -108,7 +112,7 @@ def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
 # ---- a worker's memory is wrong
 
 
-@pytest.mark.parametrize("kind", ["flip", "nan"])
+@pytest.mark.parametrize("kind", ["flip", pytest.param("nan", marks=pytest.mark.slow)])
 def test_one_of_three_peers_that_holds_other_parameters_is_healed_by_them(kind, undisturbed):
     checked = {**EXACT, "settings": {**SETTINGS, "verify_every": 1}}
     with Job(faults.train, SIZE, {**checked, "faults": [Fault("1:0", kind, "stepped", AT - 1)]}) as job:
@@ -154,6 +158,7 @@ def test_a_slow_worker_is_reported_and_gets_less_work(longer):
     assert of[1, 1].get((LONGER["iterations"] - 1, 1), 0) < 4
 
 
+@pytest.mark.slow
 def test_a_worker_that_becomes_slow_is_removed_if_the_user_asks(longer):
     began = 6
     settings = {**SETTINGS, "slow_factor_out": 4.0}
