@@ -118,7 +118,8 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     model.broadcast_params()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay,
-                        clip_grad=args.clip, bf16=args.bf16, params_dtype=dtype), [model])
+                        clip_grad=args.clip, log_num_zeros_in_grad=args.count_zeros, bf16=args.bf16,
+                        params_dtype=dtype), [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = model.no_sync
@@ -151,7 +152,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         get_forward_backward_func(), forward_step_func=forward_step, model=[model],
         num_microbatches=args.microbatches, seq_length=args.length, micro_batch_size=args.batch)
     scheduler = None if args.min_lr is None else scheduler_of(args, optimizer)
-    losses, norms, validations, times, begin = [], [], [], [], time.time()
+    losses, norms, zeros, validations, times, begin = [], [], [], [], [], time.time()
 
     def evaluate() -> None:
         model.eval()
@@ -167,8 +168,9 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = step(data_iterator=data, forward_only=False)
-        _, norm, _ = optimizer.step()
+        _, norm, none = optimizer.step()
         norms.append(norm)
+        zeros.append(none)
         if scheduler is not None:
             scheduler.step(increment=1)
         losses.append(mean_loss(reports))
@@ -180,7 +182,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "pipeline": parallel_state.get_data_parallel_rank(), "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "part": parallel_state.get_tensor_model_parallel_rank(),
         "arguments": {key: value for key, value in vars(args).items() if not isinstance(value, Path)},
-        "losses": losses, "norms": [float(norm) for norm in norms], "times": times, "validations": validations,
+        "losses": losses, "norms": [float(norm) for norm in norms],
+        "zeros": [float(none or 0) for none in zeros], "times": times, "validations": validations,
         "initial": initial,
         "parameters": {name: value.detach() for name, value in model.module.named_parameters()},
         "optimizer": [{key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
@@ -286,6 +289,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--min-lr", type=float, help="decay to this (default: no decay)")
     parser.add_argument("--weight-decay", type=float, default=0.01)
     parser.add_argument("--clip", type=float, default=1.0, help="gradient clipping by norm; 0 is none")
+    parser.add_argument("--count-zeros", action="store_true", help="count gradients that are zero")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1, help="threads per worker")
     parser.add_argument("--log-every", type=int, default=5, help="iterations between two log lines")

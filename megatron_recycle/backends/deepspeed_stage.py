@@ -115,6 +115,9 @@ class DeepSpeedStage:
         total = torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
         return total if self._scaled is None else total / self._scaled.loss_scale**2
 
+    def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
+        return 0.0  # DeepSpeed does not count them
+
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
         """Stock's clipping (`clip_grad_norm_`; with a loss scale `unscale_and_clip_grads`), operation by operation; not
         a number if some stage's gradients have overflowed."""

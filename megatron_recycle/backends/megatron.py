@@ -22,7 +22,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_recycle.backends import megatron_groups, megatron_training
 from megatron_recycle.backends.megatron_data import LateSource, source_of
-from megatron_recycle.backends.megatron_norm import LateNorm
+from megatron_recycle.backends.megatron_late import LateNumber
 from megatron_recycle.backends.megatron_split import MegatronSplitter
 from megatron_recycle.backends.megatron_stage import MegatronStage
 from megatron_recycle.backends.megatron_support import check_call, check_supported, optimizer_of
@@ -31,6 +31,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.data import DataSource, FactorySource
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
@@ -50,7 +51,7 @@ class RecycleSchedule:
         self._place: Place
         self._microbatches = 0
         self._iteration = 0
-        self._late: LateNorm | None = None
+        self._late: tuple[LateNumber, ...] = ()
         self._data = LateSource()
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
         """Iterators that were evaluated with, by identity: where to read their micro-batches, passes over them."""
@@ -85,22 +86,30 @@ class RecycleSchedule:
         self._worker.train(iteration)
         self._iteration += 1
         self._stage.rates.forget(stepper.ledger.committed)
-        if self._late is not None:
-            self._late.settle()  # it is known now, and might not be later
-        self._late = LateNorm(partial(self._norm, self._worker, iteration))
+        for late in self._late:
+            late.settle()  # it is known now, and might not be later
+        norm, zeros = (LateNumber(partial(find, self._worker, iteration)) for find in (self._norm, self._zeros))
+        self._late = (norm, zeros)
         if stepper.held is None:
-            self._late.settle()
-        self._stage.result = (True, self._late, None)
+            for late in self._late:
+                late.settle()
+        self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
         reports = stepper.reports if stepper.held is None else stepper.held.reports
         assert reports is not None
         return reports
 
     def _norm(self, worker: StageWorker, iteration: int) -> float:
-        """The gradient norm of one of the last two iterations, waiting for the other stages' if need be."""
+        verdict = self._verdict(worker, iteration)
+        return self._stage.norm(verdict.norm_squares, verdict.weight)
+
+    def _zeros(self, worker: StageWorker, iteration: int) -> float:
+        return self._verdict(worker, iteration).zeros
+
+    def _verdict(self, worker: StageWorker, iteration: int) -> Verdict:
+        """On one of the last two iterations, waiting for the other stages if need be."""
         if worker.stepper.ledger.committed < iteration:
             self.settle()
-        verdict = next(verdict for verdict in worker.stepper.verdicts if verdict.iteration == iteration)
-        return self._stage.norm(verdict.norm_squares, verdict.weight)
+        return next(verdict for verdict in worker.stepper.verdicts if verdict.iteration == iteration)
 
     def settle(self) -> None:
         """Wait until the last step is final: before that, parameters may still be undone. Raises SystemExit."""

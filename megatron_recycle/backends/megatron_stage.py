@@ -53,7 +53,7 @@ class MegatronStage:
     def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int) -> None:
         self.forward_step: ForwardStep
         self.result: tuple[Any, ...] = (True, None, None)
-        """What `optimizer.step()` returns: success, gradient norm, number of zeros (not counted)."""
+        """What `optimizer.step()` returns: success, gradient norm, number of zeros (None: not counted)."""
         self._model = model
         self._config = get_model_config(model)
         self._microbatches = microbatches
@@ -108,15 +108,30 @@ class MegatronStage:
         return [torch.zeros_like(given) if for_inputs is None else for_inputs]
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
-        gradient_of = dict(zip(self.parameters, gradients, strict=True))
-        # In the optimizer's order, as stock: the order decides the last bits.
-        counted = [gradient_of[parameter].float() for parameter in self._optimized()
-                   if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)]
+        counted = self._counted(gradients)
         if not counted:
             return 0.0
         overflow = torch.zeros(1, dtype=torch.int, device=self.device)
         norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [counted], False)
         return (norm**2.0).item()
+
+    def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
+        if not self.counts_zeros:
+            return 0.0
+        counted = self._counted(gradients)
+        return float(sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in counted))
+
+    @property
+    def counts_zeros(self) -> bool:
+        """Whether Megatron is to log how many gradients are zero."""
+        return bool(self._single.config.log_num_zeros_in_grad)
+
+    def _counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that count in statistics of the whole model: no second copies of another stage's or part's."""
+        gradient_of = dict(zip(self.parameters, gradients, strict=True))
+        # In the optimizer's order, as stock: the order decides the last bits.
+        return [gradient_of[parameter].float() for parameter in self._optimized()
+                if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)]
 
     def norm(self, norm_squares: Sequence[float], weight: float) -> float:
         """The global gradient norm as Megatron logs it and clips by."""

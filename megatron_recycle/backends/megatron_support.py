@@ -133,6 +133,4 @@ def _optimizer(optimizer: MegatronOptimizer) -> list[str]:
     if len(singles) != 1 or type(singles[0]) not in (FP32Optimizer, Float16OptimizerWithFloat16Params):
         names = ", ".join(type(single).__name__ for single in singles)
         return [f"optimizer {names}: use one of Megatron's plain ones (--optimizer adam or sgd)"]
-    if optimizer.config.log_num_zeros_in_grad:
-        return ["log_num_zeros_in_grad: leave it off"]
     return []

@@ -39,6 +39,7 @@ class Verdict:
         norm_squares: squared gradient norm of each stage, as the framework counts it; of each of its parts where
             workers have several, stage by stage.
         guesses: the coefficient that each of those stepped with, or would have, before it knew the others' norms.
+        zeros: elements of the whole gradient that are zero, if the framework counts them.
     """
 
     iteration: int
@@ -46,15 +47,16 @@ class Verdict:
     weight: float
     norm_squares: tuple[float, ...]
     guesses: tuple[float, ...]
+    zeros: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         return {"iteration": self.iteration, "loss": self.loss, "weight": self.weight,
-                "norm_squares": list(self.norm_squares), "guesses": list(self.guesses)}
+                "norm_squares": list(self.norm_squares), "guesses": list(self.guesses), "zeros": self.zeros}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Verdict:
         return cls(data["iteration"], data["loss"], data["weight"], tuple(data["norm_squares"]),
-                   tuple(data["guesses"]))
+                   tuple(data["guesses"]), data["zeros"])
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Held:
     Attributes:
         iteration: the iteration.
         gradient: flat, (numel,).
-        norm_square: of this stage's gradient.
+        norm_square, zeros: of this stage's gradient.
         loss, weight: as in the verdict.
         digests: (total micro-batches,) float64, CRC-32 of each micro-batch's data; zeros between first and
             last stage.
@@ -78,22 +80,23 @@ class Held:
     weight: float
     digests: torch.Tensor
     reports: torch.Tensor
+    zeros: float = 0.0
 
     def numbers(self) -> torch.Tensor:
         """Everything but the gradient as one float64 vector, for a copy to a peer."""
-        alone = torch.tensor([self.norm_square, self.loss, self.weight], dtype=torch.float64)
+        alone = torch.tensor([self.norm_square, self.loss, self.weight, self.zeros], dtype=torch.float64)
         return torch.cat([alone, self.digests, self.reports.flatten()])
 
     @staticmethod
     def count(total: int, width: int) -> int:
         """How many `numbers` there are for ``total`` micro-batches that report ``width`` numbers each."""
-        return 3 + total + total * width
+        return 4 + total + total * width
 
     @classmethod
     def from_numbers(cls, iteration: int, gradient: torch.Tensor, numbers: torch.Tensor, total: int) -> Held:
-        norm_square, loss, weight = numbers[:3].tolist()
-        return cls(iteration, gradient, norm_square, loss, weight, numbers[3:3 + total],
-                   numbers[3 + total:].view(total, -1))
+        norm_square, loss, weight, zeros = numbers[:4].tolist()
+        return cls(iteration, gradient, norm_square, loss, weight, numbers[4:4 + total],
+                   numbers[4 + total:].view(total, -1), zeros)
 
 
 def share_digests(grid: Grid, digests: Mapping[tuple[int, int], int], groups: Groups) -> torch.Tensor:
@@ -156,22 +159,23 @@ class Commit:
         slots, total, members = self._slots, self._grid.total, self._group.size()
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
-        loss, weight, offers, squares = numbers[2 * slots:2 * slots + 4]
-        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:slots]), tuple(numbers[slots:2 * slots]))
+        loss, weight, offers, squares, zeros = numbers[2 * slots:2 * slots + 5]
+        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:slots]), tuple(numbers[slots:2 * slots]), zeros)
         agreed = offers == self.offer * members and squares == self.offer**2 * members
         return verdict, self.offer > 0 and agreed
 
 
 def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int) -> torch.Tensor:
-    """[norm squares | guesses | loss, weight, offers, squared | first stage's digests | last stage's digests]"""
+    """[norm squares | guesses | loss, weight, offers, squared, zeros | first stage's digests | last stage's digests]"""
     slots, total = grid.stages * groups.parts, grid.total
-    vector = torch.zeros(2 * slots + 4 + 2 * total, dtype=torch.float64)
+    vector = torch.zeros(2 * slots + 5 + 2 * total, dtype=torch.float64)
     vector[2 * slots + 2], vector[2 * slots + 3] = offer, offer**2
     stage = groups.me.stage
     if groups.peers(stage)[0] == groups.me:
         slot = stage * groups.parts + groups.part
         vector[slot] = held.norm_square
         vector[slots + slot] = guess
+        vector[2 * slots + 4] = held.zeros  # whole numbers add up exactly, too
         # A worker's parts have the same loss and data; they need not all read the data.
         if stage == grid.stages - 1 and groups.part == 0:
             vector[2 * slots], vector[2 * slots + 1] = held.loss, held.weight

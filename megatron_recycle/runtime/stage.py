@@ -83,6 +83,9 @@ class Stage(Protocol):
         """This stage's share of the squared global gradient norm; 0 if the framework does not count it. With several
         parts each gives its own share."""
 
+    def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
+        """How many elements of this stage's gradient (of this part's share) are zero; 0 if nobody asks for it."""
+
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
         """What all gradients are multiplied by before the step, given each stage's `norm_square` (each part's, stage
         by stage, where workers have several) and the global batch's ``Verdict.weight``; 1 for nothing.

@@ -403,7 +403,7 @@ class StageWorker:
                 digests = share_digests(grid, now.digests, groups)
         views = [self.layout.view(gradient, parameter) for parameter in self.layout.parameters]
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, digests,
-                    now.relay.reports)
+                    now.relay.reports, self.stage.zeros(views))
         self._offer = self._new_offer()
         self.stepper.hold(held, groups, self._offer.number if self._offer else 0)
 

@@ -34,7 +34,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     state = script.main([*SIZE, "--data", __file__, "--stages", str(stages), "--tensor", str(tensor),
                          "--iterations", str(iterations), "--seed", str(seed), *options])
     result = {"losses": [loss for loss in state["losses"] if loss is not None],
-              "norms": state["norms"], "validations": state["validations"], "stage": state["stage"],
+              "norms": state["norms"], "zeros": state["zeros"],
+              "validations": state["validations"], "stage": state["stage"],
               "pipeline": state["pipeline"], "members": None,
               "parameters": {name: value.float().numpy().copy() for name, value in state["parameters"].items()},
               "state": [{key: value.float().numpy().copy() for key, value in one.items()}

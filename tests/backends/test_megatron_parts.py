@@ -55,7 +55,7 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
     (("--clip", "0"), 0.0), *[pytest.param(*case, marks=pytest.mark.slow) for case in [
         # Four numbers make the norm, and core leaves the order of their sum to the communication library.
         (("--optimizer", "sgd", "--lr", "0.1"), 1e-6),
-        (("--bf16", "--clip", "0"), 0.0), (("--untied", "--recompute", "full", "--clip", "0"), 0.0)]]])
+        (("--bf16", "--clip", "0", "--count-zeros"), 0.0), (("--untied", "--recompute", "full", "--clip", "0"), 0.0)]]])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(options, within):
     arguments = {**EXACT, "options": ("--dropout", "0", *options)}
     with Job(megatron_job.train, PROCESSES, {**arguments, "plugin": False}, coordinated=False) as job:
@@ -68,6 +68,7 @@ def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(options
         assert found.pop("losses", 0.0) < 1e-5  # of the sums over the global batch, for the log
         assert max(found.values(), default=0.0) <= within
         assert within or not found
+        assert within or ours[rank].value["zeros"] == stock[rank].value["zeros"]
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_a_step_made_again_has_its_own_learning_rate_and_leaves_the_loops_latest
 
 
 def test_a_late_norm_waits_only_when_it_is_looked_at() -> None:
-    from megatron_recycle.backends.megatron_norm import LateNorm
+    from megatron_recycle.backends.megatron_late import LateNumber
 
     looked = []
 
@@ -44,7 +44,7 @@ def test_a_late_norm_waits_only_when_it_is_looked_at() -> None:
         looked.append(1)
         return 1.25
 
-    norm = LateNorm(find)
+    norm = LateNumber(find)
     assert norm is not None and not looked
     assert f"{norm:.3f}" == "1.250" and float(norm) == norm == 1.25 and 1.0 < norm < 2.0
     assert looked == [1]

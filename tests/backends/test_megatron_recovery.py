@@ -122,7 +122,8 @@ def test_a_worker_killed_in_an_evaluation_leaves_the_same_losses(position, nth, 
 
 @pytest.mark.parametrize(("pipelines", "options"), [
     (3, ()), *[pytest.param(pipelines, options, marks=pytest.mark.slow) for pipelines, options in [
-        (2, ()), (3, ("--optimizer", "sgd", "--lr", "0.1")), (2, ("--bf16",)), (3, ("--untied", "--clip", "0"))]]])
+        (2, ()), (3, ("--optimizer", "sgd", "--lr", "0.1")), (2, ("--bf16",)), (3, ("--untied", "--clip", "0")),
+        (2, ("--per-token-loss", "--clip", "0", "--count-zeros"))]]])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options):
     arguments = {"pipelines": pipelines, "iterations": 5, "options": ("--dropout", "0", *options)}
     with Job(megatron_job.train, 2 * pipelines, {**arguments, "plugin": False}, coordinated=False) as job:
@@ -134,3 +135,4 @@ def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelin
         found = differences(stock[rank], ours[rank])
         assert found.pop("losses", 0.0) < 1e-5  # of the sums over the global batch, for the log
         assert not found
+        assert ours[rank].value["zeros"] == stock[rank].value["zeros"]

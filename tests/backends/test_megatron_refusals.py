@@ -45,7 +45,6 @@ def refusal(*, reduction: dict[str, bool] | None = None, **changes: Any) -> str:
     model.ddp_config = SimpleNamespace(**{"use_distributed_optimizer": False, "overlap_grad_reduce": False,
                                           "average_in_collective": False, **(reduction or {})})
     optimizer = FP32Optimizer.__new__(FP32Optimizer)
-    optimizer.config = SimpleNamespace(log_num_zeros_in_grad=changes.pop("log_num_zeros_in_grad", False))
     try:
         check_supported([model], SimpleNamespace(**{**SETTINGS, **changes}), optimizer)
     except UnsupportedError as error:
@@ -78,8 +77,7 @@ def test_ways_of_reducing_that_count_on_all_ranks(name, sizes):
 @pytest.mark.parametrize(("changes", "word"), [
     ({"fp16": True}, "use bf16"), ({"cuda_graph_impl": "local"}, "CUDA graphs"),
     ({"num_moe_experts": 4}, "dense layers"),
-    ({"sequence_parallel": True}, "sequence_parallel off"), ({"virtual_pipeline_model_parallel_size": 2}, "virtual"),
-    ({"log_num_zeros_in_grad": True}, "log_num_zeros_in_grad"),])
+    ({"sequence_parallel": True}, "sequence_parallel off"), ({"virtual_pipeline_model_parallel_size": 2}, "virtual")])
 def test_options(changes, word, sizes):
     assert word in refusal(**changes)
 

@@ -1,4 +1,4 @@
-"""A gradient norm that is looked at now and then, and known a little later."""
+"""Numbers of a step (the gradient norm) that are looked at now and then, and known a little later."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import numbers
 from collections.abc import Callable
 
 
-class LateNorm(numbers.Number):
-    """The gradient norm of an iteration that is not committed yet: a number as soon as somebody looks at it.
+class LateNumber(numbers.Number):
+    """A number of an iteration that is not committed yet, which it becomes as soon as somebody looks at it.
 
-    With staggered steps a stage steps before it knows the others' norms. Megatron's loop takes the norm after every
-    step, but writes it only now and then: so only who reads it waits.
+    With staggered steps a stage steps before it knows the others' norms. Megatron's loop takes the global one after
+    every step, but writes it only now and then: so only who reads it waits.
 
     Args:
         find: waits for the number.
@@ -20,7 +20,7 @@ class LateNorm(numbers.Number):
         self._find = find
         self._value: float | None = None
 
-    def settle(self) -> LateNorm:
+    def settle(self) -> LateNumber:
         """Find the number now, without waiting if it is known."""
         float(self)
         return self
