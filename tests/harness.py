@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -238,6 +238,12 @@ class Job:
         while not wanted <= set(self.held):
             self._pump(f"holds {wanted - set(self.held)}")
 
+    def wait_any(self, holds: Iterable[Hold]) -> Hold:
+        """Until one of ``holds`` is reached; returns it."""
+        while not (reached := set(holds) & set(self.held)):
+            self._pump(f"one of {holds}")
+        return min(reached, key=str)
+
     def release(self, hold: Hold) -> None:
         self._pipes[self.held[hold]].send("go on")
 
@@ -281,7 +287,7 @@ class Job:
     def _take(self, rank: int) -> None:
         try:
             kind, value = self._pipes[rank].recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):  # reset: it was killed before it had read what it was sent
             self._silent.add(rank)
             return
         if kind == "held":
