@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
-import campaign  # type: ignore[import-not-found]
+import campaign
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_a_seed_always_stands_for_the_same_campaign_and_seeds_for_different_ones():
