@@ -307,7 +307,8 @@ def run_campaign(seed: int, references: dict[str, dict[int, Result]], limit: flo
         except AssertionError as error:  # the harness waited in vain
             verdict, reasons = "hung", [str(error).splitlines()[0]]
         if verdict != "equal":
-            where = job.where() + "\n" + "\n".join(map(str, job.events))
+            coordinator = (job.folder / "coordinator.log").read_text(errors="replace")
+            where = "\n".join([job.where(), *map(str, job.events), coordinator])
     shown = "" if took is None else f"{took:.0f} ms"
     print(f"seed {seed:<6} {name:<12} {scene.text:<62} {verdict:<8} {shown}", flush=True)
     if verdict != "equal":

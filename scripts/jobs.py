@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_recycle.launch.child import Child
+from megatron_recycle.launch.ports import listen
 from megatron_recycle.launch.rundir import prepare
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -38,6 +41,7 @@ class Job:
         nproc: workers.
         settings: RECYCLE_... variables without their prefix, in lower case.
         limit: seconds after which the job counts as hung.
+        hosts: launchers, each with its share of the workers, as if each ran on a host of its own.
     """
 
     script: str
@@ -46,6 +50,7 @@ class Job:
     nproc: int
     settings: Mapping[str, str]
     limit: float
+    hosts: int = 1
 
     def __enter__(self) -> Job:
         prepare(self.run_dir)
@@ -58,20 +63,28 @@ class Job:
             **os.environ,
             **{f"RECYCLE_{name.upper()}": value for name, value in self.settings.items()},
         }
-        command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", str(self.nproc)]
-        command += ["--run-dir", str(self.run_dir), "--show", "none", str(SCRIPTS / self.script), *self.arguments]
+        command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", str(self.nproc // self.hosts)]
+        command += ["--run-dir", str(self.run_dir), "--show", "none"]
+        script = [str(SCRIPTS / self.script), *self.arguments]
+        several: list[list[str]] = [[]]
+        if self.hosts > 1:
+            environ["RECYCLE_TOKEN"] = secrets.token_hex(16)
+            common = ["--nnodes", str(self.hosts), "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+            several = [[*common, "--node-rank", str(node)] for node in range(self.hosts)]
         self.log = self.run_dir / "launcher.log"
         self.log.unlink(missing_ok=True)
-        self._child = Child(command, environ, self.log)
+        self._children = [Child([*command, *options, *script], environ, self.log) for options in several]
+        self._child = self._children[0]
         return self
 
     def __exit__(self, *failure: object) -> None:
-        if self._child.status() is None:
-            self._child.signal(signal.SIGTERM)  # the launcher ends its workers
-            if self._child.wait(_END_LIMIT) is None:
-                self._child.signal(signal.SIGKILL)  # they are tied to it
-                self._child.wait(_END_LIMIT)
-        self._child.release()
+        for child in reversed(self._children):
+            if child.status() is None:
+                child.signal(signal.SIGTERM)  # the launcher ends its workers
+                if child.wait(_END_LIMIT) is None:
+                    child.signal(signal.SIGKILL)  # they are tied to it
+                    child.wait(_END_LIMIT)
+            child.release()
 
     def events(self) -> Iterator[Event]:
         """All events as they come, until the job has ended. Raises JobFailed if it is too slow."""
@@ -80,6 +93,8 @@ class Job:
             found = self._new_events()
             for event in found:
                 self.pids = event.get("pids", self.pids)
+                if event["event"] == "joined":
+                    self.pids = {**self.pids, event["worker"]: event["pid"]}
                 yield event
             if found:
                 continue
@@ -89,10 +104,16 @@ class Job:
                 raise JobFailed(f"the job in {self.run_dir} takes longer than {self.limit:.0f} s{self._tail()}")
             time.sleep(POLL)
 
-    def kill(self, worker: str) -> float:
+    def kill(self, worker: str, number: signal.Signals = signal.SIGKILL) -> float:
         """SIGKILL to the process of `worker`; returns when (Unix seconds)."""
         moment = time.time()
-        os.kill(self.pids[worker], signal.SIGKILL)
+        os.kill(self.pids[worker], number)
+        return moment
+
+    def kill_host(self, host: int) -> float:
+        """SIGKILL to a host's launcher and so to all workers there, which are tied to it."""
+        moment = time.time()
+        os.kill(self._children[host].pid, signal.SIGKILL)
         return moment
 
     def check_ended_well(self) -> None:
@@ -114,6 +135,15 @@ class Job:
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-25:]
         return f"; the end of {self.log}:\n" + "\n".join(lines)
+
+
+def _free_port() -> int:
+    """A port that is free, as is the next one."""
+    while True:
+        with listen("127.0.0.1", 0) as first:
+            port = int(first.getsockname()[1])
+            with suppress(OSError), listen("127.0.0.1", port + 1):
+                return port
 
 
 def exit_on_sigterm() -> None:

@@ -1,11 +1,18 @@
 #!/usr/bin/env python3
-"""How long a job stands still when a worker is killed, in the quickstart's grid: 3 pipelines x 2 stages.
+"""How long a job stands still when something fails, in the quickstart's grid: 3 pipelines x 2 stages.
 
-    python scripts/bench/recovery.py            # 5 jobs, 4 kills in each
+    python scripts/bench/recovery.py                       # workers killed: 5 jobs, 4 kills in each
+    python scripts/bench/recovery.py --kind frozen --count 8
+    python scripts/bench/recovery.py --kind all --count 20
 
-Each job loses four of its six workers, one after the other, at a random moment of an iteration; every position
-is hit. The time counts from just before SIGKILL is sent to when the last survivor starts its first action of
-the new generation. Prints a table and writes runs/bench/recovery.json with every kill's numbers.
+Kinds: `exit` (SIGKILL), `frozen` (SIGSTOP), `unreachable` (a host's launcher and both of its workers killed together,
+so that nobody reports their exits), `coordinator` (killed; training goes on meanwhile), `rejoin` (a killed worker is
+started again and comes back; what counts is how long the others stand still for it).
+
+Everything happens at a random moment of an iteration. A job loses up to four of its six workers, one after the other,
+at most one host; every position is hit. The time counts from just before the signal to when the last survivor starts
+its first action of the new generation. Prints a table for each kind and writes runs/bench/recovery.json with every
+single one's numbers.
 
 The parts: detect (until the coordinator has recorded the suspicion), decide (until the new membership is
 decided), stop (until every survivor stands still and has reported), plan (what is waited for the plan after that),
@@ -18,6 +25,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import statistics
 import sys
 import time
@@ -33,51 +41,89 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jobs import Event, Job, JobFailed, exit_on_sigterm
 
-PIPELINES, STAGES, MICROBATCHES = 3, 2, 4
+from megatron_recycle.chaos.job import TargetJob
+
+PIPELINES, STAGES, MICROBATCHES, HOSTS = 3, 2, 4, 3
 PARTS = ("detect", "decide", "stop", "plan", "rebuild", "reconcile")
+KINDS = ("exit", "frozen", "unreachable", "coordinator", "rejoin")
 FIRST, EVERY = 4, 5
-"""Iteration of a job's first kill, and iterations between two kills."""
+"""Iteration of a job's first failure, and iterations between two failures."""
+_FOR_EVER = 100_000
+Row = dict[str, Any]
 
 
-def orders(jobs: int, kills: int, rng: random.Random) -> list[list[str]]:
-    """For each job whom to kill; a stage keeps its last worker, and positions take turns in being first."""
+def orders(count: int, most: int, rng: random.Random) -> list[list[str]]:
+    """For each job whom to hit, `count` in all, `most` a job; a stage keeps its last worker, and positions take turns
+    in being first."""
     workers = [f"{pipeline}:{stage}" for pipeline in range(PIPELINES) for stage in range(STAGES)]
-    made = []
-    for job in range(jobs):
+    made: list[list[str]] = []
+    while (left := count - sum(map(len, made))) > 0:
         rest = rng.sample(workers, len(workers))
-        rest.insert(0, rest.pop(rest.index(workers[job % len(workers)])))
+        rest.insert(0, rest.pop(rest.index(workers[len(made) % len(workers)])))
         chosen: list[str] = []
         for worker in rest:
-            if sum(other[-1] == worker[-1] for other in chosen) < PIPELINES - 1 and len(chosen) < kills:
+            if sum(other[-1] == worker[-1] for other in chosen) < PIPELINES - 1 and len(chosen) < min(most, left):
                 chosen.append(worker)
         made.append(chosen)
     return made
 
 
-def run_job(args: argparse.Namespace, folder: Path, victims: Sequence[str], rng: random.Random) -> list[dict[str, Any]]:
-    """One job that loses `victims`; their numbers."""
-    iterations = FIRST + EVERY * len(victims)
+def strike(kind: str, job: Job, victim: str) -> float:
+    """Do it; returns when (Unix seconds)."""
+    if kind == "coordinator":
+        target = TargetJob(job.run_dir)
+        pid, moment = target.coordinator(), time.time()
+        os.kill(pid, signal.SIGKILL)
+        return moment
+    if kind == "unreachable":
+        return job.kill_host(HOSTS - 1)
+    return job.kill(victim, signal.SIGSTOP if kind == "frozen" else signal.SIGKILL)
+
+
+def run_job(kind: str, args: argparse.Namespace, folder: Path, victims: Sequence[str],
+            rng: random.Random) -> list[Row]:
+    """One job in which `victims` are hit; the numbers of each."""
+    # How many iterations pass until somebody is back depends on how long a start takes.
+    iterations = _FOR_EVER if kind == "rejoin" else FIRST + EVERY * len(victims)
     arguments = ["--iterations", str(iterations), "--stages", str(STAGES), "--microbatches", str(MICROBATCHES)]
-    settings = {"reduction": args.reduction, "step": args.step}
+    settings = {"reduction": args.reduction, "step": args.step, "heartbeat_timeout": str(args.heartbeat_timeout)}
+    if kind == "rejoin":
+        settings["max_restarts"] = str(len(victims))
+    hosts = HOSTS if kind == "unreachable" else 1
     events: list[Event] = []
     sent: list[tuple[str, float]] = []
-    with Job("gpt_deepspeed.py", arguments, folder, PIPELINES * STAGES, settings, args.limit) as job:
+    with Job("gpt_deepspeed.py", arguments, folder, PIPELINES * STAGES, settings, args.limit, hosts) as job:
+        due = FIRST
         for event in job.events():
             events.append(event)
-            due = FIRST + EVERY * len(sent)
+            if event["event"] == "joined":
+                due = event["iteration"] + EVERY
+                if len(sent) == len(victims):
+                    break  # and nobody waits for the end
             if event["event"] == "committed" and len(sent) < len(victims) and event["iteration"] + 1 == due:
-                times = [event["t"] for event in events if event["event"] == "committed"][-4:]
-                shortest = min(after - before for before, after in pairwise(times))
-                time.sleep(rng.uniform(0.05, 0.9) * shortest)
+                time.sleep(rng.uniform(0.05, 0.9) * pace(events))
                 victim = victims[len(sent)]
-                sent.append((victim, job.kill(victim)))
-        job.check_ended_well()
-    return [measured(events, victim, moment) for victim, moment in sent]
+                sent.append((victim, strike(kind, job, victim)))
+                due = -1 if kind == "rejoin" else due + EVERY
+        if kind != "rejoin":
+            job.check_ended_well()
+    return [measured(kind, events, victim, moment) for victim, moment in sent]
 
 
-def measured(events: Sequence[Event], victim: str, sent: float) -> dict[str, Any]:
+def pace(events: Sequence[Event]) -> float:
+    """Seconds of the shortest of the last iterations."""
+    times = [event["t"] for event in events if event["event"] == "committed"][-4:]
+    return min(after - before for before, after in pairwise(times))
+
+
+def measured(kind: str, events: Sequence[Event], victim: str, sent: float) -> Row:
     """The parts of one recovery, in milliseconds."""
-    suspected = next(event for event in events if event["event"] == "suspected" and event["worker"] == victim)
+    if kind == "coordinator":
+        return around_restart(events, sent)
+    if kind == "rejoin":
+        return around_joining(events, victim, sent)
+    gone = [event for event in events if event["event"] == "suspected" and event["t"] >= sent]
+    suspected = next((event for event in gone if event["worker"] == victim), gone[0])
     later = [event for event in events if event["t"] >= sent]
     resumed = next(event for event in later if event["event"] == "resumed")
     generation = resumed["generation"]
@@ -92,63 +138,107 @@ def measured(events: Sequence[Event], victim: str, sent: float) -> dict[str, Any
     moments = [sent, suspected["t"], at("decided"), at("stopped"), ready, rebuilt, resumed["t"]]
     parts = {part: round((after - before) * 1000, 2) for part, (before, after) in zip(PARTS, pairwise(moments))}
     return {
-        "worker": victim,
+        "total": round((resumed["t"] - sent) * 1000, 2),
+        **parts,
+        "worker": suspected["worker"],
+        "kind": suspected["kind"],
         "survivors": resumed["survivors"],
         "iteration": resumed["iteration"],
         "action": (suspected.get("progress") or {}).get("action"),
-        "total": round((resumed["t"] - sent) * 1000, 2),
-        **parts,
         "plan_ms": planned["plan_ms"],
         "plan_source": planned["source"],
     }
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    console.print(f"{len(rows)} kills, milliseconds from SIGKILL to the last survivor's first action afterwards:")
+def around_restart(events: Sequence[Event], sent: float) -> Row:
+    """Until the coordinator is back, and what training lost: the longest time between two commits, less the usual."""
+    back = next(event["t"] for event in events if event["event"] == "restarted" and event["t"] >= sent)
+    # A new coordinator hears of commits only once it is back, so theirs are not told from this.
+    decided = [event for event in events if event["event"] == "decided" and event["t"] >= sent]
+    return {"total": round((back - sent) * 1000, 2), "generations": len(decided)}
+
+
+def around_joining(events: Sequence[Event], victim: str, sent: float) -> Row:
+    """How long the others stood still when somebody came back; and the start of the process."""
+    joined = next(e for e in events if e["event"] == "joined" and e["worker"] == victim and e["t"] >= sent)
+    gaps = [after["t"] - before["t"] for before, after in pairwise(e for e in events if e["event"] == "committed")]
+    return {
+        "total": joined["ms"],
+        "copy": joined.get("copy_ms", 0.0),
+        "an iteration": round(1000 * statistics.median(gaps), 2),
+        "worker": victim,
+        "back_after_s": round(joined["t"] - sent, 2),
+        "mb_per_s": joined.get("mb_per_s"),
+        "bytes": joined.get("bytes"),
+    }
+
+
+_TOLD = {
+    "exit": "from SIGKILL to the last survivor's first action afterwards",
+    "frozen": "from SIGSTOP to the last survivor's first action afterwards",
+    "unreachable": "from a host's end to the last survivor's first action afterwards",
+    "coordinator": "from SIGKILL until the coordinator is back; training goes on meanwhile",
+    "rejoin": "that the others stood still for one that came back",
+}
+
+
+def show(kind: str, rows: Sequence[Row], console: Console) -> None:
+    console.print(f"{kind}: {len(rows)}, milliseconds {_TOLD[kind]}:")
     table = Table("", "median", "worst")
-    for name in ("total", *PARTS):
-        values = [row[name] for row in rows]
-        style = "bold" if name == "total" else ""
-        table.add_row(name, f"{statistics.median(values):.0f}", f"{max(values):.0f}", style=style)
+    for name in ("total", *PARTS, "copy", "an iteration"):
+        values = [row[name] for row in rows if name in row]
+        if values:
+            style = "bold" if name == "total" else ""
+            table.add_row(name, f"{statistics.median(values):.0f}", f"{max(values):.0f}", style=style)
     console.print(table)
+
+
+def run_kind(kind: str, args: argparse.Namespace, output: Path, console: Console) -> list[Row]:
+    """All that was asked for of one kind. Raises JobFailed."""
+    rng = random.Random(args.seed)
+    rows: list[Row] = []
+    most = 1 if kind == "unreachable" else args.kills
+    for number, victims in enumerate(orders(args.count, most, rng)):
+        found = run_job(kind, args, output.with_suffix("") / f"{kind}-{number}", victims, rng)
+        rows += found
+        console.print(f"{kind}, job {number + 1}: " + ", ".join(f"{row['total']:.0f} ms" for row in found))
+    show(kind, rows, console)
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=5)
-    parser.add_argument("--kills", type=int, default=4, choices=range(1, 5), help="in each job")
+    parser.add_argument("--kind", nargs="+", default=["exit"], choices=(*KINDS, "all"))
+    parser.add_argument("--count", type=int, default=20, metavar="N", help="of each kind (default 20)")
+    parser.add_argument("--kills", type=int, default=4, choices=range(1, 5), help="most of them in one job")
     parser.add_argument("--reduction", default="exact", choices=("exact", "fast"))
     parser.add_argument("--step", default="staggered", choices=("staggered", "barrier"))
+    parser.add_argument("--heartbeat-timeout", type=float, default=4.0, metavar="SECONDS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS", help="for each job")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/recovery.json"))
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
-    rng = random.Random(args.seed)
     output = args.output.absolute()
-    rows: list[dict[str, Any]] = []
-    load = os.getloadavg()[0]
-    for number, victims in enumerate(orders(args.jobs, args.kills, rng)):
-        console.print(f"job {number + 1} of {args.jobs}: {', '.join(victims)} will be killed")
-        try:
-            found = run_job(args, output.with_suffix("") / f"job-{number}", victims, rng)
-        except JobFailed as error:
-            print(f"recovery.py: {error}", file=sys.stderr)
-            return 1
-        rows += found
-        console.print("  " + ", ".join(f"{row['worker']} {row['total']:.0f} ms" for row in found))
-    record = {
+    record: dict[str, Any] = {
         "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
-        "reduction": args.reduction, "step": args.step, "seed": args.seed,
-        "processors": os.cpu_count(), "load_before": load,
-        "median_ms": statistics.median(row["total"] for row in rows), "worst_ms": max(row["total"] for row in rows),
-        "kills": rows,
+        "reduction": args.reduction, "step": args.step, "seed": args.seed, "heartbeat_timeout": args.heartbeat_timeout,
+        "processors": os.cpu_count(), "load_before": os.getloadavg()[0], "kinds": {},
     }
+    for kind in KINDS if "all" in args.kind else args.kind:
+        try:
+            rows = run_kind(kind, args, output, console)
+        except JobFailed as error:
+            print(f"recovery.py: {kind}: {error}", file=sys.stderr)
+            return 1
+        totals = [row["total"] for row in rows]
+        found = {"median_ms": statistics.median(totals), "worst_ms": max(totals), "each": rows}
+        record["kinds"][kind] = found
+        print(f"{kind}: median {found['median_ms']:.0f} ms, worst {found['worst_ms']:.0f} ms", flush=True)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(record, indent=2) + "\n")
-    show(rows, console)
-    print(f"median {record['median_ms']:.0f} ms, worst {record['worst_ms']:.0f} ms; every number in {args.output}")
+    print(f"every number is in {args.output}")
     return 0
 
 
