@@ -69,8 +69,8 @@ class Measurements:
         worker = str(Process.parse(profile["worker"]).worker)  # a worker's parts take the same time and memory
         self._profiles[worker] = profile
         self._heard.add(worker)
-        if profile.get("early") and self.known is not None:
-            pass  # the others are as they were
+        if profile.get("early") and self.known is not None and self._profiles.keys() >= self.live:
+            pass  # the others are as they were; one that has just come in may not have said anything yet
         elif not self._heard >= self.live:
             return False
         else:

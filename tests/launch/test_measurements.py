@@ -95,3 +95,12 @@ def test_a_worker_without_work_says_nothing_about_what_a_micro_batch_holds():
     found = [planning.measured(profile(name, 30 * MIB, **({"before": 0, "after": 0} if name[0] == "1" else {})))
              for name in NAMES]
     assert found[-1].memory.before_b == (8, 8)
+
+
+def test_one_that_has_just_come_in_is_waited_for_before_news_of_the_others_count():
+    planning = Planning()
+    planning.plan(DESCRIPTION, frozenset({"1:1"}))
+    assert heard(planning, frozenset({"1:1"}), room=100 * MIB) is not None
+    planning.plan(DESCRIPTION, frozenset())
+    assert planning.measured({**profile("0:0", 20 * MIB), "early": True}) is None
+    assert heard(planning, room=20 * MIB) is not None
