@@ -29,7 +29,7 @@ from megatron_recycle.membership.restart import restore, untold
 from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import EventLog, read_events
 
-_LOG = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 LINGER = 30.0
 """Seconds that the services outlive a job without a launcher, for processes that still have to end."""
 
@@ -97,7 +97,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         try:
             profiles.take(fields)
         except Exception:  # it would cost the connection that brought them; without them plans are only slower
-            _LOG.exception("recycle: a worker's measurements are of no use")
+            logger.exception("recycle: a worker's measurements are of no use")
 
     for event in past.untold:
         emit(event)
