@@ -15,7 +15,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,12 @@ from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.accumulate import Layout
-from megatron_recycle.runtime.coming import backend_for
+from megatron_recycle.runtime.coming import backend_for, is_joining
 from megatron_recycle.runtime.data import DatasetSource, DataSource, FactorySource
 from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.split import Splitter
 from megatron_recycle.runtime.worker import StageWorker
 
@@ -102,6 +103,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._worker: StageWorker | None = None
         self._seconds = 0.0  # of training since the last log line
         self._asked = 0  # the iteration that the script asks for next
+        self._catching_up = is_joining()  # the script is where the others were before this worker came in
         self._agent = connect(place, settings, options.embed, self._abort_transport)
         atexit.register(self._finish)
         if place.me.pipeline == 0:
@@ -145,7 +147,8 @@ class RecyclePipelineEngine(PipelineEngine):
         if worker.generation == 0:
             self._asked = self.global_steps
         worker.begin(self._asked)
-        if worker.has_done(self._asked):
+        self._catching_up = worker.has_done(self._asked)
+        if self._catching_up:
             self._loss = worker.train(self._asked)
             loss = self._aggregate_total_loss()
         else:
@@ -225,17 +228,36 @@ class RecyclePipelineEngine(PipelineEngine):
         print(f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {elapsed:0.3f} "
               f"samples/sec: {self.train_batch_size() / elapsed:0.3f}")
 
-    # ---- what is not supported while a worker is missing
+    # ---- what all ranks do together between iterations
 
     def eval_batch(self, *args: Any, **keywords: Any) -> Any:
-        self.settle()
-        self._refuse_when_degraded("eval_batch()", "evaluate before the failure, or from a checkpoint in another job")
-        return super().eval_batch(*args, **keywords)
+        """As stock; not a number, with an error line, while a worker is missing."""
+        return self._together("eval_batch()", lambda: super(RecyclePipelineEngine, self).eval_batch(*args, **keywords),
+                              torch.tensor(torch.nan, device=self.device))
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
+        """As stock; False, with an error line, while a worker is missing: training is worth more than a checkpoint."""
+        return self._together(
+            "save_checkpoint()", lambda: super(RecyclePipelineEngine, self).save_checkpoint(*args, **keywords), False)
+
+    def _together(self, what: str, run: Callable[[], Any], otherwise: Any) -> Any:
+        """What ``run`` returns, or ``otherwise`` if it cannot be run by all workers, which one line says."""
         self.settle()
-        self._refuse_when_degraded("save_checkpoint()", "save with all workers alive")
-        return super().save_checkpoint(*args, **keywords)
+        if self._catching_up:
+            get_logger().info("megatron-recycle: %s is left out: the job did that before this worker came in", what)
+            return otherwise
+        if missing := set(self._at.grid.workers()) - set(self._worker.live() if self._worker else self._at.ranks):
+            get_logger().error("megatron-recycle: %s is left out while workers are missing (%s); training goes on",
+                               what, ", ".join(map(str, sorted(missing))))
+            return otherwise
+        try:
+            return run()
+        except RuntimeError as error:
+            if self._worker is None or not comes_of_failure(self._worker, error):
+                raise
+            get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not complete; "
+                               "training goes on", what, error)
+            return otherwise
 
     def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         if self._worker is not None:
@@ -246,12 +268,6 @@ class RecyclePipelineEngine(PipelineEngine):
         if self.masters is not None and found[0] is not None and not bound.get("load_optimizer_states", True):
             self.masters.refresh_fp32_params()  # stock leaves them at their initial values
         return found
-
-    def _refuse_when_degraded(self, what: str, remedy: str) -> None:
-        missing = set(self._at.grid.workers()) - set(self._worker.live()) if self._worker else None
-        if missing:
-            raise UnsupportedError(f"{what} while workers are missing ({', '.join(map(str, sorted(missing)))}) is not "
-                                   f"supported yet; {remedy}")
 
 
 def _place(engine: PipelineEngine) -> Place:

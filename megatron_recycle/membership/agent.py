@@ -109,6 +109,8 @@ class Agent:
         """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
         self.offer: Offer | None = None
         """The latest better plan for the current generation."""
+        self.missing = False
+        """Whether the last stop left a position without a worker."""
         self.outside = joining
         """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. A part of a
         worker that has lost another part is not taken in again."""
@@ -347,6 +349,7 @@ class Agent:
         with self._changed:
             self.outside = stop.role != MEMBER
             self.stop_generation = stop.generation
+            self.missing = bool(stop.out)
             self.offer = None
             self._changed.notify_all()
         if self._on_stop is not None:

@@ -100,6 +100,8 @@ class Groups:
             while the next iteration's activations travel.
         control_ranks: rank in ``control`` of each member's process that is the same part as this one.
         stage_control: the same members as ``stage``, in CPU memory.
+        everybody: all ranks of the job, after a failure and once all positions are filled again, else None; for what
+            is done over all ranks between iterations.
     """
 
     generation: int
@@ -112,6 +114,7 @@ class Groups:
     control: dist.ProcessGroup
     control_ranks: Mapping[Worker, int]
     stage_control: dist.ProcessGroup
+    everybody: dist.ProcessGroup | None = None
     part: int = 0
     parts: int = 1
     _aborted: bool = False
@@ -128,6 +131,7 @@ class Groups:
     def all(self) -> list[dist.ProcessGroup]:
         groups = [self.world, self.stage, self.control, self.pipeline]
         groups += [] if self.siblings is None else [self.siblings]
+        groups += [] if self.everybody is None else [self.everybody]
         return groups if self.stage_control is self.stage else [*groups, self.stage_control]
 
     def abort(self) -> None:
@@ -151,7 +155,7 @@ class Groups:
         try:
             yield
         except RuntimeError as error:
-            if self.siblings is None or not (self._aborted or _is_broken(error)):
+            if self.siblings is None or not (self._aborted or is_broken(error)):
                 raise
             raise TransportAborted(f"a collective of the parts of worker {self.me} failed: {error}") from error
 
@@ -164,7 +168,7 @@ def _retire(groups: Sequence[dist.ProcessGroup]) -> None:
     threading.Thread(target=_destroy, args=(groups,), name=RETIRING, daemon=True).start()
 
 
-def _is_broken(error: RuntimeError) -> bool:
+def is_broken(error: RuntimeError) -> bool:
     """Whether this is of the communication library; gloo's errors have no type of their own."""
     return isinstance(error, dist.DistError) or any(words in str(error) for words in ("gloo", "pair closure"))
 
@@ -210,11 +214,13 @@ def build_groups(*, generation: int, prefix: str, place: Place, members: Sequenc
 
     try:
         stage = group(f"stage{me.stage}.{part}", peers)
+        again_whole = generation > 1 and len(members) == len(ranks_of)
         return Groups(
             generation=generation, me=me, part=part, parts=place.parts, members=ordered,
             world=group(f"world.{part}", world), stage=stage, pipeline=group(f"pipeline{me.pipeline}.{part}", line),
             siblings=group(f"worker{me}", ranks_of[me]) if place.parts > 1 else None,
             control=group("control", everyone, "gloo"),
+            everybody=group("everybody", everyone) if again_whole else None,
             control_ranks={worker: everyone.index(rank) for worker, rank in zip(ordered, world)},
             stage_control=stage if place.backend == "gloo" else group(f"stage{me.stage}.{part}-control", peers, "gloo"))
     except RuntimeError as error:

@@ -17,7 +17,7 @@ from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import WORKING
-from megatron_recycle.runtime.groups import Groups, build_groups
+from megatron_recycle.runtime.groups import Groups, build_groups, is_broken
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
 from megatron_recycle.runtime.verify import verify_recovery
 
@@ -96,6 +96,18 @@ def await_stop(worker: StageWorker, error: TransportAborted) -> None:
         time.sleep(_POLL_SECONDS)
     if worker.agent.ended is not None:
         raise JobEnded(worker.agent.ended.message, worker.agent.ended.status)
+
+
+def comes_of_failure(worker: StageWorker, error: RuntimeError) -> bool:
+    """Whether ``error``, met in a collective over all ranks between two iterations, comes of a failure: the next
+    iteration then begins with the recovery. Raises JobEnded."""
+    if not is_broken(error):
+        return False
+    try:
+        await_stop(worker, TransportAborted(str(error)))
+    except TransportAborted:
+        return False
+    return True
 
 
 def stand_still(worker: StageWorker) -> None:

@@ -41,6 +41,7 @@ from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Message, Transport
 from megatron_recycle.runtime.verify import verify_boundary
+from megatron_recycle.runtime.world import World
 
 _POLL_SECONDS = 0.001
 _LONGEST_CLOSE = 5.0
@@ -95,6 +96,7 @@ class StageWorker:
         self._stopwatch = watch = Stopwatch(stage.device)
         self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
         self.evaluations = Evaluations(place.grid, stage.report_width)
+        self._world = World()
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
         self._plan: Plan
@@ -468,6 +470,8 @@ class StageWorker:
             groups = self.groups
         if groups is not None and groups.generation < generation:
             groups.abort()
+        if self.agent.missing:
+            self._world.abort()
 
     def discard_attempt(self) -> None:
         """Forget the iteration in flight; what is held of a complete one stays."""
@@ -489,6 +493,7 @@ class StageWorker:
             self.groups = groups
         self._transport = Transport(groups, {}, self.stage.device)
         self.use_plan(self._plan)
+        self._world.become(groups.everybody)
         self.stage.regroup(groups)
         if self.interrupted():
             raise TransportAborted("a newer generation was announced while this one was being installed")
@@ -498,6 +503,7 @@ class StageWorker:
         with self._lock:
             groups, self.groups = self.groups, None
         if groups is not None:
+            self._world.become(None)
             groups.abort()
             groups.retire()
 

@@ -95,13 +95,15 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
           tied: bool = False, bf16: bool = False, mistake: str | None = None,
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
-          save: tuple[str, int] | None = None, load: tuple[str, dict[str, Any]] | None = None) -> Any:
+          save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
+          load: tuple[str, dict[str, Any]] | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters"} of this worker.
 
     Args:
         engine_settings: more of DeepSpeed's JSON.
         overflows: (stage, iteration) whose gradients overflow.
         save: folder, and iterations after which a checkpoint is written there.
+        save_every: folder, and after how many iterations again and again.
         load: folder of a checkpoint to begin with, and further arguments of load_checkpoint().
     """
     if mistake and mistake not in ("apart", "data"):
@@ -154,6 +156,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         losses.append(engine.train_batch().item())
         if save and len(losses) == save[1]:
             engine.save_checkpoint(save[0])
+        if save_every and len(losses) % save_every[1] == 0:
+            engine.save_checkpoint(save_every[0])
     if plugin:
         engine.settle()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)

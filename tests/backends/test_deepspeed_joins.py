@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Set
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +150,42 @@ def test_when_the_last_of_a_stage_are_told_to_leave_the_job_ends_at_a_boundary_a
         finished = job.wait_event("finished")
     assert "stage 1 would have no worker" in finished["message"] and "checkpoint" in finished["message"]
     assert f"last committed iteration: {BOUNDARY - 1}" in finished["message"]
+
+
+def test_checkpoints_are_left_out_while_a_worker_is_missing_and_written_again_with_its_successor(undisturbed, tmp_path):
+    """Also the script of the one that came in asks for those of the past; only the last one is one of all workers."""
+    every = {"save_every": (str(tmp_path), 3)}
+    with Job(gpt_job.train, SIZE, {**EXACT, **every}, [FIRST, LATE], limit=LIMIT) as job:
+        lose_one(job)
+        job.rejoin(rank_of("1:1"), **every)
+        job.wait_event("waiting", worker="1:1")
+        job.release(LATE)
+        job.wait_event("joined", worker="1:1")
+        check_all(job, undisturbed)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["global_step12", "global_step9"]
+    assert (tmp_path / "latest").read_text() == "global_step12"
+    resumed = {**EXACT, "iterations": 2}
+    gone_on = run(gpt_job.train, SIZE, {**resumed, "load": (str(tmp_path), {})})
+    unbroken = run(gpt_job.train, SIZE, {**EXACT, "iterations": ITERATIONS + 2})
+    for rank, result in gone_on.items():
+        unbroken[rank].value["losses"] = unbroken[rank].value["losses"][ITERATIONS:]
+        assert differences(result, unbroken[rank]) == {}
+
+
+def appears(path: Path) -> None:
+    """Wait for a file or folder that no event tells of."""
+    limit = time.monotonic() + LIMIT
+    while not path.exists():
+        assert time.monotonic() < limit, f"{path} did not appear"
+        time.sleep(0.01)
+
+
+def test_a_worker_dies_while_the_others_write_a_checkpoint(undisturbed, tmp_path):
+    """They wait for it at a barrier over all ranks, which is given up; training goes on."""
+    folder, dies = tmp_path / "saved", Hold("1:1", "stepped", KILLED_IN)
+    with Job(gpt_job.train, SIZE, {**EXACT, "save_every": (str(folder), KILLED_IN + 1)}, [dies], limit=LIMIT) as job:
+        job.wait_held(dies)
+        appears(folder)  # rank 0 makes it before the barrier
+        job.kill(dies)
+        check_all(job, undisturbed, but={"1:1"})
+    assert not list(folder.iterdir())
