@@ -135,8 +135,7 @@ class RecyclePipelineEngine(PipelineEngine):
         try:
             loss = self._train_iteration(self._worker)
         except JobEnded as end:
-            get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
-            raise SystemExit(end.status) from None
+            raise _exit(end) from None
         self._seconds += time.monotonic() - begin
         self._log_as_rank_zero(self._worker, loss)
         return loss
@@ -253,8 +252,11 @@ class RecyclePipelineEngine(PipelineEngine):
         try:
             return run()
         except RuntimeError as error:
-            if self._worker is None or not comes_of_failure(self._worker, error):
-                raise
+            try:
+                if self._worker is None or not comes_of_failure(self._worker, error):
+                    raise
+            except JobEnded as end:
+                raise _exit(end) from None
             get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not complete; "
                                "training goes on", what, error)
             return otherwise
@@ -268,6 +270,12 @@ class RecyclePipelineEngine(PipelineEngine):
         if self.masters is not None and found[0] is not None and not bound.get("load_optimizer_states", True):
             self.masters.refresh_fp32_params()  # stock leaves them at their initial values
         return found
+
+
+def _exit(end: JobEnded) -> SystemExit:
+    """What a script gets when the job cannot go on, which one line says."""
+    get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
+    return SystemExit(end.status)
 
 
 def _place(engine: PipelineEngine) -> Place:

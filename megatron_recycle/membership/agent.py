@@ -29,10 +29,12 @@ _GLANCE = 0.5
 
 @dataclass(frozen=True)
 class Stop:
-    """Generations below `generation` are over; `role` is "member" for those that go on in it, else "outside"."""
+    """Generations below `generation` are over; `role` is "member" for those that go on in it, else "outside".
+    `missing` positions have nobody."""
 
     generation: int
     role: str
+    missing: int
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,8 @@ class Agent:
         """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
         self.offer: Offer | None = None
         """The latest better plan for the current generation."""
-        self.missing = False
-        """Whether the last stop left a position without a worker."""
+        self.missing = 0
+        """Positions that the last stop left without a process."""
         self.outside = joining
         """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. A part of a
         worker that has lost another part is not taken in again."""
@@ -313,7 +315,7 @@ class Agent:
         """In the agent's thread: one message of the coordinator."""
         kind = message["type"]
         if kind == "stop":
-            self._stopped(Stop(message["generation"], message["role"]))
+            self._stopped(Stop(message["generation"], message["role"], message["missing"]))
         elif kind == "go":
             self._goes(message)
         elif kind == "offer" and message["generation"] == self.generation:
@@ -349,7 +351,7 @@ class Agent:
         with self._changed:
             self.outside = stop.role != MEMBER
             self.stop_generation = stop.generation
-            self.missing = bool(stop.out)
+            self.missing = stop.missing
             self.offer = None
             self._changed.notify_all()
         if self._on_stop is not None:

@@ -40,7 +40,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "join": {"count": int},
 }
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
-    "stop": {"generation": int, "role": str},
+    "stop": {"generation": int, "role": str, "missing": int},
     "go": {
         "generation": int,
         "attempt": int,

@@ -41,7 +41,7 @@ def wire_forms(tell: Tell) -> list[Tell]:
     if message["type"] != "stop":
         return [tell]
     members = set(message["members"].values())
-    short = {"type": "stop", "generation": message["generation"]}
+    short = {"type": "stop", "generation": message["generation"], "missing": len(message["out"])}
     return [Tell(tuple(one for one in tell.to if (one in members) is inside), {**short, "role": role})
             for inside, role in ((True, MEMBER), (False, OUTSIDE))]
 
