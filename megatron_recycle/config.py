@@ -83,7 +83,9 @@ class RecycleConfig:
         choices=("iteration",),
     )
     cap: int | None = _option(
-        None, "most micro-batches whose activations a worker keeps at a time; auto: the planner's choice"
+        None,
+        "most micro-batches whose activations a worker keeps at a time; auto: twice the number of stages, or as many as "
+        "there is memory for",
     )
     memory: float | None = _option(
         None,
