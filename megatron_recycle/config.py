@@ -84,8 +84,8 @@ class RecycleConfig:
     )
     cap: int | None = _option(
         None,
-        "most micro-batches whose activations a worker keeps at a time; auto: twice the number of stages, or as many as "
-        "there is memory for",
+        "most micro-batches whose activations a worker keeps at a time; auto: twice the number of stages, or as many "
+        "as there is memory for",
     )
     memory: float | None = _option(
         None,
