@@ -96,8 +96,8 @@ def announce_profile(me: Worker, found: dict[str, Any]) -> None:
     held, room = found["held"], found["room"]
     if room is not None and room < max(held["before_b"], held["after_b"]):
         get_logger().warning(
-            "megatron-recycle: worker %s has %.2f MiB left for activations, less than one micro-batch needs; plans take "
-            "no notice of memory then: give more by `memory`, or make micro-batches smaller", me, room / _MIB)
+            "megatron-recycle: worker %s has %.2f MiB left for activations, less than one micro-batch needs; plans "
+            "take no notice of memory then: give more by `memory`, or make micro-batches smaller", me, room / _MIB)
     get_logger().info(
         "megatron-recycle: worker %s: a micro-batch holds %.2f MiB from its forward to its backward, and %.2f MiB from "
         "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s", me,
