@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+from jobs import exit_on_sigterm
 
 from megatron_recycle.launch import service
 from megatron_recycle.observe.events import read_events
@@ -326,6 +328,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=90.0, metavar="SECONDS", help="after which one counts as hung")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "campaign", help="for logs of failed ones")
     args = parser.parse_args()
+    exit_on_sigterm()
     references: dict[str, dict[int, Result]] = {}
     verdicts: dict[str, list[int]] = {"equal": [], "differs": [], "hung": []}
     times = []
