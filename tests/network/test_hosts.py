@@ -18,7 +18,7 @@ import pytest
 
 from megatron_recycle.chaos.network import find, set_link
 from tests.launch.running import FAKE_WORKER, ROOT, Running
-from tests.network.hosts import Hosts, hosts
+from tests.network.hosts import Hosts, hosts, ip
 
 PORT = 29400
 QUICK = {"RECYCLE_HEARTBEAT_INTERVAL": "0.2", "RECYCLE_HEARTBEAT_TIMEOUT": "2", "RECYCLE_REPORT_TIMEOUT": "4"}
@@ -122,6 +122,21 @@ def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
         assert (statuses[0], statuses[2]) == (0, 0), several.where()
         assert statuses[1] != 0
         assert several.job.children() == []
+
+
+def test_a_host_that_is_cut_off_for_a_moment_stays(net: Hosts, tmp_path: Path):
+    with launched_on(net, tmp_path / "run", *fake({"pause": {"0": 3}}), "--nproc", "2", str(FAKE_WORKER)) as several:
+        several.job.paused(0)
+        chaos(several.job, "partition", net.names[1], "--for", "0.5")
+        chaos(several.job, "partition", net.names[2], "--from", net.names[0], "--one-way")
+        chaos(several.job, "heal", net.names[2])
+        for name in net.names:
+            assert "PERMANENT" not in ip("-n", name, "neighbour").stdout
+        let_go(several.job)
+        assert several.statuses() == [0, 0, 0], several.where()
+        assert not [event for event in several.job.events if event["event"] == "suspected"]
+    acts = [json.loads(line)["event"] for line in (tmp_path / "run" / "chaos.jsonl").read_text().splitlines()]
+    assert acts == ["partition", "heal", "partition", "heal"]
 
 
 def chaos(job: Running, *words: str) -> None:
