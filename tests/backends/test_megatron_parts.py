@@ -30,7 +30,7 @@ def undisturbed() -> dict[int, Result]:
 @pytest.mark.parametrize(("position", "phase", "nth"), [
     ("1:0.1", "backward", 1),
     *[pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("0:1.0", "forward", 2), ("0:0.0", "reduce", 0), ("1:1.1", "reduced", 0), ("0:1.1", "step", 0)]]])
+        ("0:1.0", "forward", 2), ("0:0.0", "reduce", 0), ("1:1.1", "reduced", 0)]]])
 def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(position, phase, nth, undisturbed):
     worker, _, part = position.partition(".")
     spare = f"{worker}.{1 - int(part)}"
@@ -55,7 +55,7 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
     (("--clip", "0"), 0.0), *[pytest.param(*case, marks=pytest.mark.slow) for case in [
         # Four numbers make the norm, and core leaves the order of their sum to the communication library.
         (("--optimizer", "sgd", "--lr", "0.1"), 1e-6),
-        (("--bf16", "--clip", "0", "--count-zeros"), 0.0), (("--untied", "--recompute", "full", "--clip", "0"), 0.0)]]])
+        (("--bf16", "--untied", "--recompute", "full", "--clip", "0", "--count-zeros"), 0.0)]]])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(options, within):
     arguments = {**EXACT, "options": ("--dropout", "0", *options)}
     with Job(megatron_job.train, PROCESSES, {**arguments, "plugin": False}, coordinated=False) as job:
