@@ -92,10 +92,11 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
+        inner = self.optimizer.state_dict()  # first: its hook waits until the last step is final
         config = self.loss_scale_config
         return {"dynamic_loss_scale": config.dynamic_loss_scale, **self.counters(),
                 "scale_factor": config.scale_factor, "scale_window": config.scale_window,
-                _INNER: self.optimizer.state_dict(), _MASTERS: [group["params"] for group in self.param_groups]}
+                _INNER: inner, _MASTERS: [group["params"] for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         """Take over what `state_dict` gave, moments only if wanted; masters in any case."""
