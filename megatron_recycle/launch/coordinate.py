@@ -102,6 +102,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     for event in past.untold:
         emit(event)
     planning = Planning(args.run_dir / "plans")
+    if past.state is not None and past.state.description:
+        planning.resume(past.state.description, past.state.failed, past.told)
     listener = None if args.store_port < 0 else listen(args.interface, args.store_port)
     store_port = None if listener is None else listener.getsockname()[1]
     offered = None if store_port is None else Offered(f"{args.interface}:{store_port}", settings_of(os.environ))

@@ -64,6 +64,11 @@ class Measurements:
         self._profiles: dict[str, Mapping[str, Any]] = {}
         self._heard: set[str] = set()
 
+    def restore(self, event: Mapping[str, Any]) -> None:
+        """Go on from what an earlier coordinator has told (`Measured.to_json`)."""
+        found = {name: event[name] for name in ("held", "kept", "room") if name in event}
+        self.known = Measured(Costs.from_json(event["costs"]), _memory(found), found)
+
     def take(self, profile: Mapping[str, Any]) -> bool:
         """Take in one worker's profile; whether `known` has changed notably, which it may once all have been heard."""
         worker = str(Process.parse(profile["worker"]).worker)  # a worker's parts take the same time and memory
@@ -71,7 +76,7 @@ class Measurements:
         self._heard.add(worker)
         if profile.get("early") and self.known is not None and self._profiles.keys() >= self.live:
             pass  # the others are as they were; one that has just come in may not have said anything yet
-        elif not self._heard >= self.live:
+        elif not self.live or not self._heard >= self.live:
             return False
         else:
             self._heard.clear()
@@ -86,7 +91,7 @@ class Measurements:
         return True
 
     def _costs(self) -> Costs | None:
-        durations = Profile(1 + max(Worker.parse(name).stage for name in self._profiles))
+        durations = Profile(1 + max(Worker.parse(name).stage for name in self.live))
         for name, profile in self._profiles.items():
             for kind in "FBW":
                 if kind in profile:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,14 @@ class Planning:
                 self._best[failed] = known
         self._keep(known)
         return known.to_json()
+
+    def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
+        """Plan for a job that another coordinator has led until now; `told` are the events so far."""
+        profiled = [event for event in told if event["event"] == "profiled"]
+        with self._lock:
+            self._measurements.live = frozenset(map(str, problem_of(description, failed).live_workers()))
+            if profiled:
+                self._measurements.restore(profiled[-1])
 
     def measured(self, profile: Mapping[str, Any]) -> Measured | None:
         """Take in what one worker has measured. Once all live ones have been heard, returns what is known of the job if

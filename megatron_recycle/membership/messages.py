@@ -107,6 +107,8 @@ def _check_description(description: Mapping[str, Any]) -> None:
     if not isinstance(grid, dict):
         raise WireError("ready: the description has no grid")
     _fields("grid", grid, {"stages": int, "microbatches": list})
+    wanted = {"parts": int, "heartbeat_interval": _NUMBER, "heartbeat_timeout": _NUMBER, "report_timeout": _NUMBER}
+    _fields("ready", description, {name: kind for name, kind in wanted.items() if name in description})
     try:
         Grid(grid["stages"], tuple(grid["microbatches"]))
     except ValueError as error:

@@ -3,7 +3,7 @@ library only."""
 
 from .action import STEP, Action
 from .bounds import lower_bound
-from .channels import Message, buffers, channels
+from .channels import Message, buffers, channels, read_by
 from .costs import Costs
 from .errors import DeadlockError, PlanError
 from .grid import Grid, Worker
@@ -15,5 +15,5 @@ from .validate import check, violations
 
 __all__ = [
     "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Plan", "PlanError", "Problem",
-    "Timeline", "Worker", "buffers", "channels", "check", "lower_bound", "pieces", "replay", "violations",
+    "Timeline", "Worker", "buffers", "channels", "check", "lower_bound", "pieces", "read_by", "replay", "violations",
 ]

@@ -37,6 +37,26 @@ def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
     return {pair: tuple(messages) for pair, messages in found.items()}
 
 
+def read_by(plan: Plan, me: Worker) -> dict[Message, tuple[Message, ...]]:
+    """For activations that ``me`` receives, the gradients it has sent that their sender must have read before it could
+    send them."""
+    route, stage = plan._route, plan.problem.stage(me)
+    found: dict[Message, tuple[Message, ...]] = {}
+    for worker, actions in plan.workers.items():
+        if plan.problem.stage(worker) != stage - 1:
+            continue
+        unanswered: list[Message] = []
+        for kind, d, m in actions:
+            if kind not in "FB" or route.get((d, m, stage)) != me:
+                continue
+            if kind == "B":
+                unanswered.append(Message("B", d, m))
+            else:
+                found[Message("F", d, m)] = tuple(unanswered)
+                unanswered.clear()
+    return found
+
+
 def buffers(plan: Plan) -> dict[tuple[Worker, Worker], int]:
     """Per channel, how many receive buffers its reader needs when it posts receives in the sender's order.
 

@@ -50,7 +50,8 @@ def backend_for(device: torch.device) -> str:
 def leave_on_sigterm(agent: Agent) -> None:
     """SIGTERM (a pre-emption, a spot notice) makes this worker leave the job at the next boundary.
 
-    A second one, or one when the job is over or has not begun, ends the process at once. Left alone where the script
+    A second one, or one when this process has no work (the job is over or has not begun, or it
+    waits to come in), ends the process at once. Left alone where the script
     has a handler of its own, and where another launcher than ours ends the siblings of a dead worker.
     """
     # A handler runs only between two steps of the interpreter, and the training thread may wait in the communication
@@ -69,7 +70,7 @@ def leave_on_sigterm(agent: Agent) -> None:
     def listen() -> None:
         while number := os.read(reading, 1):
             if number[0] == signal.SIGTERM:
-                if agent.leaving or agent.ended is not None or agent.generation == 0:
+                if agent.leaving or agent.ended is not None or agent.generation == 0 or agent.outside:
                     ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # the default; Python's own is for the main thread
                     os.kill(os.getpid(), signal.SIGTERM)
                 agent.leave()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_recycle.errors import TransportAborted
-from megatron_recycle.plan import Action, Grid, Plan, Worker, channels
+from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by
 from megatron_recycle.runtime.data import DataSource
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.reduce import all_reduce
@@ -91,7 +91,7 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
                 transport.post()
     with worker.waiting("the evaluation's end"):
         worker.evaluations.complete(reports, worker.current_groups())
-    transport.use(channels(plan))
+    transport.use(channels(plan), read_by(plan, worker.place.me))
 
 
 def _forward(worker: StageWorker, transport: Transport, data: DataSource, number: int, action: Action,

@@ -149,7 +149,8 @@ def renew(worker: StageWorker) -> None:
     verdict may still be on its way to another.
     """
     members = worker.live()
-    worker.prefix += "-r"
+    begin, _, number = worker.prefix.partition("-r")
+    worker.prefix = f"{begin}-r{int(number or 0) + 1}"
     groups = _connect(worker, members)
     worker.uninstall()
     worker.reinstall(groups)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,8 +101,14 @@ class Transport:
         self._sent_meta: Meta | None = None
         self.use(channels)
 
-    def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]]) -> None:
-        """Adopt another plan's channels, between two iterations; message numbers run on."""
+    def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
+            read_by: Mapping[Any, Sequence[Message]] | None = None) -> None:
+        """Adopt another plan's channels, between two iterations; message numbers run on.
+
+        ``read_by`` says which gradients have been read once an activation has come (``plan.read_by``): they are not
+        kept any longer.
+        """
+        self._read_by: Mapping[Any, Sequence[Message]] = read_by or {}
         me = self._groups.me
         self._source, self._target = {}, {}
         inbound, outbound = {}, {}
@@ -172,6 +179,8 @@ class Transport:
         kind, pipeline, microbatch = message
         if kind == "B":  # of an activation that has been read, then
             self._let_go(self._sending.pop(("F", pipeline, microbatch), []))
+        for gradient in self._read_by.get(message, ()):
+            self._let_go(self._sending.pop(gradient, []))
         return tensors
 
     def post(self) -> None:

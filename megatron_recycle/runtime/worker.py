@@ -17,7 +17,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import TransportAborted
 from megatron_recycle.membership import Agent, Offer
-from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces
+from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces, read_by
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.activity import RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.budget import announce
@@ -512,7 +512,7 @@ class StageWorker:
         grid, me = self.place.grid, self.place.me
         self._plan = plan
         self._forwards = sum(action.kind == "F" for action in plan.actions(me))
-        self._transport.use(channels(plan))
+        self._transport.use(channels(plan), read_by(plan, me))
         if self.config.reduction == "exact":
             self._reduction = ExactReduction(grid.pipelines, grid.microbatches, plan.problem.block,
                                              pieces(plan, me.stage), me, self.stage.averaging)

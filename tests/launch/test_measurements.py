@@ -104,3 +104,23 @@ def test_one_that_has_just_come_in_is_waited_for_before_news_of_the_others_count
     planning.plan(DESCRIPTION, frozenset())
     assert planning.measured({**profile("0:0", 20 * MIB), "early": True}) is None
     assert heard(planning, room=20 * MIB) is not None
+
+
+def test_a_coordinator_that_comes_back_knows_what_was_measured_and_whom_to_wait_for():
+    first = Planning()
+    first.plan(DESCRIPTION, frozenset())
+    told = {"event": "profiled", **heard(first, room=18 * MIB).to_json()}
+    second = Planning()
+    second.resume(DESCRIPTION, frozenset(), [told])
+    planned = [planning.plan(DESCRIPTION, frozenset({"1:1"}))["digest"] for planning in (first, second)]
+    assert planned[0] == planned[1]
+    # Of a stage that was not heard yet, nothing is concluded.
+    third = Planning()
+    third.resume(DESCRIPTION, frozenset(), [])
+    for name in ("0:0", "1:0", "2:0"):
+        assert third.measured(profile(name, 18 * MIB)) is None
+    assert len(third.plan(DESCRIPTION, frozenset({"1:1"}))["costs"]["forward"]) == 2
+
+
+def test_before_anybody_is_known_to_live_nothing_is_measured():
+    assert Planning().measured(profile("0:0", None)) is None

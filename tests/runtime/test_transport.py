@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.plan import Worker
+from megatron_recycle.plan import Message, Worker
 from megatron_recycle.runtime.transport import Transport, encode_header, meta_of
 
 UP, DOWN = Worker(0, 0), Worker(0, 1)
@@ -77,6 +77,17 @@ def test_a_gradient_is_kept_until_the_next_iteration_but_one():
             down.receive(("F", 0, m))
             down.send(("B", 0, m), [torch.zeros(2)])
         assert wire.unread() == COUNT * min(iteration + 1, 2)
+
+
+def test_a_gradient_that_has_been_read_is_not_kept():
+    down, wire = transport(DOWN)
+    down.use(CHANNELS, {Message("F", 0, m): (Message("B", 0, m - 1),) for m in range(1, COUNT)})
+    for iteration in range(10):
+        down.begin()
+        for m in range(COUNT):
+            down.receive(("F", 0, m))
+            down.send(("B", 0, m), [torch.zeros(2)])
+            assert wire.unread() <= 1 + min(iteration, 1)
 
 
 def test_a_micro_batch_of_another_shape_is_refused():
