@@ -28,9 +28,10 @@ from megatron_recycle.backends.megatron_stage import MegatronStage
 from megatron_recycle.backends.megatron_support import check_call, check_supported, optimizer_of
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import JobEnded
+from megatron_recycle.errors import JobEnded, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.coming import backend_for, is_joining
 from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.data import DataSource, FactorySource
 from megatron_recycle.runtime.link import connect
@@ -82,9 +83,12 @@ class RecycleSchedule:
             self._data.source = (source_of(data_iterator, self._place.part) if self._options.data is None
                                  else FactorySource(self._options.data))
         iteration, stepper = self._iteration, self._worker.stepper
+        self._worker.begin(iteration)
+        self._iteration += 1
+        if self._worker.has_done(iteration):
+            return self._passed(self._worker)
         self._stage.rates.set(iteration)
         self._worker.train(iteration)
-        self._iteration += 1
         self._stage.rates.forget(stepper.ledger.committed)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
@@ -96,6 +100,14 @@ class RecycleSchedule:
         self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
         reports = stepper.reports if stepper.held is None else stepper.held.reports
         assert reports is not None
+        return reports
+
+    def _passed(self, worker: StageWorker) -> torch.Tensor:
+        """An iteration that the job had done before this worker came in: told is what is known of the last one."""
+        verdict, reports = worker.stepper.verdict, worker.stepper.reports
+        assert verdict is not None and reports is not None
+        zeros = verdict.zeros if self._stage.counts_zeros else None
+        self._stage.result = (True, self._stage.norm(verdict.norm_squares, verdict.weight), zeros)
         return reports
 
     def _norm(self, worker: StageWorker, iteration: int) -> float:
@@ -206,6 +218,8 @@ def _place(microbatches: int) -> Place:
                          parallel_state.get_data_parallel_world_size())
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
     part = parallel_state.get_tensor_model_parallel_rank()
+    if is_joining():
+        return _place_alone(me, part, stages, pipelines, microbatches)
     mine = torch.tensor([*me, part], dtype=torch.int64, device=torch.cuda.current_device())
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
@@ -214,5 +228,17 @@ def _place(microbatches: int) -> Place:
         parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
     return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
                  backend=dist.get_backend())
+
+
+def _place_alone(me: Worker, part: int, stages: int, pipelines: int, microbatches: int) -> Place:
+    """As `_place`, of a process that joins a running job: nobody can be asked, so Megatron's usual order is taken."""
+    parts = parallel_state.get_tensor_model_parallel_world_size()
+    ranks = {Worker(pipeline, stage): tuple(part + parts * (pipeline + pipelines * stage) for part in range(parts))
+             for stage in range(stages) for pipeline in range(pipelines)}
+    if ranks[me][part] != dist.get_rank():
+        raise UnsupportedError("a worker cannot join a job with this order of parallel ranks; use Megatron's default, "
+                               "tp-cp-ep-dp-pp")
+    return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
+                 backend=backend_for(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
-from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.runtime.groups import new_group
 from megatron_recycle.runtime.place import Place
@@ -79,8 +78,8 @@ def _use(groups: Mapping[str, Any]) -> None:
 
 def _alone(place: Place) -> dist.ProcessGroup:
     name = f"recycle/alone/{uuid.uuid4().hex}"
-    store = dist.PrefixStore(name, c10d._get_default_store())
-    return new_group(name, [dist.get_rank()], store, backend=place.backend, timeout=60.0, connect_timeout=60.0)
+    return new_group(name, [dist.get_rank()], dist.HashStore(), backend=place.backend, timeout=60.0,
+                     connect_timeout=60.0)
 
 
 def _detach_timers(speaks: Callable[[], bool]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import signal
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ def is_joining() -> bool:
 def stand_alone() -> None:
     """Let this process build its model and its engine without peers, who are in the middle of training.
 
-    torch's default group becomes one that talks to nobody; the script's own `init_process_group()` then does nothing.
-    Needs RANK and WORLD_SIZE in the environment.
+    torch's default group becomes one that talks to nobody, and so do all that are made of it; the script's own
+    `init_process_group()` then does nothing. The training's groups are made in another way. Needs RANK and WORLD_SIZE
+    in the environment.
     """
     if dist.is_initialized():
         return
@@ -33,10 +36,21 @@ def stand_alone() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]))
     dist.init_process_group = _already_there
+    dist.new_group = functools.partial(_stand_in, dist.new_group)
 
 
 def _already_there(*args: Any, **keywords: Any) -> None:
     """In place of `torch.distributed.init_process_group`."""
+
+
+def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,
+              *rest: Any, **keywords: Any) -> Any:
+    """In place of `torch.distributed.new_group`: whatever backend is asked for, it would look for peers, who come only
+    once this process has been taken in."""
+    if dist.get_backend() != "fake":
+        return stock(ranks, timeout, backend, *rest, **keywords)
+    keywords.pop("pg_options", None)
+    return stock(ranks, timeout, "fake", *rest, **keywords)
 
 
 def backend_for(device: torch.device) -> str:

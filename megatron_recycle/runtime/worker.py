@@ -7,7 +7,7 @@ its own business. The steps of a recovery are in :mod:`megatron_recycle.runtime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -97,6 +97,7 @@ class StageWorker:
         self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
         self.evaluations = Evaluations(place.grid, stage.report_width)
         self._world = World()
+        self._passes = 0  # of evaluation that the script has asked for
         self._announce_resumed = False
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
         self._plan: Plan
@@ -141,15 +142,15 @@ class StageWorker:
         Raises JobEnded if the job cannot go on.
         """
         def run() -> float:
-            # A failure may have told this worker that the pass is done already.
-            while self.evaluations.done == passed:
+            # Done already: a failure has told this worker so, or it was before this worker came in.
+            while self.evaluations.done < self._passes:
                 run_pass(self, self._transport, data, number)
             return 0.0
 
         with self._inside():
             self.begin(iteration)
             self.settle()
-            passed = self.evaluations.done
+            self._passes += 1
             self._through_failures(run)
         return self.evaluations.table
 
