@@ -196,10 +196,11 @@ class MegatronStage:
     def counters(self) -> Any:
         groups = [{key: value for key, value in group.items() if key not in ("params", *SET_BY_LOOP)}
                   for group in self._single.optimizer.param_groups]
-        return copy.deepcopy({"steps": self.rates.steps, "groups": groups})
+        return copy.deepcopy({"steps": self.rates.steps, "groups": groups, "keys": self._keys})
 
     def set_counters(self, counters: Any) -> None:
         self.rates.steps = counters["steps"]
+        self._keys = self._keys or list(counters["keys"])  # one that comes in has not run a loss function yet
         for group, own in zip(self._single.optimizer.param_groups, copy.deepcopy(counters["groups"]), strict=True):
             group.update(own)
 

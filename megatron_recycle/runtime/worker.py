@@ -7,7 +7,7 @@ its own business. The steps of a recovery are in :mod:`megatron_recycle.runtime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
