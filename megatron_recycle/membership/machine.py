@@ -292,7 +292,7 @@ def _reported(state: State, happened: Reported, now: float) -> Step:
     if member.worker in state.unproven:
         return state, ()  # it holds nothing
     state = state.with_(reports=put(state.reports, member.worker, happened.report))
-    if len(state.reports) < len(state.proven):
+    if len(state.reports) < len(state.members) - len(state.unproven):
         return state, ()
     stopped = Emit(
         {
@@ -325,7 +325,7 @@ def _plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
 
 def _go(state: State, now: float) -> Step:
     """If reports and plan are there: where to resume, stored and announced."""
-    if state.plan is None or len(state.reports) < len(state.proven):
+    if state.plan is None or len(state.reports) < len(state.members) - len(state.unproven):
         return state, ()
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)

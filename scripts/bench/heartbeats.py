@@ -8,7 +8,7 @@ The coordinator is the real one, in a process of its own, with its journal on di
 one other process that speak the real protocol over loopback: a heartbeat each `--interval` seconds with what a
 training thread does, and a commit each `--iteration` seconds. Then workers are lost, one after the other. Printed
 and written to runs/bench/heartbeats.json: share of one core that the coordinator takes in steady training, and time
-from the loss until it is decided, until the stop has reached the last worker, and until the last one is told to go
+from a loss until it is decided, until the stop has reached the last worker, and until the last one is told to go
 on (plans are empty here: what making one takes is for scripts/bench/planner.py).
 """
 
@@ -253,6 +253,7 @@ async def measure(args: argparse.Namespace, address: str, pid: int, pipe: Pipe) 
         victim = job.clients[number * STAGES * 3 + number % STAGES]
         generation = number + 2
         job.live -= 1
+        used = processor_seconds(pid)
         lost = lose(victim)
         went = await job.until_told("go", generation)
         stopped = max(job.heard["stop", generation])
@@ -260,11 +261,12 @@ async def measure(args: argparse.Namespace, address: str, pid: int, pipe: Pipe) 
         losses.append({"decided_ms": 1000 * (decided - lost), "stopped_ms": 1000 * (stopped - lost),
                        "went_ms": 1000 * (went - lost)})
         await asyncio.to_thread(wait_for, pipe, "resumed", generation)
+        losses[-1]["cpu_ms"] = 1000 * (processor_seconds(pid) - used)
         await asyncio.sleep(args.interval)
     beating.cancel()
     if job.broken:
         raise ConnectionError(f"the coordinator has closed connections: {job.broken[:3]}")
-    return {"workers": args.workers, "interval_s": args.interval, "iteration_s": args.iteration,
+    return {"workers": args.workers, "load": os.getloadavg()[0], "interval_s": args.interval, "iteration_s": args.iteration,
             "heartbeats_per_s": args.workers / args.interval, "commits_per_s": args.workers / args.iteration,
             "forming_s": forming, "coordinator_cpu_share": share, "clients_cpu_share": own_share, "losses": losses}
 
@@ -282,7 +284,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"{found['workers']} workers, a heartbeat each {found['interval_s']:g} s, an iteration each "
              f"{found['iteration_s']:g} s: the coordinator takes {share:.1f} % of a core (the simulated workers "
              f"{own:.1f} %); all were in after {found['forming_s']:.1f} s"]
-    for key, text in (("decided_ms", "loss until decided"), ("stopped_ms", "until the last worker is told to stop"),
+    for key, text in (("cpu_ms", "the coordinator's processor time for a loss"), ("decided_ms", "loss until decided"), ("stopped_ms", "until the last worker is told to stop"),
                       ("went_ms", "until the last worker is told to go on")):
         values = [loss[key] for loss in found["losses"]]
         lines.append(f"{text}: median {statistics.median(values):.0f} ms, worst {max(values):.0f} ms")
