@@ -266,7 +266,8 @@ async def measure(args: argparse.Namespace, address: str, pid: int, pipe: Pipe) 
     beating.cancel()
     if job.broken:
         raise ConnectionError(f"the coordinator has closed connections: {job.broken[:3]}")
-    return {"workers": args.workers, "load": os.getloadavg()[0], "interval_s": args.interval, "iteration_s": args.iteration,
+    return {"workers": args.workers, "load": os.getloadavg()[0],
+            "interval_s": args.interval, "iteration_s": args.iteration,
             "heartbeats_per_s": args.workers / args.interval, "commits_per_s": args.workers / args.iteration,
             "forming_s": forming, "coordinator_cpu_share": share, "clients_cpu_share": own_share, "losses": losses}
 
@@ -284,7 +285,9 @@ def table(found: dict[str, Any]) -> str:
     lines = [f"{found['workers']} workers, a heartbeat each {found['interval_s']:g} s, an iteration each "
              f"{found['iteration_s']:g} s: the coordinator takes {share:.1f} % of a core (the simulated workers "
              f"{own:.1f} %); all were in after {found['forming_s']:.1f} s"]
-    for key, text in (("cpu_ms", "the coordinator's processor time for a loss"), ("decided_ms", "loss until decided"), ("stopped_ms", "until the last worker is told to stop"),
+    for key, text in (("cpu_ms", "the coordinator's processor time for a loss"),
+                      ("decided_ms", "loss until decided"),
+                      ("stopped_ms", "until the last worker is told to stop"),
                       ("went_ms", "until the last worker is told to go on")):
         values = [loss[key] for loss in found["losses"]]
         lines.append(f"{text}: median {statistics.median(values):.0f} ms, worst {max(values):.0f} ms")

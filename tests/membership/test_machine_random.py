@@ -422,7 +422,9 @@ class Protocol(RuleBasedStateMachine):
         self.state = restore(PIPELINES * STAGES, self.journal, last)
         for event in untold(self.journal, self.told):
             self._tell(event)
-        if self.state.generation:
+        if self.state.ended is not None:
+            self.end = st.End(*self.state.ended)  # written down; it is told to whoever comes back
+        elif self.state.generation:
             self._feed(st.Restarted())
         for process in self._those(lambda p: True):
             self._connect(process)
@@ -437,7 +439,8 @@ class Protocol(RuleBasedStateMachine):
     def a_job_ends_only_for_want_of_a_stage_or_of_a_network(self) -> None:
         if self.end is not None:
             assert self.end.status == 1
-            worn_out = "have not helped" in self.end.message and self.state.mended == 2
+            last = [record for record in self.journal if record["kind"] == "decided"][-2:]
+            worn_out = "have not helped" in self.end.message and all(r["events"][-1].get("reason") for r in last)
             assert worn_out or "has lost its last worker" in self.end.message, self.end.message
 
     def teardown(self) -> None:
