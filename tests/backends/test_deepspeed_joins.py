@@ -189,3 +189,18 @@ def test_a_worker_dies_while_the_others_write_a_checkpoint(undisturbed, tmp_path
         job.kill(dies)
         check_all(job, undisturbed, but={"1:1"})
     assert not list(folder.iterdir())
+
+
+@pytest.mark.slow
+def test_tied_layers_masters_schedule_and_clipping_come_with_the_state():
+    """Clipping is active, so that the workers have gone over to waiting for each other's norms: who comes in, too."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}}
+    arguments = {**EXACT, "tied": True, "bf16": True, "clipping": 0.05, "engine_settings": {"scheduler": schedule}}
+    reference = run(gpt_job.train, SIZE, arguments)
+    with Job(gpt_job.train, SIZE, arguments, [FIRST, LATE], limit=LIMIT) as job:
+        lose_one(job)
+        job.rejoin(rank_of("1:1"))
+        job.wait_event("waiting", worker="1:1")
+        job.release(LATE)
+        job.wait_event("joined", worker="1:1")
+        check_all(job, reference)
