@@ -151,6 +151,11 @@ class Agent:
         """The generation of the last go; 0 before the first."""
         return 0 if self._go is None else self._go.generation
 
+    @property
+    def out_of_reach(self) -> bool:
+        """Whether there is no connection to the coordinator at present."""
+        return self._link.lost_since is not None
+
     def start(self) -> None:
         """Connect, in the background, and give signs of life from now on."""
         self._link.start()

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.001
 _LONGEST_CONNECT = 5.0
+_LONGEST_ABSENCE = 3.0  # of the coordinator, in times that any failure takes to be found
 
 
 def join(worker: StageWorker) -> None:
@@ -89,8 +90,13 @@ def await_stop(worker: StageWorker, error: TransportAborted) -> None:
     if not worker.interrupted():
         worker.agent.hint(worker.generation, str(error))
     config = worker.config
-    limit = time.monotonic() + config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout
+    patience = config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout
+    begun = time.monotonic()
+    limit = begun + patience
     while not worker.interrupted():
+        if worker.agent.out_of_reach:
+            # A coordinator that is started again has to find the failure first.
+            limit = min(time.monotonic() + patience, begun + _LONGEST_ABSENCE * patience)
         if time.monotonic() > limit:
             raise error
         time.sleep(_POLL_SECONDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,7 @@ from megatron_recycle.runtime.worker import StageWorker
 
 def worker(ended: Ended | None) -> Any:
     """In generation 2, the last that was announced."""
-    made = SimpleNamespace(generation=2, agent=SimpleNamespace(stop_generation=2, ended=ended),
+    made = SimpleNamespace(generation=2, agent=SimpleNamespace(stop_generation=2, ended=ended, out_of_reach=False),
                            config=SimpleNamespace(heartbeat_timeout=0.1, heartbeat_interval=0.1, report_timeout=0.1))
     made.agent.hint = lambda generation, error: None
     made.interrupted = MethodType(StageWorker.interrupted, made)
@@ -37,3 +39,27 @@ def test_a_worker_that_waits_for_a_dead_one_to_connect_learns_that_the_job_has_e
 def test_an_error_that_nobody_declares_a_failure_for_is_raised():
     with pytest.raises(TransportAborted, match="broken"):
         await_stop(worker(None), TransportAborted("broken"))
+
+
+def test_time_without_a_coordinator_does_not_count_against_it_for_a_while():
+    """It is started again, and then has to find the failure: 0.4 s here, which are over before it is back."""
+    waits = worker(None)
+    waits.agent.out_of_reach = True
+
+    def comes_back() -> None:
+        waits.agent.out_of_reach = False
+        waits.agent.stop_generation = 3
+
+    timer = threading.Timer(0.6, comes_back)
+    timer.start()
+    await_stop(waits, TransportAborted("broken"))
+    timer.join()
+
+
+def test_a_coordinator_that_never_comes_back_is_not_waited_for_for_ever():
+    alone = worker(None)
+    alone.agent.out_of_reach = True
+    begun = time.monotonic()
+    with pytest.raises(TransportAborted, match="broken"):
+        await_stop(alone, TransportAborted("broken"))
+    assert 1.0 < time.monotonic() - begun < 10.0
