@@ -36,6 +36,7 @@ from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.data import DataSource, FactorySource
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.worker import StageWorker
 
 
@@ -52,6 +53,7 @@ class RecycleSchedule:
         self._place: Place
         self._microbatches = 0
         self._iteration = 0
+        self._detached: megatron_groups.Detached | None = None
         self._late: tuple[LateNumber, ...] = ()
         self._data = LateSource()
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
@@ -146,6 +148,12 @@ class RecycleSchedule:
         assert self._worker is not None
         return self._worker.live()
 
+    def comes_of_failure(self, error: RuntimeError) -> bool:
+        """Whether an operation over all ranks failed since one of them is gone. Raises SystemExit."""
+        assert self._worker is not None
+        with _ending():
+            return comes_of_failure(self._worker, error)
+
     def missing(self) -> list[str]:
         """The workers that are not there any more."""
         return [str(worker) for worker in sorted(set(self._place.ranks) - set(self.live()))]
@@ -180,13 +188,16 @@ class RecycleSchedule:
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter,
                                    data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
-        megatron_training.take_over(self, megatron_groups.Detached(self._place, self.speaks).attached)
+        self._detached = megatron_groups.Detached(self._place, self.speaks)
+        megatron_training.take_over(self, self._detached.attached)
         atexit.register(self.finish)
 
     def _abort_transport(self, generation: int) -> None:
         """In the agent's thread."""
         if self._worker is not None:
             self._worker.abort(generation)
+            if self._agent.missing and self._detached is not None:
+                self._detached.abort()
 
     def finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""

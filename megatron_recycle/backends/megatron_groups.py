@@ -19,7 +19,7 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_recycle.runtime.groups import new_group
+from megatron_recycle.runtime.groups import abort_group, new_group
 from megatron_recycle.runtime.place import Place
 
 _SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
@@ -40,6 +40,11 @@ class Detached:
         state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
         _use(self._alone)
         _detach_timers(speaks)
+
+    def abort(self) -> None:
+        """A worker is gone: free whoever waits in the groups that span all, from any thread."""
+        for group in set(self._spanning.values()):
+            abort_group(group)
 
     @contextmanager
     def attached(self) -> Iterator[None]:

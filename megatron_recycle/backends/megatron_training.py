@@ -49,6 +49,9 @@ class Schedule(Protocol):
     def settle(self) -> None:
         """Wait until the last step is final."""
 
+    def comes_of_failure(self, error: RuntimeError) -> bool:
+        """Whether an operation over all ranks failed since one of them is gone."""
+
     def missing(self) -> list[str]:
         """Workers that are not there any more."""
 
@@ -91,8 +94,15 @@ def take_over(schedule: Schedule, attached: Callable[[], AbstractContextManager[
             get_logger().error("megatron-recycle: no checkpoint of iteration %d: it needs the workers that are missing "
                                "(%s); training goes on", iteration, ", ".join(missing))
             return None
-        with attached():
-            return save(iteration, *arguments, **keywords)
+        try:
+            with attached():
+                return save(iteration, *arguments, **keywords)
+        except RuntimeError as error:
+            if not schedule.comes_of_failure(error):
+                raise
+            get_logger().error("megatron-recycle: the checkpoint of iteration %d was cut short by a failure (%s): what "
+                               "it wrote is not complete; training goes on", iteration, error)
+            return None
 
     # Its group has one member by now, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
