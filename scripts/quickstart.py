@@ -106,6 +106,8 @@ def told(event: Event, iterations: int) -> str | None:
     name = event["event"]
     if name == "started":
         return f"{len(event['members'])} workers train"
+    if name == "slow":
+        return f"worker {event['worker']} takes {event['factor']:.1f} times as long as its peers"
     if name == "suspected":
         return f"the coordinator knows that worker {event['worker']} is gone ({event['kind']})"
     if name == "resumed":
@@ -122,7 +124,8 @@ def failures(outcome: Outcome) -> list[dict[str, Any]]:
     """What became of each kill; times in milliseconds since the signal was sent."""
     found = []
     for kill in outcome.kills:
-        suspected = next((event for event in outcome.of("suspected") if event["worker"] == kill.worker), None)
+        of_it = (event for event in outcome.of("suspected") if event["worker"] == kill.worker)
+        suspected = next((event for event in of_it if event.get("removed", True)), None)
         if suspected is None or kill.t is None:
             raise JobFailed(f"worker {kill.worker} was never found missing: the job was over before iteration "
                             f"{kill.iteration}")

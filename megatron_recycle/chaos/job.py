@@ -84,7 +84,7 @@ class TargetJob:
             worker = event["worker"]
             self.workers[worker] = Process(worker, event["rank"], event["pid"], event["t"], event.get("host"))
             self.out.discard(worker)
-        elif name == "suspected":
+        elif name == "suspected" and event.get("removed", True):
             self.out.add(event["worker"])
         elif name == "committed":
             self.committed = max(self.committed, event["iteration"])

@@ -77,8 +77,7 @@ class Profiles:
             self._coordinator.declare_out(name, "slow")
         elif factor is not None and self._slowness.news(name, state.members[name].incarnation, factor):
             self._coordinator.tell({
-                "event": "suspected", "t": time.time(), "generation": state.generation,
-                "iteration": state.committed + 1, "worker": name, "kind": "slow", "removed": False,
-                "factor": round(factor, 2)})
+                "event": "slow", "t": time.time(), "generation": state.generation,
+                "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)})
         if found is not None:
             self._coordinator.search_again()

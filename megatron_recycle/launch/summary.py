@@ -11,7 +11,7 @@ from typing import Any
 from megatron_recycle.observe.events import format_event
 
 _TOLD = (
-    "started", "suspected", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
+    "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
     "joined", "join_failed", "finished",
 )
 _EVERY = 1.0

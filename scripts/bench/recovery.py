@@ -123,6 +123,7 @@ def measured(kind: str, events: Sequence[Event], victim: str, sent: float) -> Ro
     if kind == "rejoin":
         return around_joining(events, victim, sent)
     gone = [event for event in events if event["event"] == "suspected" and event["t"] >= sent]
+    gone = [event for event in gone if event.get("removed", True)]
     suspected = next((event for event in gone if event["worker"] == victim), gone[0])
     later = [event for event in events if event["t"] >= sent]
     resumed = next(event for event in later if event["event"] == "resumed")

@@ -150,8 +150,8 @@ def test_a_slow_worker_is_reported_and_gets_less_work(longer):
     with Job(faults.train, SIZE, {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.1)}}, profiled=True) as job:
         check_survivors(job, set(), longer)
         results = job.results
-    suspected = next(event for event in job.events if event["event"] == "suspected" and event["worker"] == "1:1")
-    assert suspected["kind"] == "slow" and suspected["removed"] is False and suspected["factor"] > 1.25
+    assert next(event for event in job.events if event["event"] == "slow" and event["worker"] == "1:1")["factor"] > 1.25
+    assert not [event for event in job.events if event["event"] == "suspected"]
     assert [event for event in job.events if event["event"] == "adopted"]
     values = [result.value for result in results.values()]
     of = {(value["pipeline"], value["stage"]): value["forwards"] for value in values}
