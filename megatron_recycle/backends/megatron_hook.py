@@ -37,6 +37,8 @@ def install(options: Options) -> None:
         if not settings.enabled:
             return stock(*args, **keywords)
         if not made:
+            from megatron_recycle.backends.megatron_version import check_version
+            check_version()
             from megatron_recycle.backends.megatron import RecycleSchedule
             made.append(RecycleSchedule(settings, options))
         return made[0]

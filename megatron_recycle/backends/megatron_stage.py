@@ -249,9 +249,9 @@ class MegatronStage:
         self._single, = single_optimizers(optimizer)
         stock: Callable[[], Any] = optimizer.step
         self._stock_step = stock
-        # Its step neither asks other ranks for the norm nor clips: the runtime has done both.
+        # Its step neither asks other ranks for norm and zeros nor clips: the runtime has done all of that.
         for part in (optimizer, self._single):
-            part.get_grad_norm = lambda: 0.0
+            part.get_grad_norm = part.count_zeros = lambda: 0.0
         self._single.clip_grad_norm = lambda limit: 0.0
         optimizer.step = lambda: self.result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.core import __version__ as version
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer.optimizer import (
@@ -17,15 +16,6 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron_recycle.backends.buffers import statistics
 from megatron_recycle.errors import UnsupportedError
-
-SUPPORTED = "0.16"
-
-
-def check_version() -> None:
-    """Raises UnsupportedError that names the installed version if it is not one this was written for."""
-    if version.rpartition(".")[0] != SUPPORTED:
-        raise UnsupportedError(f"megatron-core {version} is not supported: the schedule's parts that the plugin builds "
-                               f"on differ between versions; install megatron-core {SUPPORTED}.1")
 
 
 def optimizer_of(config: Any) -> MegatronOptimizer:
@@ -43,7 +33,6 @@ def single_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimize
 
 def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer) -> None:
     """Raises UnsupportedError that lists everything about this job that cannot be kept correct."""
-    check_version()
     if len(models) != 1 or config.virtual_pipeline_model_parallel_size is not None:
         found = ["virtual pipelines: leave virtual_pipeline_model_parallel_size unset"]
     elif not isinstance(models[0], DistributedDataParallel):
@@ -130,6 +119,8 @@ def _model(config: Any) -> list[tuple[bool, str]]:
 
 def _optimizer(optimizer: MegatronOptimizer) -> list[str]:
     singles = single_optimizers(optimizer)
+    if len(singles) == 1 and singles[0].config.optimizer_cpu_offload:
+        return ["optimizer_cpu_offload: its state is spread over several optimizers; leave it off"]
     if len(singles) != 1 or type(singles[0]) not in (FP32Optimizer, Float16OptimizerWithFloat16Params):
         names = ", ".join(type(single).__name__ for single in singles)
         return [f"optimizer {names}: use one of Megatron's plain ones (--optimizer adam or sgd)"]

@@ -33,6 +33,13 @@ _REFUSED = {
     "perform_rl_step": "leave --perform-rl-step out",
     "inprocess_restart": "leave --inprocess-restart out",
     "enable_ft_package": "leave --enable-ft-package out",
+    "async_save": "leave --async-save out: the end of such a save is agreed upon in later iterations, by all ranks",
+    "log_progress": "leave --log-progress out",
+    "log_energy": "leave --log-energy out",
+    "distributed_timeout_seconds_after_init": "leave --distributed-timeout-seconds-after-init out; see "
+                                              "--recycle-transport-timeout",
+    "iterations_to_skip": "leave --iterations-to-skip out: data is read by the iterations that are trained",
+    "dsa_indexer_loss_coeff": "leave --dsa-indexer-loss-coeff out",
 }
 """Option -> remedy, for what asks all ranks for something outside an iteration."""
 

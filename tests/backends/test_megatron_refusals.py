@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return found
 
 
-def refusal(*, reduction: dict[str, bool] | None = None, **changes: Any) -> str:
+def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, **changes: Any) -> str:
     """What is said to a job like this; "" if nothing is wrong with it."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer.optimizer import FP32Optimizer
@@ -44,7 +45,8 @@ def refusal(*, reduction: dict[str, bool] | None = None, **changes: Any) -> str:
     nn.Module.__init__(model)
     model.ddp_config = SimpleNamespace(**{"use_distributed_optimizer": False, "overlap_grad_reduce": False,
                                           "average_in_collective": False, **(reduction or {})})
-    optimizer = FP32Optimizer.__new__(FP32Optimizer)
+    optimizer: Any = FP32Optimizer.__new__(FP32Optimizer)
+    optimizer.config = SimpleNamespace(optimizer_cpu_offload=offload)
     try:
         check_supported([model], SimpleNamespace(**{**SETTINGS, **changes}), optimizer)
     except UnsupportedError as error:
@@ -82,11 +84,47 @@ def test_options(changes, word, sizes):
     assert word in refusal(**changes)
 
 
-def test_another_version_is_named(sizes, monkeypatch):
-    from megatron_recycle.backends import megatron_support
+def test_an_optimizer_in_several_places(sizes):
+    assert "optimizer_cpu_offload" in refusal(offload=True)
 
-    monkeypatch.setattr(megatron_support, "version", "0.13.0")
-    assert "megatron-core 0.13.0 is not supported" in refusal()
+
+def test_another_version_is_named(sizes, monkeypatch):
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_recycle.backends import Options, megatron_hook, megatron_version
+    from megatron_recycle.config import RecycleConfig
+    from megatron_recycle.errors import UnsupportedError
+
+    monkeypatch.setattr(megatron_version, "version", "0.13.0")
+    # The backend must not be loaded for that: it builds on names that another version may lack.
+    monkeypatch.setitem(sys.modules, "megatron_recycle.backends.megatron", None)
+    megatron_hook.install(Options(RecycleConfig()))
+    try:
+        with pytest.raises(UnsupportedError, match=r"megatron-core 0\.13\.0 is not supported"):
+            schedules.get_forward_backward_func()
+    finally:
+        megatron_hook.install(Options(RecycleConfig(enabled=False)))
+
+
+LOOP_ARGUMENTS = {"rerun_mode": "disabled", "dataloader_type": "single"}
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("exit_signal_handler", True), ("exit_duration_in_mins", 5), ("log_params_norm", True), ("async_save", True),
+    ("rampup_batch_size", [8, 8, 100]), ("log_progress", True), ("log_energy", True), ("iterations_to_skip", [3]),
+    ("distributed_timeout_seconds_after_init", 60), ("dsa_indexer_loss_coeff", 0.1),
+    ("check_weight_hash_across_dp_replicas_interval", 1), ("rerun_mode", "validate_results"),
+    ("dataloader_type", "cyclic")])
+def test_options_of_megatrons_loop_that_wait_for_all_ranks(name, value, monkeypatch):
+    from megatron_recycle.backends import megatron_training
+    from megatron_recycle.errors import UnsupportedError
+
+    arguments = SimpleNamespace(**LOOP_ARGUMENTS, iterations_to_skip=[])
+    monkeypatch.setitem(sys.modules, megatron_training.LOOP, SimpleNamespace(get_args=lambda: arguments))
+    megatron_training.check_arguments()
+    setattr(arguments, name, value)
+    with pytest.raises(UnsupportedError, match=f"{name}.*: (leave|give) --{name.replace('_', '-')}"):
+        megatron_training.check_arguments()
 
 
 class Sampler:
