@@ -143,7 +143,8 @@ def test_the_last_rank_killed_leaves_the_same_numbers(checkout, text, tmp_path, 
     # Dropout on: it comes from Megatron's own generators. Waiting for each other's norms and not, it is the same.
     options = ("--data-path", str(text), "--attention-dropout", "0.1", "--hidden-dropout", "0.1",
                "--timing-log-level", "2", "--timing-log-option", "all", "--logging-level", "20",
-               "--log-timers-to-tensorboard", "--log-num-zeros-in-grad", "--log-throughput", "--log-memory-interval", "1")
+               "--log-timers-to-tensorboard", "--log-num-zeros-in-grad", "--log-throughput",
+               "--log-memory-interval", "1")
     monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
     calm = losses(recycled(tmp_path / "calm", checkout, *options))
     monkeypatch.setenv("RECYCLE_STEP", "staggered")
