@@ -1,10 +1,12 @@
 """The commit of an iteration: one exchange over all workers that shows that every stage holds its gradient,
 and gives each of them the same numbers to step with.
 
-It is a sum of float64 vectors in which every slot is filled by exactly one worker (the lowest live one of
-a stage) and is zero elsewhere: such a sum is exact in any order, so the verdict has the same bits on all
-workers, whoever is left. The sum cannot complete anywhere before every worker has contributed, that is,
-before every worker holds its gradient.
+It is a sum of float64 vectors in which every slot is filled by at most one worker (the lowest live one of
+a stage; for what is known of a micro-batch's data, whoever ran it) or holds whole numbers, and is zero
+elsewhere: such a sum is exact in any order, so the verdict has the same bits on all workers, whoever is
+left. The sum cannot complete anywhere before every worker has contributed, that is, before every worker
+holds its gradient. It goes up and down a tree: two messages each way and worker, where a ring would need as
+many as there are workers.
 
 A stage need not wait for the verdict to step. It may step at once with the coefficient that its own numbers
 suggest (`guesses`) and learn later whether that was right; see :mod:`megatron_recycle.runtime.stepper`.
@@ -15,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,10 +25,13 @@ import torch
 from megatron_recycle.errors import DataError, TransportAborted
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.groups import Groups
-from megatron_recycle.runtime.reduce import all_reduce
+from megatron_recycle.runtime.tree import add_up
 
 COMMITTING = "recycle-commit"
 """Name of the threads that wait for a verdict."""
+
+_TAG = 2**30
+"""The first of the tags that commits use; those of the losses are below."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,16 @@ class Verdict:
 
 @dataclass
 class Held:
-    """The complete reduced gradient of an iteration and what goes into its verdict; equal on all peers.
+    """The complete reduced gradient of an iteration and what goes into its verdict; equal on all peers but for
+    ``digests``.
 
     Attributes:
         iteration: the iteration.
         gradient: flat, (numel,).
         norm_square, zeros: of this stage's gradient.
         loss, weight: as in the verdict.
-        digests: (total micro-batches,) float64, CRC-32 of each micro-batch's data; zeros between first and
-            last stage.
+        digests: CRC-32 of the data of each micro-batch that this worker has read itself. A worker that dies takes
+            its own along: what nobody can compare any more is not compared.
         reports: (total micro-batches, width) float64, what the last stage reports of each; zeros elsewhere.
     """
 
@@ -78,39 +85,28 @@ class Held:
     norm_square: float
     loss: float
     weight: float
-    digests: torch.Tensor
+    digests: Mapping[tuple[int, int], int]
     reports: torch.Tensor
     zeros: float = 0.0
 
     def numbers(self) -> torch.Tensor:
-        """Everything but the gradient as one float64 vector, for a copy to a peer."""
+        """What peers have alike, but for the gradient, as one float64 vector, for a copy to a peer."""
         alone = torch.tensor([self.norm_square, self.loss, self.weight, self.zeros], dtype=torch.float64)
-        return torch.cat([alone, self.digests, self.reports.flatten()])
+        return torch.cat([alone, self.reports.flatten()])
 
     @staticmethod
     def count(total: int, width: int) -> int:
         """How many `numbers` there are for ``total`` micro-batches that report ``width`` numbers each."""
-        return 4 + total + total * width
+        return 4 + total * width
 
     @classmethod
     def from_numbers(cls, iteration: int, gradient: torch.Tensor, numbers: torch.Tensor, total: int) -> Held:
         norm_square, loss, weight, zeros = numbers[:4].tolist()
-        return cls(iteration, gradient, norm_square, loss, weight, numbers[4:4 + total],
-                   numbers[4 + total:].view(total, -1), zeros)
-
-
-def share_digests(grid: Grid, digests: Mapping[tuple[int, int], int], groups: Groups) -> torch.Tensor:
-    """All micro-batches' digests on every peer of this stage, from those that each peer computed."""
-    index = {place: position for position, place in enumerate(grid.items())}
-    vector = torch.zeros(len(index), dtype=torch.float64)
-    for place, value in digests.items():
-        vector[index[place]] = value
-    all_reduce(vector, groups.stage_control)
-    return vector
+        return cls(iteration, gradient, norm_square, loss, weight, {}, numbers[4:].view(total, -1), zeros)
 
 
 class Commit:
-    """A commit under way; `done` is set when its verdict is known, or will never be.
+    """A commit; once it runs, `done` is set when its verdict is known, or will never be.
 
     Args:
         held: what this worker holds.
@@ -118,7 +114,7 @@ class Commit:
         offer: number of the better plan that this worker has been offered, 0 for none. The commit carries the
             promise to adopt it: numbers whose mean is this worker's, and whose squares' mean is its square, are
             all the same.
-        notify: called with this object, in a thread of its own, when it is done.
+        notify: called with this object, in the thread that runs it, when it is done.
     """
 
     def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int,
@@ -132,11 +128,11 @@ class Commit:
         self._notify = notify
         self._error: TransportAborted | None = None
         self._vector = _contribution(held, grid, groups, guess, offer)
-        threading.Thread(target=self._run, name=COMMITTING, daemon=True).start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Take part; returns when it is done, whichever way."""
         try:
-            all_reduce(self._vector, self._group)
+            add_up(self._vector, self._group, _TAG + self.iteration % (_TAG // 2))
         except TransportAborted as error:
             self._error = error
         self.done.set()
@@ -165,29 +161,58 @@ class Commit:
         return verdict, self.offer > 0 and agreed
 
 
+class Committer:
+    """The thread that one worker's commits run in, one after the other."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Commit | None] = SimpleQueue()
+        self._last: Commit | None = None
+
+    def start(self, commit: Commit) -> None:
+        """Let ``commit`` run."""
+        if self._last is None or not self._last.done.is_set():
+            # The first one; or one of an older generation, which ends when its handles do, is not waited for.
+            self._queue.put(None)
+            self._queue = SimpleQueue()
+            threading.Thread(target=_run_all, args=(self._queue,), name=COMMITTING, daemon=True).start()
+        self._last = commit
+        self._queue.put(commit)
+
+    def close(self) -> None:
+        """No more commits; the thread ends after the last one."""
+        self._queue.put(None)
+        self._last = None
+
+
+def _run_all(queue: SimpleQueue[Commit | None]) -> None:
+    while (commit := queue.get()) is not None:
+        commit.run()
+
+
 def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int) -> torch.Tensor:
     """[norm squares | guesses | loss, weight, offers, squared, zeros | first stage's digests | last stage's digests]"""
-    slots, total = grid.stages * groups.parts, grid.total
-    vector = torch.zeros(2 * slots + 5 + 2 * total, dtype=torch.float64)
-    vector[2 * slots + 2], vector[2 * slots + 3] = offer, offer**2
-    stage = groups.me.stage
+    slots, total, stage = grid.stages * groups.parts, grid.total, groups.me.stage
+    numbers = [0.0] * (2 * slots + 5 + 2 * total)
+    numbers[2 * slots + 2], numbers[2 * slots + 3] = offer, offer**2
     if groups.peers(stage)[0] == groups.me:
         slot = stage * groups.parts + groups.part
-        vector[slot] = held.norm_square
-        vector[slots + slot] = guess
-        vector[2 * slots + 4] = held.zeros  # whole numbers add up exactly, too
-        # A worker's parts have the same loss and data; they need not all read the data.
+        numbers[slot] = held.norm_square
+        numbers[slots + slot] = guess
+        numbers[2 * slots + 4] = held.zeros  # whole numbers add up exactly, too
         if stage == grid.stages - 1 and groups.part == 0:
-            vector[2 * slots], vector[2 * slots + 1] = held.loss, held.weight
-            vector[-total:] = held.digests
-        if stage == 0 and groups.part == 0:
-            vector[-2 * total:-total] = held.digests
-    return vector
+            numbers[2 * slots], numbers[2 * slots + 1] = held.loss, held.weight
+    # A worker's parts have the same loss and data; they need not all read the data.
+    if groups.part == 0 and held.digests:
+        index = {place: position for position, place in enumerate(grid.items())}
+        for start in [2 * slots + 5] * (stage == 0) + [2 * slots + 5 + total] * (stage == grid.stages - 1):
+            for place, value in held.digests.items():
+                numbers[start + index[place]] = value
+    return torch.tensor(numbers, dtype=torch.float64)
 
 
 def _compare(iteration: int, grid: Grid, first: Sequence[float], last: Sequence[float]) -> None:
     for (pipeline, microbatch), one, other in zip(grid.items(), first, last):
-        if one != other:
+        if one != other and one and other:  # 0: nobody is left who knows
             raise DataError(
                 f"iteration {iteration}: the first and the last stage read different data for pipeline {pipeline}, "
                 f"micro-batch {microbatch}; the dataset must give the same sample for the same index on every worker "

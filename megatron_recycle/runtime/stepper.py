@@ -23,7 +23,7 @@ from megatron_recycle.errors import RecycleError, TransportAborted
 from megatron_recycle.membership import Process, Resume
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.accumulate import Layout
-from megatron_recycle.runtime.commit import Commit, Held, Verdict
+from megatron_recycle.runtime.commit import Commit, Committer, Held, Verdict
 from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.pace import Pace
@@ -83,6 +83,7 @@ class Stepper:
         self.pace = Pace(self.staggered, self._right,
                          announce=self.place.me == Worker(0, 0) and self.place.part == 0)
         self.pending: Commit | None = None
+        self._committer = Committer()
         self._before: Verdict | None = None
         self._used = 1.0
         self._asked: tuple[Verdict, float] | None = None
@@ -106,6 +107,7 @@ class Stepper:
                 groups.abort_transfers()
 
         self.pending = Commit(held, self.place.grid, groups, guess=guess, offer=offer, notify=wake)
+        self._committer.start(self.pending)
         if early:
             self.undo.save(held.iteration)
             self._step(guess)
@@ -189,6 +191,10 @@ class Stepper:
         except RecycleError:
             return True  # the training thread will meet the same error, but has to wake up for it
 
+    def close(self) -> None:
+        """Nothing more is committed here."""
+        self._committer.close()
+
     # ---- a failure
 
     def leave(self) -> None:
@@ -215,6 +221,7 @@ class Stepper:
             else:
                 assert self.held is not None
                 commit = Commit(self.held, self.place.grid, groups, guess=self.guess(), offer=0, notify=lambda _: None)
+                self._committer.start(commit)
                 commit.done.wait()
                 self.settle(commit.verdict()[0])
         ledger.holds = target

@@ -21,7 +21,7 @@ from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces,
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.activity import RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.budget import announce
-from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict, share_digests
+from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
 from megatron_recycle.runtime.data import DataSource, digest
 from megatron_recycle.runtime.evaluate import Evaluations, run_pass
 from megatron_recycle.runtime.groups import RETIRING, Groups
@@ -195,6 +195,7 @@ class StageWorker:
         the process.
         """
         self.uninstall()
+        self.stepper.close()
         self.agent.close()
         for thread in threading.enumerate():
             if thread.name in (RETIRING, COMMITTING):
@@ -394,18 +395,15 @@ class StageWorker:
     def _reduce_and_step(self, action: Action) -> None:
         self.stepper.wait()
         groups = self.current_groups()
-        iteration, grid, now = self.ledger.iteration, self.place.grid, self._now
+        iteration, now = self.ledger.iteration, self._now
         self.ledger.check_complete(self._plan.actions(self.place.me))
         with torch.no_grad(), self.activity.during(WAITING, REDUCE), self._stopwatch.measure("reduce"):
             gradient = self._reduction.gradient(now.sums, groups)
             fold_ties(self.stage.ties, self.layout, gradient, groups)
-        digests = torch.zeros(grid.total, dtype=torch.float64)
         with self.waiting("the loss"):
             loss, weight = now.relay.wait()
-            if self.place.first or self.place.last:
-                digests = share_digests(grid, now.digests, groups)
         views = [self.layout.view(gradient, parameter) for parameter in self.layout.parameters]
-        held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, digests,
+        held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, now.digests,
                     now.relay.reports, self.stage.zeros(views))
         self._offer = self._new_offer()
         self.stepper.hold(held, groups, self._offer.number if self._offer else 0)
