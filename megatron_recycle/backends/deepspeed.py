@@ -162,17 +162,17 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def _finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""
-        failed = getattr(sys, "last_type", None) is not None or self._agent.ended is not None
+        failed = getattr(sys, "last_type", None) is not None
         if self._worker is None:
             self._agent.close()
             return
         try:
-            if not failed:
+            if not failed and self._agent.ended is None:
                 self._worker.finish()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
         finally:
-            self._worker.close()
+            self._worker.close(failed)
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
         return self._configure_fp16_optimizer(optimizer, torch.bfloat16)

@@ -202,14 +202,14 @@ class RecycleSchedule:
     def finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""
         assert self._worker is not None
-        failed = getattr(sys, "last_type", None) is not None or self._agent.ended is not None
+        failed = getattr(sys, "last_type", None) is not None
         try:
-            if not failed:
+            if not failed and self._agent.ended is None:
                 self._worker.finish()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
         finally:
-            self._worker.close()
+            self._worker.close(failed)
 
 
 @contextmanager

@@ -268,7 +268,7 @@ class Launcher:
             self.restarts.joined(worker.rank)
         elif removed:
             worker.out = event.get("kind")
-            if self._end is not None or self.restarts.most:
+            if self._end is not None or (self.restarts.most and worker.out != "exit"):  # an exit comes by itself
                 worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
 
     def _finish(self, message: Message) -> None:

@@ -279,8 +279,13 @@ class Agent:
             raise
         return False
 
+    def ending(self) -> None:
+        """The script has failed and this process ends: others need not wait until the interpreter is torn down,
+        which takes seconds on a busy machine."""
+        self._link.send({"type": "ending", "t": time.time()})
+
     def close(self) -> None:
-        """Send what is queued and end the thread. The coordinator is not told: see `finished`."""
+        """Send what is queued and end the thread. The coordinator is not told: see `finished` and `ending`."""
         self._link.close()
 
     def _send_kept(self, message: Message) -> None:

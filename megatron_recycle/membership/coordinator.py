@@ -221,7 +221,7 @@ class Coordinator:
         if worker is not None and self._workers.get(worker) is connection:
             del self._workers[worker]
             if not self._launched:
-                self._vanished(worker)
+                self._vanished(worker, time.time())
         if not self._connections:
             self._quiet.set()
 
@@ -263,6 +263,8 @@ class Coordinator:
             fields = {"generation": message["generation"], "error": message["error"][:500]}
             self._passed_on(incarnation, "hint", fields)
             self._feed(Hinted(incarnation, fields["generation"], fields["error"]))
+        elif kind == "ending":
+            self._vanished(incarnation, message["t"])
         else:
             self._feed(_INPUTS[kind](incarnation, message))
 
@@ -296,11 +298,11 @@ class Coordinator:
             event["fenced"] = True
         self._tell_event(event)
 
-    def _vanished(self, incarnation: str) -> None:
-        """Without a launcher the end of a connection is the end of the process."""
+    def _vanished(self, incarnation: str, since: float) -> None:
+        """A process is about to end, or has: without a launcher the end of a connection is the end of the process."""
         member = self.state.known.get(incarnation)
         if member is not None and incarnation not in self.state.fenced:
-            self._feed(Exited(member.rank, member.pid, None, time.time()))
+            self._feed(Exited(member.rank, member.pid, None, since))
 
     # Clocks
 

@@ -30,6 +30,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "adopted": {"generation": int, "iteration": int, "digest": str},
     "finished": {"generation": int},
     "leave": {},
+    "ending": {"t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }
 FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {

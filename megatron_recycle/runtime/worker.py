@@ -188,12 +188,14 @@ class StageWorker:
             finish(self)
         self.close()
 
-    def close(self) -> None:
-        """Leave the job, however it ended.
+    def close(self, failed: bool = False) -> None:
+        """Leave the job, which goes on without this worker if its script has ``failed``.
 
         Waits for the threads that are inside the communication library: an interpreter that ends under them aborts
         the process.
         """
+        if failed:
+            self.agent.ending()
         self.uninstall()
         self.stepper.close()
         self.agent.close()

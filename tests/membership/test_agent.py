@@ -132,6 +132,18 @@ def test_without_a_launcher_the_end_of_a_connection_is_an_exit(tmp_path: Path) -
         _close(agents)
 
 
+def test_a_process_whose_script_has_failed_is_out_before_it_has_ended(running: Service) -> None:
+    agents = _all_ready(running)
+    agents["1:0"].ending()
+    suspected = running.await_event("suspected")
+    assert (suspected["worker"], suspected["kind"]) == ("1:0", "exit")
+    _kill(running, "1:0")
+    _kill(running, "2:1")
+    assert running.await_event("decided", generation=3)["out"] == {"1:0": "exit", "2:1": "exit"}
+    assert len([event for event in running.events if event["event"] == "suspected"]) == 2
+    _close(agents)
+
+
 def test_a_lost_connection_comes_back_and_hears_what_it_missed(running: Service) -> None:
     agents = _all_ready(running)
     connection = running.coordinator._workers["0:0/0"]
