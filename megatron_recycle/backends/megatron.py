@@ -91,6 +91,8 @@ class RecycleSchedule:
             return self._passed(self._worker)
         self._stage.rates.set(iteration)
         self._worker.train(iteration)
+        if stepper.ledger.committed > iteration:
+            return self._passed(self._worker)  # a part of a worker that was without another one for a while
         self._stage.rates.forget(stepper.ledger.committed)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
@@ -120,10 +122,13 @@ class RecycleSchedule:
         return self._verdict(worker, iteration).zeros
 
     def _verdict(self, worker: StageWorker, iteration: int) -> Verdict:
-        """On one of the last two iterations, waiting for the other stages if need be."""
+        """On one of the last two iterations, waiting for the other stages if need be; the last one if this worker was
+        not there."""
         if worker.stepper.ledger.committed < iteration:
             self.settle()
-        return next(verdict for verdict in worker.stepper.verdicts if verdict.iteration == iteration)
+        latest = worker.stepper.verdict
+        assert latest is not None
+        return next((verdict for verdict in worker.stepper.verdicts if verdict.iteration == iteration), latest)
 
     def settle(self) -> None:
         """Wait until the last step is final: before that, parameters may still be undone. Raises SystemExit."""

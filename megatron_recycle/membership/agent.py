@@ -114,8 +114,8 @@ class Agent:
         self.missing = 0
         """Positions that the last stop left without a process."""
         self.outside = joining
-        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. A part of a
-        worker that has lost another part is not taken in again."""
+        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. So does a part of
+        a worker that has lost another part, until there is one again."""
         self._heard = 0
         self._leave_asked = self._leave_told = False
         self._identity = {

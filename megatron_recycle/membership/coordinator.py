@@ -337,7 +337,7 @@ class Coordinator:
         self.state, decisions = step(before, happened, time.time())
         if self.state.generation != before.generation:
             self._new_generation()
-        elif self.state.joiners != before.joiners:
+        elif (self.state.joiners, self.state.spares) != (before.joiners, before.spares):
             self._watch_all()
         for decision in decisions:
             self._carry_out(decision)
@@ -366,8 +366,8 @@ class Coordinator:
 
     def _watch_all(self) -> None:
         interval, timeout = self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout
-        joiners = self.state.joiners.values()
-        self._watch.members(self.state.members.values(), joiners, interval, timeout, time.monotonic())
+        others = (*self.state.joiners.values(), *self.state.spares.values())
+        self._watch.members(self.state.members.values(), others, interval, timeout, time.monotonic())
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Store):

@@ -9,11 +9,12 @@ cancels all of it; it is offered again after the recovery.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_recycle.membership import forming, notices
-from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.names import Process, in_order, workers_of
 from megatron_recycle.membership.resume import RESTART, by_stage
 from megatron_recycle.membership.state import (
     Boundary,
@@ -44,25 +45,32 @@ def hello(state: State, member: Member) -> Step:
 
 
 def _no_place(state: State, member: Member) -> str | None:
-    waiting = state.joiners.get(member.worker)
+    waiting = state.joiners.get(member.worker) or state.spares.get(member.worker)
     if waiting is not None and waiting.incarnation != member.incarnation:
         return f"worker {member.worker} cannot join: another process (pid {waiting.pid} on {waiting.host}) waits for it"
     if state.ranks and state.ranks.get(member.worker) != member.rank:
         known = state.ranks.get(member.worker, "no part of the job")
         return f"worker {member.worker} cannot join as rank {member.rank}: in this job it is {known}"
-    if Process.parse(member.worker).part is not None:
-        return f"worker {member.worker} cannot join: with tensor parallelism that is not supported yet"
     return None
 
 
 def waiting(state: State, incarnation: str) -> Member | None:
     """The joiner of this incarnation, if it is one."""
-    return next((member for member in state.joiners.values() if member.incarnation == incarnation), None)
+    return _of(state.joiners, incarnation)
+
+
+def spare(state: State, incarnation: str) -> Member | None:
+    """The spare of this incarnation, if it is one."""
+    return _of(state.spares, incarnation)
+
+
+def _of(members: Mapping[str, Member], incarnation: str) -> Member | None:
+    return next((member for member in members.values() if member.incarnation == incarnation), None)
 
 
 def ready(state: State, happened: Ready, now: float) -> Step:
-    """A joiner's model is built, or it stands still again after an attempt to take it in that failed."""
-    member = waiting(state, happened.incarnation)
+    """A joiner's model is built, or it stands still (again, after an attempt to take it in that failed)."""
+    member = waiting(state, happened.incarnation) or spare(state, happened.incarnation)
     if member is None:
         return state, ()
     difference = forming.difference(_description(state, member), happened.description)
@@ -70,8 +78,8 @@ def ready(state: State, happened: Ready, now: float) -> Step:
         return state, ()
     if difference is None:
         event = {"event": "waiting", "t": now, "generation": state.generation, "worker": member.worker}
-        told = Emit({**event, "rank": member.rank, "pid": member.pid})
-        return state.with_(prepared=state.prepared | {member.incarnation}), (told,)
+        told = () if member in state.spares.values() else (Emit({**event, "rank": member.rank, "pid": member.pid}),)
+        return state.with_(prepared=state.prepared | {member.incarnation}), told
     key, ours, theirs = difference
     text = (
         f"worker {member.worker} cannot join: the job has {key} = {ours}, it has {theirs}; start it with the job's own "
@@ -117,12 +125,15 @@ def leave(state: State, happened: Leave, now: float) -> Step:
 
 
 def entering(state: State) -> dict[str, Member]:
-    """The joiners that can be taken in."""
-    return {
+    """Who can be taken in: joiners, and with them the spares of their worker. All parts of a worker or none."""
+    found = {
         name: member
-        for name, member in state.joiners.items()
+        for name, member in {**state.spares, **state.joiners}.items()
         if member.incarnation in state.prepared and name not in state.members
     }
+    parts = Counter(Process.parse(name).worker for name in found)
+    wanted = int((state.description or {}).get("parts", 1))
+    return {name: member for name, member in found.items() if parts[Process.parse(name).worker] == wanted}
 
 
 def going(state: State) -> dict[str, str]:
@@ -192,7 +203,9 @@ def changes(state: State, out: Mapping[str, str], joined: Mapping[str, Member]) 
         "out": {name: kind for name, kind in {**state.out, **state.unproven, **out}.items() if name not in joined},
         "joiners": {**waiting, **back},
         "prepared": state.prepared - {member.incarnation for member in (*joined.values(), *back.values())},
+        "spares": {name: member for name, member in state.spares.items() if joined.get(name) != member},
         "unproven": {name: state.out.get(name, "exit") for name in joined},
+        "acknowledged": frozenset(),
         "leaving": state.leaving - {state.members[name].incarnation for name in out},
         "switch": 0,
     }
@@ -206,7 +219,8 @@ def sent_back(before: State, after: State) -> tuple[str, ...]:
 def acknowledged(state: State, happened: Holds, now: float) -> Step:
     """A process that came in holds its peers' state from now on, and whoever leads next has to know that."""
     member = state.member(happened.incarnation)
-    if member is None or member.worker not in state.unproven or happened.generation != state.generation:
+    open_ = state.unproven.keys() - state.acknowledged
+    if member is None or member.worker not in open_ or happened.generation != state.generation:
         return state, ()
     event = {
         "event": "joined",
@@ -220,8 +234,15 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
         **_rate(happened.received),
     }
     record = {"kind": "proven", "generation": state.generation, "worker": member.worker, "events": [event]}
-    unproven = {name: kind for name, kind in state.unproven.items() if name != member.worker}
-    return state.with_(unproven=unproven), (Store(record), Emit(event))
+    told = state.acknowledged | {member.worker}
+    unproven = still_unproven(state.unproven, told)
+    return state.with_(unproven=unproven, acknowledged=told & unproven.keys()), (Store(record), Emit(event))
+
+
+def still_unproven(unproven: Mapping[str, str], acknowledged: Collection[str]) -> dict[str, str]:
+    """Without the workers all of whose parts have acknowledged: to hold a part of a stage is to hold nothing."""
+    without = set(workers_of(unproven.keys() - set(acknowledged)))
+    return {name: kind for name, kind in unproven.items() if Process.parse(name).worker in without}
 
 
 def _rate(received: Mapping[str, Any]) -> dict[str, Any]:

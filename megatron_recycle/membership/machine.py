@@ -153,6 +153,10 @@ def _lost(state: State, happened: Lost, now: float) -> Step:
     for loss in happened.losses:
         state, told = joining.lost(state, loss.incarnation, loss.kind, now)
         decisions += told
+        if (idle := joining.spare(state, loss.incarnation)) is not None:
+            decisions += (notices.fence(state, idle),)
+            state, told = _lost_spare(state, idle, loss.kind, happened.since, now)
+            decisions += told
     state, lost, spared = mend.spare(state, lost, happened.since, now)
     state, more = _regenerate(state, lost, happened.since, now) if lost else (state, ())
     return state, (*decisions, *spared, *more)
@@ -163,17 +167,17 @@ def _exited(state: State, happened: Exited, now: float) -> Step:
     if state.phase is Phase.FORMING:
         return forming.exited_early(state, member, happened, now)
     if member is not None and member in state.spares.values():
-        return _lost_spare(state, member, happened, now)
+        return _lost_spare(state, member, "exit", happened.since, now)
     if member is None:
         return state, ()
     left = not happened.status and member.worker in state.finished
     return _lost(state, Lost((Loss(member.incarnation, "leave" if left else "exit"),), happened.since), now)
 
 
-def _lost_spare(state: State, spare: Member, happened: Exited, now: float) -> Step:
+def _lost_spare(state: State, spare: Member, kind: str, since: float, now: float) -> Step:
     """Training does not notice, but the launcher has to know that this end was a failure."""
     kept = {name: other for name, other in state.spares.items() if other != spare}
-    event = {**notices.suspected(state, spare, "exit", happened.since, now), "spare": True}
+    event = {**notices.suspected(state, spare, kind, since, now), "spare": True}
     return state.with_(spares=kept, fenced=state.fenced | {spare.incarnation}), (Emit(event),)
 
 
@@ -210,7 +214,7 @@ def _regenerate(
 ) -> Step:
     """Generation g+1 without `lost` and with `joined`: decided, stored, announced; everything of g is void.
 
-    The other parts of a lost worker are spares: told of it, and without work.
+    The other parts of a lost worker are spares: told of it, and without work until that one is replaced.
     """
     removed = [state.members[name] for name in in_order(lost)]
     leavers = [member for member in removed if member.incarnation in state.leaving and lost[member.worker] == "leave"]
@@ -221,13 +225,14 @@ def _regenerate(
     ]
     first = since if state.since is None else min(state.since, since)
     idle = siblings(state.members, lost)
+    changed = joining.changes(state, {**lost, **dict.fromkeys(idle, "spare")}, joined or {})
+    changed["spares"] |= {name: state.members[name] for name in idle}
     before, state = state, state.with_(
         phase=Phase.RECOVERING,
         generation=state.generation + 1,
-        **joining.changes(state, {**lost, **dict.fromkeys(idle, "spare")}, joined or {}),
+        **changed,
         standing={},
         stood_since=min(state.standing.values(), default=now) if joined else None,
-        spares={**state.spares, **{name: state.members[name] for name in idle}},
         fenced=state.fenced | {member.incarnation for member in removed},
         reports={},
         plan=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_recycle.membership.joining import still_unproven
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Member, Phase, State
 
@@ -36,7 +37,8 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             out=decided["out"],
             fenced=frozenset(decided["fenced"]),
             spares=spares,
-            unproven={name: kind for name, kind in decided["unproven"].items() if name not in proven},
+            unproven=(unproven := still_unproven(decided["unproven"], proven)),
+            acknowledged=frozenset(proven & unproven.keys()),
             models=decided["models"],
             ranks=decided["ranks"],
             description=decided["description"],

@@ -57,14 +57,17 @@ class State:
     fenced: frozenset[str] = frozenset()
     """Incarnations that were declared out; they are never members again."""
     spares: Mapping[str, Member] = field(default_factory=dict)
-    """Live processes that have no work, by name: the other parts of a worker that has lost one."""
+    """Live processes that have no work, by name: the other parts of a worker that has lost one. They come in again
+    together with a joiner in that one's place."""
     joiners: Mapping[str, Member] = field(default_factory=dict)
     """Processes that want to come in, by name; they wait for a boundary."""
     prepared: frozenset[str] = frozenset()
-    """Incarnations of joiners whose model and engine are built."""
+    """Incarnations of joiners (and spares) whose model and engine are built, and who stand still."""
     unproven: Mapping[str, str] = field(default_factory=dict)
     """Members that came in with this generation and have not acknowledged their peers' state yet; with each the
     reason why its position was empty."""
+    acknowledged: frozenset[str] = frozenset()
+    """Of the unproven those that have, while another part of their worker has not."""
     leaving: frozenset[str] = frozenset()
     """Incarnations of members that have asked to leave at a boundary."""
     switch: int = 0

@@ -34,11 +34,11 @@ class Watch:
         self._hosts: Hosts[str] = Hosts(interval)
         self._stalls: Stalls[str] = Stalls(interval)
 
-    def members(self, members: Iterable[Member], joiners: Iterable[Member], interval: float, timeout: float,
+    def members(self, members: Iterable[Member], others: Iterable[Member], interval: float, timeout: float,
                 now: float) -> None:
-        """Watch exactly these. Who is to join only has to live; nobody waits for it."""
+        """Watch exactly these. Who is to join, or is a spare, only has to live; nobody waits for it."""
         training = {member.incarnation: member.host for member in members}
-        hosts = {**training, **{member.incarnation: member.host for member in joiners}}
+        hosts = {**training, **{member.incarnation: member.host for member in others}}
         self._heartbeats.timeout = timeout
         self._hosts.interval = self._stalls.interval = interval
         self._heartbeats.watch(hosts, now)

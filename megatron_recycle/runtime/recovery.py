@@ -127,12 +127,12 @@ def stand_still(worker: StageWorker) -> None:
 def report(worker: StageWorker) -> Go | None:
     """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first.
 
-    A part of a worker that has lost another part waits here for the end of the job. Raises JobEnded.
+    A part of a worker that has lost another part waits here until that one is replaced. Raises JobEnded.
     """
     if worker.agent.outside:
         if worker.place.parts > 1:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
-                                 "the job ends", worker.place.me, worker.place.name)
+                                 "that one is replaced", worker.place.me, worker.place.name)
         return enter(worker)  # or it came in with the last generation, and that is over before it counted
     generation = worker.agent.stop_generation
     worker.agent.report(generation, worker.report())

@@ -51,3 +51,32 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(worker, undis
                 found.pop("losses", None)  # of the iterations before it came
             assert not found, (own, found)
         assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
+
+
+TENSOR: Mapping[str, Any] = {**EXACT, "pipelines": 2, "tensor": 2}
+
+
+def test_a_killed_part_of_a_worker_is_replaced_and_its_other_part_works_again():
+    """The process that idled meanwhile comes in together with the new one."""
+    arguments = {**TENSOR, "settings": {**EXACT["settings"], "step": "staggered"}}
+    calm = run(megatron_job.train, 8, arguments)
+    dies, late = Hold("1:1.0", "backward", KILLED_IN, 1), Hold("0:0.0", "forward", KILLED_IN + 2)
+    with Job(megatron_job.train, 8, arguments, [dies, late], limit=150) as job:
+        job.wait_held(dies)
+        rank = job.wait_event("started")["ranks"][dies.worker]
+        job.kill(dies)
+        job.wait_ended(rank)
+        job.wait_held(late)
+        job.rejoin(rank)
+        job.wait_event("waiting", worker=dies.worker)
+        job.release(late)
+        results = job.wait()
+        for own, result in results.items():
+            assert result.status == 0, job.where()
+            assert len(result.value["members"]) == 4 and result.value["rerouted"] == " live: 4/4 | rerouted: 0 |"
+            found = differences(result, calm[own])
+            if f"{result.value['pipeline']}:{result.value['stage']}" == "1:1":
+                found.pop("losses", None)  # of the iterations without it
+            assert not found, (own, found)
+        assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
+        assert sorted(e["worker"] for e in job.events if e["event"] == "joined") == ["1:1.0", "1:1.1"]

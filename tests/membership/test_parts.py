@@ -7,6 +7,7 @@ import pytest
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
+from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.restart import restore
 from megatron_recycle.membership.resume import Resume, Stop, decide
 from megatron_recycle.membership.wire import WireError
@@ -131,3 +132,113 @@ def test_a_stage_holds_only_what_each_part_holds() -> None:
             reports[name] = report(iteration=7, holds=6, stepped=6)
     stop = decide(2, members, reports)
     assert isinstance(stop, Stop) and "stage 1 holds nothing newer than iteration 4" in stop.message
+
+
+# ---- coming back
+
+DESCRIPTION = {"grid": {"stages": 2, "microbatches": [4, 4]}, "block": 2, "reduction": "exact", "parts": 2}
+
+
+def says_ready(cluster: Parts, incarnation: str) -> list[st.Decision]:
+    return cluster.feed(st.Ready(incarnation, DESCRIPTION, report(attempt=0)))
+
+
+def without_a_part() -> Parts:
+    """0:1.1 has died, 0:1.0 idles, the others train on."""
+    cluster = Parts().train()
+    cluster.exit("0:1.1")
+    recover(cluster, 1)
+    assert says_ready(cluster, "0:1.0/0") == []
+    return cluster
+
+
+def recover(cluster: Parts, iteration: int) -> None:
+    generation = cluster.state.generation
+    for member in list(cluster.state.proven.values()):
+        cluster.feed(st.Reported(member.incarnation, generation, report(iteration=iteration, holds=iteration - 1)))
+    cluster.plan()
+    for member in list(cluster.state.proven.values()):
+        cluster.feed(st.Resumed(member.incarnation, generation, cluster.now))
+
+
+def taken_in() -> Parts:
+    """Both parts of 0:1 are members again, with no state yet."""
+    cluster = without_a_part()
+    cluster.hello("0:1.1", life=1)
+    assert not cluster.state.switch
+    says_ready(cluster, "0:1.1/1")
+    assert cluster.state.switch
+    for member in list(cluster.state.members.values()):
+        cluster.feed(st.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
+    recover(cluster, 3)
+    assert cluster.state.unproven == {"0:1.0": "spare", "0:1.1": "exit"}
+    return cluster
+
+
+def acknowledges(cluster: Parts, incarnation: str) -> list[st.Decision]:
+    return cluster.feed(st.Holds(incarnation, cluster.state.generation, {"bytes": 4000, "ms": 2.0}))
+
+
+def test_a_new_part_and_the_spare_come_in_together() -> None:
+    cluster = taken_in()
+    assert not cluster.state.spares and not cluster.state.joiners and not cluster.state.out
+    assert set(cluster.state.members) == set(cluster.names)
+    acknowledges(cluster, "0:1.0/0")
+    acknowledges(cluster, "0:1.1/1")
+    assert not cluster.state.unproven and not cluster.state.acknowledged
+    assert [event["worker"] for event in events(cluster.log, "joined")] == ["0:1.0", "0:1.1"]
+    cluster.exit("1:1.0")
+    assert cluster.state.phase is st.Phase.RECOVERING and set(cluster.state.spares) == {"1:1.1"}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_part_alone_is_no_copy_of_its_stage(restarted: bool) -> None:
+    cluster = taken_in()
+    acknowledges(cluster, "0:1.1/1")
+    if restarted:
+        cluster.state = restore(8, [dict(one.record) for one in cluster.log if isinstance(one, st.Store)])
+        assert cluster.state.acknowledged == {"0:1.1"} and set(cluster.state.unproven) == {"0:1.0", "0:1.1"}
+    (end,) = endings(cluster.exit("1:1.0"))
+    assert "stage 1 has lost its last worker" in end.message
+
+
+def test_a_part_that_dies_before_it_has_its_state_leaves_the_other_a_spare_again() -> None:
+    cluster = taken_in()
+    acknowledges(cluster, "0:1.0/0")
+    member = cluster.state.members["0:1.1"]
+    cluster.feed(st.Exited(member.rank, member.pid, -9, cluster.now))
+    assert set(cluster.state.spares) == {"0:1.0"} and cluster.state.out == {"0:1.1": "exit", "0:1.0": "spare"}
+    assert not cluster.state.unproven and not endings(cluster.log)
+    recover(cluster, 3)
+    says_ready(cluster, "0:1.0/0")
+    cluster.hello("0:1.1", life=2)
+    says_ready(cluster, "0:1.1/2")
+    assert cluster.state.switch
+
+
+def test_a_failure_elsewhere_sends_both_parts_back_to_wait() -> None:
+    cluster = taken_in()
+    acknowledges(cluster, "0:1.0/0")
+    cluster.exit("1:0.0")
+    assert set(cluster.state.joiners) == {"0:1.0", "0:1.1"} and set(cluster.state.spares) == {"1:0.1"}
+    recover(cluster, 3)
+    assert not cluster.state.switch
+    says_ready(cluster, "0:1.0/0")
+    says_ready(cluster, "0:1.1/1")
+    assert cluster.state.switch
+
+
+def test_a_spare_keeps_its_place_until_it_is_silent() -> None:
+    cluster = without_a_part()
+    ((_, refusal),) = told(cluster.hello("0:1.0", life=1), "end")
+    assert "another process" in refusal["message"]
+    places = Places(Offered("host:1", {}))
+    assert free_places(cluster.state, places, 8, cluster.now)["ranks"] == [cluster.names.index("0:1.1")]
+    decisions = cluster.feed(st.Lost((st.Loss("0:1.0/0", "frozen"),), cluster.now))
+    assert told(decisions, "end") and events(decisions, "suspected")[0]["kind"] == "frozen"
+    assert not cluster.state.spares and cluster.state.phase is st.Phase.TRAINING
+    for name in ("0:1.0", "0:1.1"):
+        cluster.hello(name, life=2)
+        assert not cluster.state.switch
+        says_ready(cluster, f"{name}/2")
+    assert cluster.state.switch
