@@ -16,20 +16,23 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_recycle.config import RecycleConfig, options, variable
-from megatron_recycle.launch.planning import Planning
+from megatron_recycle.launch.planning import Planning, load_plan
 from megatron_recycle.launch.ports import listen
 from megatron_recycle.launch.slowness import Profiles
 from megatron_recycle.membership import Coordinator, Journal, Timeouts
 from megatron_recycle.membership.places import Offered
-from megatron_recycle.membership.restart import restore, untold
+from megatron_recycle.membership.restart import restore, taken_up, untold
 from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import EventLog, read_events
 
 logger = logging.getLogger(__name__)
+PLANS = "plans"
+"""The folder in a run's folder that keeps its plans."""
 LINGER = 30.0
 """Seconds that the services outlive a job without a launcher, for processes that still have to end."""
 
@@ -79,6 +82,7 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
     told = read_events(events) if events.exists() else []
     committed = max((event["iteration"] for event in told if event["event"] == "committed"), default=-1)
     state = restore(args.size, journal.records, committed)
+    state = taken_up(state, journal.records, told, partial(load_plan, args.run_dir / PLANS))
     return journal, Past(state, told, untold(journal.records, told))
 
 
@@ -101,7 +105,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
 
     for event in past.untold:
         emit(event)
-    planning = Planning(args.run_dir / "plans")
+    planning = Planning(args.run_dir / PLANS)
     if past.state is not None and past.state.description:
         planning.resume(past.state.description, past.state.failed, past.told)
     listener = None if args.store_port < 0 else listen(args.interface, args.store_port)

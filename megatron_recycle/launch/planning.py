@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.launch.measurements import Measured, Measurements
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
 from megatron_recycle.planner.technique import drop
@@ -160,3 +160,12 @@ class Planning:
 def plan_file(folder: Path, digest: str) -> Path:
     """Where the plan with this `digest` ("sha256:...", as events name it) is kept in a run's plan folder."""
     return folder / f"{digest.rpartition(':')[2][:16]}.json"
+
+
+def load_plan(folder: Path, digest: str) -> dict[str, Any] | None:
+    """The plan with this `digest`, or None if it was not kept."""
+    try:
+        return Plan.load(plan_file(folder, digest)).to_json()
+    except PlanError as error:
+        log.warning("recycle: a plan that is in use cannot be read again: %s", error)
+        return None

@@ -121,6 +121,7 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "models": dict(state.models),
         "ranks": dict(state.ranks),
         "committed": state.committed,
+        "since": state.since,
         "description": dict(state.description or {}),
         "events": list(events),
     }

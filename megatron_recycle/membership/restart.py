@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.membership.joining import still_unproven
@@ -49,6 +49,23 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
     if ended is not None:
         state = state.with_(phase=Phase.ENDED, ended=(ended["status"], ended["message"]))
     return state
+
+
+def taken_up(
+    state: State, records: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]],
+    load: Callable[[str], Mapping[str, Any] | None],
+) -> State:
+    """`state` with the plan in force, without which no better one is looked for, and with the moment of the failure
+    if nobody has been told that training had resumed. `load` gives the plan of a digest, if it is still there."""
+    of_it = [one for one in (*records, *told) if one.get("generation") == state.generation]
+    went = next((record for record in of_it if record.get("kind") == "go"), None)
+    if went is None:
+        return state
+    decided = next(record for record in of_it if record.get("kind") == "decided")
+    adopted = [event["digest"] for event in of_it if event.get("event") == "adopted"]
+    resumed = any(event.get("event") == "resumed" for event in of_it)
+    digest = [went["digest"], *adopted][-1]
+    return state.with_(plan=load(digest) if digest else None, since=None if resumed else decided.get("since"))
 
 
 def untold(records: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

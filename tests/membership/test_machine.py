@@ -6,8 +6,8 @@ import pytest
 
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.notices import group_prefix
-from megatron_recycle.membership.restart import restore
-from tests.membership.cluster import Cluster, endings, events, report, told
+from megatron_recycle.membership.restart import restore, taken_up
+from tests.membership.cluster import PLAN, Cluster, endings, events, report, told
 
 
 def test_generation_one_forms_when_the_last_worker_is_ready() -> None:
@@ -436,3 +436,24 @@ def test_a_coordinator_that_died_between_the_last_loss_of_a_stage_and_the_end_en
     cluster.state = restore(2, [store.record])
     (end,) = endings(cluster.feed(st.Restarted()))
     assert end.status == 1 and "stage 1 has lost its last worker (0:1 exit)" in end.message
+
+
+@pytest.mark.parametrize("told_before", [False, True])
+def test_a_coordinator_that_comes_back_looks_for_better_plans_and_tells_of_a_recovery_once(told_before: bool) -> None:
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    cluster.reports(holds=3)
+    cluster.plan()
+    if told_before:
+        cluster.resume_all()
+    records = [dict(one.record) for one in cluster.log if isinstance(one, st.Store)]
+    said = [dict(one.event) for one in cluster.log if isinstance(one, st.Emit)]
+    read: list[str] = []
+    cluster.state = taken_up(restore(6, records, 3), records, said, lambda digest: read.append(digest) or PLAN)
+    assert read == [PLAN["digest"]]
+    cluster.feed(st.Restarted())
+    for name in tuple(cluster.state.members):
+        cluster.feed(st.Hello(cluster.member(name), 2))
+    decisions = cluster.resume_all()  # each tells it again to the new coordinator
+    assert [event["generation"] for event in events(decisions, "resumed")] == [] if told_before else [2]
+    assert [one for one in decisions if isinstance(one, st.Improve)] == [st.Improve(2, frozenset({"1:1"}), PLAN)]
