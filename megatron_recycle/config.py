@@ -109,6 +109,13 @@ class RecycleConfig:
     )
     seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
+    moves: bool = _option(
+        False,
+        "whether a healthy worker takes an empty position of a stage that has lost much more than its own; until it "
+        "has left the old one, its device holds both stages",
+    )
+    move_cost: float = _option(1.0, "iterations that one move is taken to cost")
+    horizon: float = _option(100.0, "iterations over which moves must pay off")
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
     heartbeat_timeout: float = _option(10.0, "silence after which a worker counts as failed", unit="s")
     stall_floor: float = _option(
@@ -216,6 +223,10 @@ class RecycleConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{_where(self, name)} is {value}; give {least} or more")
+        for name in ("move_cost", "horizon"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{_where(self, name)} is {value:g}; give a number of iterations, 0 or more")
         if self.memory is not None and not (math.isfinite(self.memory) and self.memory > 0):
             raise ConfigError(f"{_where(self, 'memory')} is {self.memory:g}; give a size in GiB above 0")
         for option in options():

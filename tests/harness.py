@@ -195,6 +195,7 @@ class Job:
             planning = self._planning = Planning()
             coordinator = self._coordinator = Coordinator(
                 size=self.size, token="token", journal=journal, plan=planning.plan, improve=planning.improve,
+                moves=planning.moves,
                 emit=self._emit, timeouts=Timeouts(), launched=False, listener=socket.create_server((self.address, 0)))
             self._profiles = Profiles(planning, coordinator, self._emit)
             started.append(await coordinator.start())

@@ -117,6 +117,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         journal=journal,
         plan=planning.plan,
         improve=planning.improve,
+        moves=None if args.embedded else planning.moves,
         emit=emit,
         timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
         listener=listen(args.interface, args.port),

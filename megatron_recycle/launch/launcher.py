@@ -23,6 +23,7 @@ from megatron_recycle.config import JOINING
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.follow import Follower
+from megatron_recycle.launch.moves import Starts
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.service import Service
 from megatron_recycle.launch.summary import Summary
@@ -95,7 +96,8 @@ class Launcher:
         self.job = job
         self.workers: dict[int, Worker] = {}
         self.summary = Summary()
-        self.restarts = Restarts(say)
+        self.restarts = Restarts(say, lambda rank: self._link.send({"type": "stays_out", "rank": rank}))
+        self._starts = Starts({rank: index for index, rank in enumerate(job.ranks)})
         self._say = say
         self._coordinator = coordinator
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -159,7 +161,7 @@ class Launcher:
         environ = {
             **self.job.environ,
             "RANK": str(rank),
-            "LOCAL_RANK": str(list(self.job.ranks).index(rank)),
+            "LOCAL_RANK": str(self._starts.devices[rank]),
             "WORLD_SIZE": str(self.job.size),
             "LOCAL_WORLD_SIZE": str(len(self.job.ranks)),
             "RECYCLE_HOST": self._host(),
@@ -188,6 +190,15 @@ class Launcher:
         self._link.send(exit_message)
         if worker.status and self._end is None and not self._interrupted:
             self._say(f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}")
+            self._failed(worker)
+
+    def _failed(self, worker: Worker) -> None:
+        """Whether it is to be started again; not beside another process on its device."""
+        others = [self.workers[rank] for rank in self._starts.others(worker.rank) if rank in self.workers]
+        alone = all(other.status is not None for other in others)
+        if self._starts.moves(worker.rank):
+            self._starts.end(worker.rank)
+        elif alone:
             self.restarts.ended(worker.rank, time.monotonic(), str(worker.child.log))
 
     # The loop
@@ -206,8 +217,25 @@ class Launcher:
             self._interrupt(self._signals.popleft())
         for rank in self.restarts.due(time.monotonic()):
             self._spawn(rank, self.workers[rank].out or "exit")
+        self._start_moves()
         self._follower.poll(self._shown())
         self._check_deadline()
+
+    def _start_moves(self) -> None:
+        """Start the processes of other stages that workers of this host move to."""
+        for rank in self._starts.due():
+            before = self.workers.get(rank)
+            if before is None or before.status is not None:
+                self._spawn(rank, "not joined")
+            else:
+                before.child.signal(signal.SIGKILL)  # declared out: its successor needs its name
+                self._starts.later(rank)
+
+    def _end_move(self, rank: int, well: bool) -> None:
+        worker = self.workers.get(rank)
+        if not well and self._starts.moves(rank) and worker is not None and worker.out is not None:
+            worker.child.signal(signal.SIGKILL)
+        self._starts.end(rank)
 
     def _coordinator_died(self, service: Service) -> None:
         """Training goes on meanwhile; the new one reads the journal and finds the workers where they are."""
@@ -261,9 +289,14 @@ class Launcher:
         worker = self.workers.get(event.get("rank", -1))
         if event.get("event") == "started":
             self.restarts.most = 0 if self._over() else event.get("max_restarts", 0)
+        if event["event"] == "move_failed":
+            self._end_move(event["to_rank"], well=False)
         if worker is None or worker.child.pid != event.get("pid"):
             return
-        if event["event"] == "joined":
+        if event["event"] == "moving" and not self._over():
+            self._starts.begin(event)
+        elif event["event"] == "joined":
+            self._end_move(worker.rank, well=True)
             worker.out = None
             self.restarts.joined(worker.rank)
         elif removed:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.launch.measurements import Measured, Measurements
+from megatron_recycle.launch.moves import moves_of
 from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
@@ -137,6 +138,12 @@ class Planning:
         self._cache.put(problem, better)
         self._keep(better)
         return better.to_json()
+
+    def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
+        """Members and the empty positions of other stages that they had better take."""
+        if description.get("policy") == "drop":
+            return {}
+        return moves_of(problem_of(description, failed, self._measurements.known), description)
 
     def _plan_ahead(self, problem: Problem, budget: float, seed: int, cancelled: threading.Event) -> None:
         for likely in ahead(problem):

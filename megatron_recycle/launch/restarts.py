@@ -23,12 +23,14 @@ class Restarts:
 
     Args:
         say: gets each line for the user.
+        give_up: gets each rank that will not be started again.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], give_up: Callable[[int], None] = lambda rank: None) -> None:
         self.most = 0
         """How often a rank may be started again (`max_restarts`), once training has begun; until then 0."""
         self._say = say
+        self._give_up = give_up
         self._ranks: dict[int, _Rank] = {}
 
     def ended(self, rank: int, now: float, log: str) -> None:
@@ -38,8 +40,10 @@ class Restarts:
         known = self._ranks.setdefault(rank, _Rank())
         if known.restarts >= self.most:
             self._say(f"rank {rank} stays out: it has been started again {known.restarts} times (max_restarts)")
+            self._give_up(rank)
         elif known.fruitless >= _FRUITLESS:
             self._say(f"rank {rank} stays out: it has ended {known.fruitless} times before it had joined; see {log}")
+            self._give_up(rank)
         else:
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**known.fruitless)
             known.restarts, known.fruitless, known.due = known.restarts + 1, known.fruitless + 1, now + pause

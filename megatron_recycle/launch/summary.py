@@ -12,7 +12,7 @@ from megatron_recycle.observe.events import format_event
 
 _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
-    "joined", "join_failed", "finished",
+    "joined", "join_failed", "moving", "move_failed", "finished",
 )
 _EVERY = 1.0
 """Seconds between two lines about committed iterations."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_recycle.membership import moves as moving
 from megatron_recycle.membership.connection import Connection
 from megatron_recycle.membership.detectors import RateLimit
 from megatron_recycle.membership.machine import step
@@ -32,6 +33,7 @@ from megatron_recycle.membership.state import (
     End,
     Exited,
     Failed,
+    FindMoves,
     Finished,
     Hello,
     Hinted,
@@ -45,6 +47,7 @@ from megatron_recycle.membership.state import (
     Lost,
     MakePlan,
     Member,
+    MovesFound,
     NoLoss,
     Phase,
     PlanFailed,
@@ -55,6 +58,7 @@ from megatron_recycle.membership.state import (
     Restarted,
     Resumed,
     State,
+    StaysOut,
     Store,
     Stuck,
     Tell,
@@ -68,6 +72,8 @@ Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
 """(description, failed) -> plan, at once; runs in a thread."""
 Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
 """(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
+Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
+"""(description, failed) -> which members had better take which empty positions; runs in a thread."""
 
 _KEPT = ("started", "suspected", "joined")
 """Events that a launcher is told again when it comes back."""
@@ -104,7 +110,7 @@ class Coordinator:
         size: number of workers.
         token: the job's token.
         journal: where decisions are kept.
-        plan, improve: the planner (this package does not know it).
+        plan, improve, moves: the planner (this package does not know it).
         emit: gets every event, see observe.events; called in the event loop.
         listener: a socket that listens already; without one, any free port of 127.0.0.1.
         launched: whether launchers report exits. If not, the end of a worker's connection is its exit.
@@ -121,6 +127,7 @@ class Coordinator:
         journal: Journal,
         plan: Planner,
         improve: Improver | None = None,
+        moves: Mover | None = None,
         emit: Callable[[Mapping[str, Any]], None],
         timeouts: Timeouts | None = None,
         listener: socket.socket | None = None,
@@ -136,6 +143,7 @@ class Coordinator:
         self._journal = journal
         self._plan = plan
         self._improve = improve
+        self._moves = moves
         self._emit = emit
         self._listener = listener
         self._launched = launched
@@ -275,11 +283,15 @@ class Coordinator:
             self._launchers.add(connection)
             for event in self._failures:
                 connection.send({"type": "event", "event": event})
+            for event in moving.pending(self.state, time.time()):
+                connection.send({"type": "event", "event": event})
             if self._ended is not None and self._ended.done():
                 connection.send({"type": "end", **vars(self._ended.result())})
         elif kind == "exit":
             names = ("rank", "pid", "status", "log")
             self._feed(Exited(since=message["t"], **{name: message[name] for name in names}))
+        elif kind == "stays_out":
+            self._feed(StaysOut(message["rank"]))
         elif kind == "join":
             connection.send(free_places(self.state, self._places, message["count"], time.monotonic()))
         elif kind == "interrupt":
@@ -392,6 +404,9 @@ class Coordinator:
         elif isinstance(decision, Improve):
             if self._improve is not None:
                 self._in_thread("recycle-improve", self._look_for_better, decision, self._cancelled)
+        elif isinstance(decision, FindMoves):
+            if self._moves is not None:
+                self._in_thread("recycle-moves", self._find_moves, decision)
         else:
             self._announce_end(decision)
 
@@ -449,6 +464,15 @@ class Coordinator:
             log.exception("recycle: planning failed")
             return PlanFailed(order.generation, str(error) or type(error).__name__)
         return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
+
+    def _find_moves(self, order: FindMoves) -> Input | None:
+        assert self._moves is not None
+        try:
+            found = self._moves(self.state.description or {}, order.failed)
+        except Exception:  # everybody trains where it is
+            log.exception("recycle: the search for moves failed")
+            return None
+        return MovesFound(order.generation, found) if found else None
 
     def _look_for_better(self, order: Improve, cancelled: threading.Event) -> Input | None:
         began = time.monotonic()

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_recycle.membership import forming, notices
+from megatron_recycle.membership import forming, moves, notices
 from megatron_recycle.membership.names import Process, in_order, workers_of
 from megatron_recycle.membership.resume import RESTART, by_stage
 from megatron_recycle.membership.state import (
@@ -137,20 +137,26 @@ def entering(state: State) -> dict[str, Member]:
 
 
 def going(state: State) -> dict[str, str]:
-    """The members that leave at the boundary, as `lost` with kind "leave". One that is to give its state to a joiner
-    stays until that is done."""
+    """The members that leave at the boundary, as `lost` with kind "leave" or "move". One that is to give its state to
+    a joiner stays until that is done."""
     wanted = [name for name, member in state.members.items() if member.incarnation in state.leaving]
+    moved = dict.fromkeys((name for name in moves.moved(state) if name not in wanted), "move")
     staying = by_stage(state.stages, set(state.proven) - set(wanted))
     joining = by_stage(state.stages, entering(state))
     kept = {names[0] for stage, names in enumerate(by_stage(state.stages, wanted))
             if names and joining[stage] and not staying[stage]}
-    return dict.fromkeys((name for name in in_order(wanted) if name not in kept), "leave")
+    return {**dict.fromkeys((name for name in in_order(wanted) if name not in kept), "leave"), **moved}
+
+
+def planned(state: State, member: Member, kind: str) -> bool:
+    """Whether this loss is one that `going` has named."""
+    return kind == "move" or (kind == "leave" and member.incarnation in state.leaving)
 
 
 def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
     """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
     quiet = state.phase is Phase.TRAINING and state.since is None and not state.switch
-    if not quiet or not (state.joiners or state.leaving) or not (entering(state) or going(state)):
+    if not quiet or not (state.joiners or state.leaving or moves.moved(state)) or not (entering(state) or going(state)):
         return state, decisions
     number = state.offers + 1
     state = state.with_(switch=number, offers=number)
@@ -207,6 +213,7 @@ def changes(state: State, out: Mapping[str, str], joined: Mapping[str, Member]) 
         "unproven": {name: state.out.get(name, "exit") for name in joined},
         "acknowledged": frozenset(),
         "leaving": state.leaving - {state.members[name].incarnation for name in out},
+        "given_up": state.given_up - joined.keys(),
         "switch": 0,
     }
 
@@ -233,6 +240,8 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
         "pid": member.pid,
         **_rate(happened.received),
     }
+    if (left := moves.from_where(state, member.worker)) is not None:
+        event["moved_from"] = left
     record = {"kind": "proven", "generation": state.generation, "worker": member.worker, "events": [event]}
     told = state.acknowledged | {member.worker}
     unproven = still_unproven(state.unproven, told)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import forming, joining, mend, notices, progress
+from megatron_recycle.membership import forming, joining, mend, moves, notices, progress
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import (
@@ -35,6 +35,7 @@ from megatron_recycle.membership.state import (
     Lost,
     MakePlan,
     Member,
+    MovesFound,
     NoLoss,
     Phase,
     PlanFailed,
@@ -45,6 +46,7 @@ from megatron_recycle.membership.state import (
     Restarted,
     Resumed,
     State,
+    StaysOut,
     Step,
     Store,
     Stuck,
@@ -57,7 +59,10 @@ def step(state: State, happened: Input, now: float) -> Step:
     """The state after `happened`, and what is to be done, in order. `now` is Unix seconds."""
     if state.phase is Phase.ENDED and not isinstance(happened, Hello):
         return state, ()
-    return joining.propose(*_HANDLERS[type(happened)](state, happened, now))
+    after, decisions = _HANDLERS[type(happened)](state, happened, now)
+    if after.moves:
+        after, decisions = moves.follow(state, after, decisions, now)
+    return joining.propose(after, decisions)
 
 
 # Coming in
@@ -169,7 +174,7 @@ def _exited(state: State, happened: Exited, now: float) -> Step:
     if member is not None and member in state.spares.values():
         return _lost_spare(state, member, "exit", happened.since, now)
     if member is None:
-        return state, ()
+        return moves.not_started(state, happened, now)
     left = not happened.status and member.worker in state.finished
     return _lost(state, Lost((Loss(member.incarnation, "leave" if left else "exit"),), happened.since), now)
 
@@ -217,9 +222,9 @@ def _regenerate(
     The other parts of a lost worker are spares: told of it, and without work until that one is replaced.
     """
     removed = [state.members[name] for name in in_order(lost)]
-    leavers = [member for member in removed if member.incarnation in state.leaving and lost[member.worker] == "leave"]
+    leavers = [member for member in removed if joining.planned(state, member, lost[member.worker])]
     suspected = [
-        notices.left(state, member, now) if member in leavers
+        notices.left(state, member, lost[member.worker], now) if member in leavers
         else notices.suspected(state, member, lost[member.worker], since, now)
         for member in removed
     ]
@@ -263,8 +268,8 @@ def _regenerate(
         Await(state.generation),
     ]
     tell: list[Decision] = [Emit(event) for event in events]
-    tell += [notices.farewell(member, state.generation) if member in leavers else notices.fence(state, member)
-             for member in removed]
+    tell += [notices.farewell(member, lost[member.worker], state.generation) if member in leavers
+             else notices.fence(state, member) for member in removed]
     state, commits = progress.committed_by_all(state, now)
     if (empty := _empty_stage(state)) is not None:
         state, ending = notices.end(state, 1, _stage_gone(state, empty), now)
@@ -403,6 +408,8 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     NoLoss: _no_loss,
     Stuck: _stuck,
     Improved: progress.improved,
+    MovesFound: moves.begin,
+    StaysOut: moves.stays_out,
     Holds: joining.acknowledged,
     Resumed: progress.resumed,
     Committed: progress.committed,

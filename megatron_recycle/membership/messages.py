@@ -39,6 +39,7 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "exit": {"rank": int, "pid": int, "status": (int, type(None)), "t": _NUMBER, "log": str},
     "interrupt": {"status": int, "message": str},
     "join": {"count": int},
+    "stays_out": {"rank": int},
 }
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "stop": {"generation": int, "role": str, "missing": int},

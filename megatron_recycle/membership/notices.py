@@ -78,16 +78,17 @@ def fence(state: State, member: Member) -> Tell:
     return end_message((member.incarnation,), FENCED_STATUS, text)
 
 
-def farewell(member: Member, generation: int) -> Tell:
-    """The end of the job for one that has asked to leave."""
-    text = f"worker {member.worker} has left as it was asked to; the job goes on in generation {generation}"
+def farewell(member: Member, kind: str, generation: int) -> Tell:
+    """The end of the job for one that has asked to leave, or that another process of its device stands for now."""
+    why = "moved to another stage, where another process stands for it" if kind == "move" else "left as it was asked to"
+    text = f"worker {member.worker} has {why}; the job goes on in generation {generation}"
     return end_message((member.incarnation,), 0, text)
 
 
-def left(state: State, member: Member, now: float) -> dict[str, Any]:
-    """The event of a planned leave."""
+def left(state: State, member: Member, kind: str, now: float) -> dict[str, Any]:
+    """The event of a planned leave, or of the end of a move."""
     event = {"event": "left", "t": now, "generation": state.generation, "iteration": state.committed + 1}
-    return {**event, "worker": member.worker, "kind": "leave", "rank": member.rank, "pid": member.pid}
+    return {**event, "worker": member.worker, "kind": kind, "rank": member.rank, "pid": member.pid}
 
 
 def suspected(

@@ -35,7 +35,7 @@ def free_places(state: State, places: Places | None, count: int, now: float) -> 
         return _answer(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")
     if state.phase in (Phase.FORMING, Phase.ENDED):
         return _answer(refusal="it is over" if state.phase is Phase.ENDED else "its training has not begun yet")
-    there = {*state.members, *state.joiners, *state.spares}
+    there = {*state.members, *state.joiners, *state.spares, *state.moves}
     empty = [name for name in in_order(state.ranks) if name not in there]
     free = [name for name in empty if places.kept.get(name, now) <= now][:count]
     if not free:

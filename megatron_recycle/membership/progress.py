@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_recycle.membership import moves
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import (
@@ -89,7 +90,7 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
         decisions.append(Emit(event))
     reached = {name: max(state.committed_by.get(name, -1), resume.target) for name in state.members}
     state, more = committed_by_all(state.with_(since=None, committed_by=reached), now)
-    return state, (*decisions, *more, Improve(state.generation, state.failed, plan))
+    return state, (*decisions, *more, Improve(state.generation, state.failed, plan), *moves.seek(state))
 
 
 def committed(state: State, happened: Committed, now: float) -> Step:

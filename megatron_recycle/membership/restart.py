@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_recycle.membership import moves
 from megatron_recycle.membership.joining import still_unproven
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Member, Phase, State
@@ -43,6 +44,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             ranks=decided["ranks"],
             description=decided["description"],
             committed=last,
+            moves=moves.restored(records),
         )
     if went is not None:
         state = state.with_(resume=Resume.from_json(went["resume"]))

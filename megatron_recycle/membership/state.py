@@ -70,6 +70,12 @@ class State:
     """Of the unproven those that have, while another part of their worker has not."""
     leaving: frozenset[str] = frozenset()
     """Incarnations of members that have asked to leave at a boundary."""
+    moves: Mapping[str, str] = field(default_factory=dict)
+    """Moves under way: the empty position of another stage, and the incarnation of the member that is to take it."""
+    fruitless: int = 0
+    """Moves in a row whose process has failed."""
+    given_up: frozenset[str] = frozenset()
+    """Positions that are out and that no launcher will start again."""
     switch: int = 0
     """Number of the offer by which the members make a boundary; 0: none is being made."""
     standing: Mapping[str, float] = field(default_factory=dict)
@@ -245,6 +251,21 @@ class Improved:
 
 
 @dataclass(frozen=True)
+class MovesFound:
+    """The planner's answer to `FindMoves`: members and the empty positions they had better take."""
+
+    generation: int
+    moves: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class StaysOut:
+    """A launcher will not start this rank again."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Resumed:
     incarnation: str
     generation: int
@@ -347,6 +368,8 @@ Input = (
     | Planned
     | PlanFailed
     | Improved
+    | MovesFound
+    | StaysOut
     | Resumed
     | Committed
     | Adopted
@@ -413,6 +436,14 @@ class Improve:
 
 
 @dataclass(frozen=True)
+class FindMoves:
+    """Ask the planner which healthy workers had better change their stage, and feed `MovesFound` if some."""
+
+    generation: int
+    failed: frozenset[str]
+
+
+@dataclass(frozen=True)
 class Emit:
     """One line of events.jsonl."""
 
@@ -427,5 +458,5 @@ class End:
     message: str
 
 
-Decision = Store | Tell | Await | AwaitLoss | MakePlan | Improve | Emit | End
+Decision = Store | Tell | Await | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
 Step = tuple[State, tuple[Decision, ...]]

@@ -35,7 +35,7 @@ EVENTS = (
 )
 """The events of a job's life, in the order in which a failure produces them; callers may add others."""
 
-KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave")
+KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move")
 """Values of `kind`: how a worker failed or left."""
 
 _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")

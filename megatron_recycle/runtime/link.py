@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Agent
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.coming import is_joining, leave_on_sigterm
@@ -30,6 +31,8 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     end of the job. Under `recycle run` the launcher's coordinator is used. Under any other launcher rank 0
     starts one and the others learn its address from torch's store.
     """
+    if config.moves and place.parts > 1:
+        raise UnsupportedError("moves are not supported with tensor parallelism: leave `moves` out")
     address, token = _find_coordinator(config, embed)
     agent = Agent(address=address, token=token, worker=place.name, rank=dist.get_rank(),
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,

@@ -450,7 +450,8 @@ class StageWorker:
                 "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
                 "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
                 "report_timeout": config.report_timeout,
-                "seed": config.seed, "max_restarts": config.max_restarts,
+                "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
+                "move_cost": config.move_cost, "horizon": config.horizon,
                 "backend": self.place.backend, "torch": torch.__version__}
 
     def report(self) -> dict[str, Any]:

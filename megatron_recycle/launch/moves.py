@@ -1,0 +1,70 @@
+"""Moves of healthy workers, as the coordinator asks for them and as a launcher carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.plan import Problem
+from megatron_recycle.planner import Prices, normalise
+
+
+def moves_of(problem: Problem, description: Mapping[str, Any]) -> dict[str, str]:
+    """Which workers had better move, and the empty position of another stage that each is to take.
+
+    The description's `move_cost` and `horizon` are the planner's prices, in iterations.
+    """
+    prices = Prices(float(description.get("move_cost", 1.0)), float(description.get("horizon", 100.0)))
+    found: dict[str, str] = {}
+    empty = set(problem.failed)
+    for mover, stage in sorted(normalise(problem, prices).stage_of.items()):
+        # Away from its own pipeline, so that what is missing lies in few pipelines.
+        to = min((worker for worker in empty if worker.stage == stage),
+                 key=lambda worker: (worker.pipeline == mover.pipeline, worker))
+        empty.discard(to)
+        found[str(mover)] = str(to)
+    return found
+
+
+class Starts:
+    """The launcher's memory of the ranks that it starts beside its own, each on the device of another.
+
+    Args:
+        devices: local rank of each rank of this host.
+    """
+
+    def __init__(self, devices: Mapping[int, int]) -> None:
+        self.devices = dict(devices)
+        """Local rank of every rank that this launcher has started or is to start."""
+        self._due: list[int] = []
+        self._moving: set[int] = set()
+
+    def begin(self, event: Mapping[str, Any]) -> None:
+        """A worker of this host moves: its successor is to be started."""
+        rank = event["to_rank"]
+        if rank not in self._moving:
+            self.devices[rank] = self.devices[event["rank"]]
+            self._due.append(rank)
+            self._moving.add(rank)
+
+    def due(self) -> list[int]:
+        """The ranks to be started now, each named once."""
+        found, self._due = self._due, []
+        return found
+
+    def later(self, rank: int) -> None:
+        """Its earlier process still ends."""
+        self._due.append(rank)
+
+    def moves(self, rank: int) -> bool:
+        """Whether this rank's process belongs to a move that is under way."""
+        return rank in self._moving
+
+    def end(self, rank: int) -> None:
+        """The move is over, well or not."""
+        self._moving.discard(rank)
+        self._due = [other for other in self._due if other != rank]
+
+    def others(self, rank: int) -> list[int]:
+        """Ranks that share this one's device."""
+        return [other for other, device in self.devices.items() if device == self.devices[rank] and other != rank]

@@ -1,0 +1,166 @@
+"""Moves: a healthy worker takes an empty position of another stage that was hit too hard. Pure, like `machine`.
+
+Which moves pay off is the planner's business. A move is a join and a planned leave in a row: a second process is
+started beside the mover's, on the same device, builds the other stage's model and comes in at a boundary; the mover
+keeps its old stage until an iteration has committed with the new process in place, and leaves at the next boundary.
+Whatever goes wrong before ends the move: the mover is where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_recycle.membership import notices
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.resume import by_stage
+from megatron_recycle.membership.state import (
+    Decision,
+    Emit,
+    Exited,
+    FindMoves,
+    Member,
+    MovesFound,
+    Phase,
+    State,
+    StaysOut,
+    Step,
+    Store,
+)
+
+_FRUITLESS = 3
+"""So many moves in a row whose process failed: the next one's would, too."""
+_NOT_RESTARTED = ("unreachable", "leave", "move")
+"""How a position became empty for which no launcher starts another process."""
+_PROCESS = "its process"
+
+
+def seek(state: State) -> tuple[Decision, ...]:
+    """Ask the planner, if the job wants moves and nobody is on the way in or out, or will be by itself."""
+    wanted = (state.description or {}).get("moves") and state.fruitless < _FRUITLESS
+    if not wanted or not state.out or state.joiners or state.leaving or state.moves:
+        return ()
+    if (state.description or {}).get("max_restarts") and any(
+            kind not in _NOT_RESTARTED and name not in state.given_up for name, kind in state.out.items()):
+        return ()  # a launcher starts it again
+    return (FindMoves(state.generation, state.failed),)
+
+
+def stays_out(state: State, happened: StaysOut, now: float) -> Step:
+    """A launcher will not start this rank again."""
+    name = next((name for name in state.out if state.ranks.get(name) == happened.rank), None)
+    if name is None or state.phase is not Phase.TRAINING or name in state.given_up:
+        return state, ()
+    state = state.with_(given_up=state.given_up | {name})
+    return state, seek(state) if state.since is None else ()
+
+
+def begin(state: State, happened: MovesFound, now: float) -> Step:
+    """The planner wants these moves; what has changed meanwhile makes them void."""
+    quiet = state.phase is Phase.TRAINING and state.since is None and happened.generation == state.generation
+    if not quiet or not seek(state):
+        return state, ()
+    found = {to: state.members[mover] for mover, to in happened.moves.items()
+             if mover in state.members and to in state.out and to not in state.members}
+    if not found:
+        return state, ()
+    begun = [moving(state, to, mover, now) for to, mover in found.items()]
+    state = state.with_(moves={to: mover.incarnation for to, mover in found.items()})
+    return state, (_record(state, begun), *map(Emit, begun))
+
+
+def moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
+    """The event on which the mover's launcher starts a process for `to`."""
+    event = {"event": "moving", "t": now, "generation": state.generation, "worker": mover.worker, "to": to}
+    return {**event, "rank": mover.rank, "pid": mover.pid, "to_rank": state.ranks[to]}
+
+
+def pending(state: State, now: float) -> list[dict[str, Any]]:
+    """The events of moves whose process has not said hello, for a launcher that may have missed them."""
+    return [moving(state, to, state.known[incarnation], now) for to, incarnation in state.moves.items()
+            if to not in state.joiners and to not in state.members and state.member(incarnation)]
+
+
+def not_started(state: State, happened: Exited, now: float) -> Step:
+    """A process that never said hello has ended."""
+    to = next((to for to in state.moves if state.ranks[to] == happened.rank), None)
+    if to is None or to in state.joiners or to in state.members:
+        return state, ()
+    return _drop(state, to, f"{_PROCESS} ended with {notices.describe_status(happened.status)}; see {happened.log}",
+                 now)
+
+
+def follow(before: State, state: State, decisions: tuple[Decision, ...], now: float) -> Step:
+    """End the moves that are over, or that cannot be made any more."""
+    for to, incarnation in state.moves.items():
+        mover = state.member(incarnation)
+        if mover is None:  # gone: as it should, or it has failed, and its device is the new process's alone
+            left = {other: who for other, who in state.moves.items() if other != to}
+            state = state.with_(moves=left, fruitless=0)
+            decisions = (*decisions, _record(state, []))
+        elif reason := _void(before, state, to, mover):
+            state, more = _drop(state, to, reason, now)
+            decisions = (*decisions, *more)
+    return state, decisions
+
+
+def _void(before: State, state: State, to: str, mover: Member) -> str | None:
+    """Why the mover stays where it is."""
+    here = state.members.get(to) or state.joiners.get(to)
+    if here is not None and here.host != mover.host:
+        return "a process of another host came for the position"
+    if here is None and (to in before.joiners or to in before.members):
+        return f"{_PROCESS} has failed"
+    if to in state.members:
+        return None
+    if mover.incarnation in state.leaving:
+        return "the worker was asked to leave"
+    if state.generation != before.generation:
+        return "the membership has changed"
+    return None
+
+
+def _drop(state: State, to: str, reason: str, now: float) -> Step:
+    mover = state.known[state.moves[to]]
+    fails = reason.startswith(_PROCESS)
+    event = {"event": "move_failed", "t": now, "generation": state.generation, "worker": mover.worker, "to": to,
+             "reason": reason, "to_rank": state.ranks[to]}
+    left = {other: who for other, who in state.moves.items() if other != to}
+    state = state.with_(moves=left, fruitless=state.fruitless + fails)
+    decisions: tuple[Decision, ...] = (_record(state, [event]), Emit(event))
+    waiting = state.joiners.get(to)
+    if waiting is not None and waiting.host == mover.host:
+        joiners = {name: other for name, other in state.joiners.items() if name != to}
+        state = state.with_(joiners=joiners, prepared=state.prepared - {waiting.incarnation})
+        text = f"worker {mover.worker} does not move to {to}: {reason}"
+        decisions = (*decisions, notices.refuse(waiting, text))
+    return state, decisions
+
+
+def _record(state: State, events: list[dict[str, Any]]) -> Store:
+    return Store({"kind": "moves", "generation": state.generation, "moves": dict(state.moves), "events": events})
+
+
+def moved(state: State) -> dict[str, str]:
+    """Members that another process stands for in another stage since an iteration has committed with it, and that
+    may go without leaving their old stage empty; with each its new position."""
+    if state.phase is not Phase.TRAINING or state.resume is None or state.committed < state.resume.next:
+        return {}
+    done = {state.known[who].worker: to for to, who in state.moves.items()
+            if to in state.members and to not in state.unproven and state.member(who)}
+    if not done:
+        return {}
+    gone = {*done, *(name for name, member in state.members.items() if member.incarnation in state.leaving)}
+    left = by_stage(state.stages, set(state.proven) - gone)
+    return {name: done[name] for name in in_order(done) if left[Process.parse(name).worker.stage]}
+
+
+def from_where(state: State, name: str) -> str | None:
+    """The position that the member `name` has moved from, while it does."""
+    incarnation = state.moves.get(name)
+    return None if incarnation is None else state.known[incarnation].worker
+
+
+def restored(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """`State.moves` as the journal has it."""
+    return next((dict(record["moves"]) for record in reversed(records) if record["kind"] == "moves"), {})
