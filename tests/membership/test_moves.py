@@ -1,0 +1,207 @@
+"""Stories of moves, on paper: 4 pipelines of 2 stages, two workers of stage 0 are out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megatron_recycle.membership import moves
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.places import Offered, Places, free_places
+from megatron_recycle.membership.restart import restore
+from tests.membership.cluster import Cluster, events, report, told
+
+MOVER, TO = "1:1", "0:0"
+
+
+class Moves(Cluster):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(pipelines=4)
+        self.settings = {"moves": True, **settings}
+
+    def describe(self) -> dict[str, Any]:
+        return {"grid": self.grid, "block": 2, "reduction": "exact", **self.settings}
+
+    def ready(self, name: str, **other: Any) -> list[st.Decision]:
+        return self.feed(st.Ready(f"{name}/0", self.describe(), report(attempt=0)))
+
+    def lost(self) -> list[st.Decision]:
+        """0:0 and 1:0 have died; what was decided when training had resumed."""
+        self.train()
+        self.exit("0:0")
+        self.exit("1:0")
+        self.plan()
+        self.reports(iteration=0)
+        return self.resume_all()
+
+    def moving(self) -> list[st.Decision]:
+        self.lost()
+        return self.found()
+
+    def found(self) -> list[st.Decision]:
+        return self.feed(st.MovesFound(self.state.generation, {MOVER: TO}))
+
+    def comes(self, life: int = 1, host: str = "host") -> list[st.Decision]:
+        """The process for the new position says hello and is ready."""
+        told = self.member(TO, life)
+        self.feed(st.Hello(st.Member(told.worker, told.rank, told.incarnation, told.pid, host)))
+        return self.feed(st.Ready(told.incarnation, self.describe(), report(attempt=0)))
+
+    def who(self) -> list[str]:
+        return [member.incarnation for member in self.state.members.values()]
+
+    def stand(self, iteration: int) -> list[st.Decision]:
+        generation, decisions = self.state.generation, []
+        for who in self.who():
+            decisions += self.feed(st.Boundary(who, generation, iteration, self.now))
+        return decisions
+
+    def taken_in(self) -> list[st.Decision]:
+        """The new process trains; iteration 7 is the first with it."""
+        self.moving()
+        self.comes()
+        self.stand(7)
+        self.plan()
+        for who in self.who():
+            if who != f"{TO}/1":
+                self.feed(st.Reported(who, self.state.generation, report(iteration=6, holds=6, committed=6)))
+        decisions = self.feed(st.Holds(f"{TO}/1", self.state.generation, {"bytes": 8, "ms": 1.0}))
+        for who in self.who():
+            decisions += self.feed(st.Resumed(who, self.state.generation, self.now))
+        return decisions
+
+    def commit(self, iteration: int) -> list[st.Decision]:
+        decisions: list[st.Decision] = []
+        for who in self.who():
+            decisions += self.feed(st.Committed(who, iteration, 2.5))
+        return decisions
+
+
+def searches(decisions: list[st.Decision]) -> list[st.FindMoves]:
+    return [decision for decision in decisions if isinstance(decision, st.FindMoves)]
+
+
+def test_the_planner_is_asked_once_the_recovery_is_over_and_only_where_moves_are_wanted() -> None:
+    (search,) = searches(Moves().lost())
+    assert search.failed == {"0:0", "1:0"}
+    assert not searches(Moves(moves=False).lost())
+
+
+def test_a_move_is_a_join_and_one_committed_iteration_later_a_leave() -> None:
+    cluster = Moves()
+    (event,) = events(cluster.moving(), "moving")
+    assert (event["worker"], event["to"], event["rank"], event["to_rank"]) == (MOVER, TO, 3, 0)
+    assert event["pid"] == cluster.member(MOVER).pid, "which launcher is to start it"
+    cluster = Moves()
+    (joined,) = events(cluster.taken_in(), "joined")
+    assert joined["moved_from"] == MOVER
+    assert MOVER in cluster.state.members and not cluster.state.switch, "no iteration has committed yet"
+    ((to, offer),) = told(cluster.commit(7), "offer")
+    assert MOVER in to and offer["plan"] is None
+    decisions = cluster.stand(9)
+    (left,) = events(decisions, "left")
+    assert (left["worker"], left["kind"]) == (MOVER, "move") and not events(decisions, "suspected")
+    ((to, end),) = told(decisions, "end")
+    assert to == {MOVER} and end["status"] == 0 and "has moved" in end["message"]
+    assert cluster.state.out == {"1:0": "exit", MOVER: "move"} and not cluster.state.moves
+
+
+def test_a_process_that_ends_before_its_hello_ends_the_move_and_there_is_no_other_in_this_generation() -> None:
+    cluster = Moves()
+    cluster.moving()
+    (failed,) = events(cluster.feed(st.Exited(0, 4242, 1, cluster.now, "worker-0.log")), "move_failed")
+    assert failed["reason"] == "its process ended with status 1; see worker-0.log"
+    assert cluster.state.generation == 3 and MOVER in cluster.state.members and not cluster.state.moves
+
+
+def test_after_three_processes_in_a_row_have_failed_nothing_is_moved_any_more() -> None:
+    cluster = Moves()
+    cluster.moving()
+    for life in (1, 2, 3):
+        assert cluster.state.moves or events(cluster.found(), "moving")
+        cluster.hello(TO, life)
+        assert events(cluster.feed(st.Lost((st.Loss(f"{TO}/{life}", "exit"),), cluster.now)), "move_failed")
+    assert not cluster.found()
+
+
+@pytest.mark.parametrize("how", ["failure", "leave"])
+def test_a_change_before_the_process_is_in_ends_the_move_and_the_process(how: str) -> None:
+    cluster = Moves()
+    cluster.moving()
+    cluster.comes()
+    decisions = cluster.exit("3:0") if how == "failure" else cluster.feed(st.Leave(f"{MOVER}/0"))
+    (failed,) = events(decisions, "move_failed")
+    assert failed["reason"] in ("the membership has changed", "the worker was asked to leave")
+    assert [(to, end["status"]) for to, end in told(decisions, "end") if TO in to] == [({TO}, 1)]
+    assert not cluster.state.joiners and not cluster.state.moves
+
+
+def test_when_the_mover_fails_its_process_comes_in_as_any_other() -> None:
+    cluster = Moves()
+    cluster.moving()
+    cluster.comes()
+    decisions = cluster.exit(MOVER)
+    assert not events(decisions, "move_failed") and not cluster.state.moves
+    assert TO in cluster.state.joiners
+
+
+def test_the_process_fails_once_it_is_in_and_the_mover_stays() -> None:
+    cluster = Moves()
+    cluster.taken_in()
+    cluster.commit(7)
+    decisions = cluster.feed(st.Lost((st.Loss(f"{TO}/1", "exit"),), cluster.now))
+    assert events(decisions, "move_failed") and MOVER in cluster.state.members
+    cluster.plan()
+    cluster.reports(*[name for name in cluster.state.members], iteration=8, holds=7, committed=7)
+    assert not told(cluster.resume_all(), "offer"), "nobody is to go"
+
+
+def test_the_last_of_its_stage_stays_though_its_new_process_is_in() -> None:
+    cluster = Moves()
+    cluster.taken_in()
+    for name in ("0:1", "2:1", "3:1"):
+        cluster.exit(name)
+    cluster.plan()
+    for who in cluster.who():
+        cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=7, holds=6, committed=6)))
+    for who in cluster.who():
+        cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now))
+    assert not told(cluster.commit(7), "offer") and MOVER in cluster.state.members
+
+
+def test_a_process_of_another_host_that_came_first_ends_the_move_and_is_taken_in() -> None:
+    cluster = Moves()
+    cluster.moving()
+    cluster.comes(host="other")
+    assert not cluster.state.moves and TO in cluster.state.joiners and cluster.state.switch
+
+
+def test_the_position_is_offered_to_no_host() -> None:
+    cluster = Moves()
+    cluster.moving()
+    places = Places(Offered("host:1", {}))
+    assert free_places(cluster.state, places, 4, now=0.0)["ranks"] == [cluster.names.index("1:0")]
+
+
+def test_no_move_while_a_launcher_will_start_the_dead_again() -> None:
+    cluster = Moves(max_restarts=2)
+    assert not searches(cluster.lost()) and not cluster.found()
+    assert not searches(cluster.feed(st.StaysOut(0)))
+    assert searches(cluster.feed(st.StaysOut(2))), "both stay out"
+    assert events(cluster.found(), "moving")
+
+
+def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers_again() -> None:
+    cluster = Moves()
+    cluster.moving()
+    records = [json.loads(json.dumps(decision.record)) for decision in cluster.log if isinstance(decision, st.Store)]
+    generation, members = cluster.state.generation, [*cluster.state.members]
+    cluster.state = restore(8, records, 6)
+    cluster.feed(st.Restarted())
+    (event,) = moves.pending(cluster.state, cluster.now)
+    assert (event["worker"], event["to"]) == (MOVER, TO)
+    for name in members:
+        cluster.feed(st.Hello(cluster.member(name), generation))
+    assert told(cluster.comes(), "offer") and cluster.state.moves == {TO: f"{MOVER}/0"}
