@@ -68,7 +68,8 @@ class Summary:
                 return None
             self._last = time.monotonic()
             return format_event(dict(event))
-        return format_event(dict(event)) if name in _TOLD else None
+        moved = name == "left" and event.get("kind") == "move"
+        return format_event(dict(event)) if moved or name in _TOLD else None
 
     def _suspected(self, event: Mapping[str, Any]) -> None:
         self.failures.append(

@@ -31,8 +31,7 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     end of the job. Under `recycle run` the launcher's coordinator is used. Under any other launcher rank 0
     starts one and the others learn its address from torch's store.
     """
-    if config.moves and place.parts > 1:
-        raise UnsupportedError("moves are not supported with tensor parallelism: leave `moves` out")
+    _check_moves(place, config)
     address, token = _find_coordinator(config, embed)
     agent = Agent(address=address, token=token, worker=place.name, rank=dist.get_rank(),
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
@@ -42,6 +41,15 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     agent.start()
     leave_on_sigterm(agent)
     return agent
+
+
+def _check_moves(place: Place, config: RecycleConfig) -> None:
+    """Raises UnsupportedError if the job wants moves that nobody could make."""
+    if config.moves and place.parts > 1:
+        raise UnsupportedError("with tensor parallelism no worker can move to another stage: leave `moves` out")
+    if config.moves and "RECYCLE_COORDINATOR" not in os.environ:
+        raise UnsupportedError("this job was not started by `recycle run`, so that nobody starts the process of a "
+                               "worker that moves to another stage: start it so, or leave `moves` out")
 
 
 def _find_coordinator(config: RecycleConfig, embed: Embed | None) -> tuple[str, str]:

@@ -154,7 +154,7 @@ def test_the_process_fails_once_it_is_in_and_the_mover_stays() -> None:
     decisions = cluster.feed(st.Lost((st.Loss(f"{TO}/1", "exit"),), cluster.now))
     assert events(decisions, "move_failed") and MOVER in cluster.state.members
     cluster.plan()
-    cluster.reports(*[name for name in cluster.state.members], iteration=8, holds=7, committed=7)
+    cluster.reports(*list(cluster.state.members), iteration=8, holds=7, committed=7)
     assert not told(cluster.resume_all(), "offer"), "nobody is to go"
 
 
