@@ -38,14 +38,15 @@ class Layout:
         self.dtype, self.device = kinds.pop() if kinds else (dtype or torch.float32, torch.device("cpu"))
         ends = list(accumulate(parameter.numel() for parameter in self.parameters))
         self.numel = ends[-1] if ends else 0
-        self._range = {parameter: (end - parameter.numel(), end)
+        # By identity, here and below: a tensor's own hash is a function call in Python.
+        self._range = {id(parameter): (end - parameter.numel(), end)
                        for parameter, end in zip(self.parameters, ends)}
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-        start, end = self._range[parameter]
+        start, end = self._range[id(parameter)]
         return flat[start:end].view_as(parameter)
 
 
@@ -60,21 +61,21 @@ class Accumulator:
         self._layout = layout
         self._ahead = _Sum(layout)
         self._block = _Sum(layout)
-        self._block_of: dict[nn.Parameter, int] = {}
+        self._block_of: dict[int, int] = {}
 
     def add(self, block: int, contributions: Iterable[Contribution]) -> None:
         """Add one micro-batch's gradients; micro-batches of a piece come in order."""
         for parameter, gradient in contributions:
-            if self._block_of.setdefault(parameter, block) != block:
+            if self._block_of.setdefault(id(parameter), block) != block:
                 self._ahead.add(parameter, self._block.take(parameter))
-                self._block_of[parameter] = block
+                self._block_of[id(parameter)] = block
             self._block.add(parameter, gradient)
 
     def sum(self) -> torch.Tensor:
         """The flat sum, (numel,); zero where no micro-batch gave a gradient. Nothing can be added afterwards."""
-        if not self._ahead.parameters:
+        if not self._ahead.parameters():
             return self._block.complete()
-        for parameter in self._block.parameters:
+        for parameter in self._block.parameters():
             self._ahead.add(parameter, self._block.take(parameter))
         return self._ahead.complete()
 
@@ -85,16 +86,15 @@ class _Sum:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._flat: torch.Tensor | None = None
-        self._views: dict[nn.Parameter, torch.Tensor] = {}
+        self._views: dict[int, torch.Tensor] = {}
         """Each parameter's part of the buffer, once it has a sum: a view costs as much as an addition."""
 
-    @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that have a sum."""
-        return list(self._views)
+        return [parameter for parameter in self._layout.parameters if id(parameter) in self._views]
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor | AddTo) -> None:
-        view = self._views.get(parameter)
+        view = self._views.get(id(parameter))
         if view is not None:
             if isinstance(gradient, torch.Tensor):
                 view.add_(gradient)
@@ -103,7 +103,7 @@ class _Sum:
             return
         if self._flat is None:
             self._flat = self._layout.empty()
-        view = self._views[parameter] = self._layout.view(self._flat, parameter)
+        view = self._views[id(parameter)] = self._layout.view(self._flat, parameter)
         if isinstance(gradient, torch.Tensor):
             view.copy_(gradient)
         else:
@@ -111,13 +111,13 @@ class _Sum:
 
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
         """This parameter's sum, which starts anew; valid until the next addition."""
-        return self._views.pop(parameter)
+        return self._views.pop(id(parameter))
 
     def complete(self) -> torch.Tensor:
         if self._flat is None:
             self._flat = self._layout.empty()
         for parameter in self._layout.parameters:
-            if parameter not in self._views:
+            if id(parameter) not in self._views:
                 self._layout.view(self._flat, parameter).zero_()
         return self._flat
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -30,8 +30,7 @@ Contribution = tuple[nn.Parameter, torch.Tensor | AddTo]
 """A parameter and one micro-batch's gradient for it, as a tensor or as what adds it to a sum."""
 
 
-@dataclass(frozen=True)
-class DeferredLinear:
+class DeferredLinear(NamedTuple):
     """A linear layer's weight gradient, not computed yet.
 
     ``inputs`` is (..., in), ``output_gradient`` (..., out); a parameter that needs no gradient is None.
@@ -49,21 +48,21 @@ class DeferredLinear:
     def add_weight(self, sum_: torch.Tensor) -> None:
         """Add the weight's gradient to ``sum_``, by ``fused``."""
         assert self.fused is not None
-        gradient = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
-        inputs = self.inputs.reshape(-1, self.inputs.shape[-1]).to(gradient.dtype)
+        gradient = _rows(self.output_gradient)
+        inputs = _cast(_rows(self.inputs), gradient.dtype)
         # The kernel's sum is (columns of the second, columns of the first).
         self.fused(*((gradient, inputs) if self.transposed else (inputs, gradient)), sum_)
 
     def contributions(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Both gradients, formed."""
-        gradient = self.output_gradient.reshape(-1, self.output_gradient.shape[-1])
+        gradient = _rows(self.output_gradient)
         if self.weight is not None:
             # Under autocast the layer ran in the gradient's type, whatever its inputs' own.
-            inputs = self.inputs.reshape(-1, self.inputs.shape[-1]).to(gradient.dtype)
+            inputs = _cast(_rows(self.inputs), gradient.dtype)
             product = inputs.t().mm(gradient) if self.transposed else gradient.t().mm(inputs)
-            yield self.weight, product.to(self.weight.dtype)
+            yield self.weight, _cast(product, self.weight.dtype)
         if self.bias is not None:
-            yield self.bias, gradient.sum(0).to(self.bias.dtype)
+            yield self.bias, _cast(gradient.sum(0), self.bias.dtype)
 
 
 @dataclass
@@ -82,18 +81,32 @@ class WeightQueue:
                 if parameter is not None}
 
     def contributions(self) -> Iterator[Contribution]:
-        """Each parameter once, with the micro-batch's whole gradient for it."""
+        """Each parameter once, with the micro-batch's whole gradient for it: as soon as that is formed, while the
+        processor still has it at hand."""
         sums: dict[nn.Parameter, torch.Tensor] = dict(self.formed)
-        uses = Counter(item.weight for item in self.deferred)
+        uses = Counter(id(parameter) for item in self.deferred for parameter in (item.weight, item.bias))
+        alone = {parameter for parameter, count in uses.items() if count == 1}
+        alone.difference_update(map(id, self.formed))
         for item in self.deferred:
-            alone = uses[item.weight] == 1 and item.weight not in self.formed
-            if item.fused is not None and item.weight is not None and alone:
+            if item.fused is not None and item.weight is not None and id(item.weight) in alone:
                 yield item.weight, item.add_weight
-                item = replace(item, weight=None)
+                item = item._replace(weight=None)
             for parameter, gradient in item.contributions():
-                before = sums.get(parameter)
-                sums[parameter] = gradient if before is None else before + gradient
+                if id(parameter) in alone:
+                    yield parameter, gradient
+                else:
+                    before = sums.get(parameter)
+                    sums[parameter] = gradient if before is None else before + gradient
         yield from sums.items()
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """(..., n) as (rows, n)."""
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 class Deferring(Protocol):
@@ -195,8 +208,8 @@ class _SplitLinear(torch.autograd.Function):
                               ctx.bias if needs_bias else None, ctx.transposed, ctx.splitter.kernel)
         for_inputs = None
         if needs_input:
-            weight = ctx.weight.to(gradient.dtype)
-            for_inputs = gradient.matmul(weight.t() if ctx.transposed else weight).to(inputs.dtype)
+            weight = _cast(ctx.weight, gradient.dtype)
+            for_inputs = _cast(gradient.matmul(weight.t() if ctx.transposed else weight), inputs.dtype)
         queue = ctx.splitter.queue
         if queue is not None:
             if needs_weight or needs_bias:
