@@ -10,6 +10,7 @@ from typing import Any
 from megatron_recycle.membership.names import Process
 from megatron_recycle.plan import Costs, PlanError, Worker
 from megatron_recycle.planner import Profile, caps, drifted
+from megatron_recycle.planner.noise import LONG, RECENT
 
 log = logging.getLogger(__name__)
 
@@ -51,58 +52,81 @@ class Measured:
 
 
 class Measurements:
-    """Profiles of the workers, each the latest of its worker.
+    """What workers have told of their iterations.
 
     Attributes:
         live: names of the workers to wait for.
         known: what the profiles say, None before all live workers have been heard.
+        slow: live workers, by their first processes, that take notably longer than their peers: how many times.
     """
 
     def __init__(self) -> None:
         self.live: frozenset[str] = frozenset()
         self.known: Measured | None = None
-        self._profiles: dict[str, Mapping[str, Any]] = {}
+        self.slow: Mapping[str, float] = {}
+        self._durations = Profile()
+        self._memory: dict[str, Mapping[str, Any]] = {}
+        self._incarnations: dict[str, str] = {}
+        self._processes: dict[Worker, str] = {}
         self._heard: set[str] = set()
+        self._since = 0  # how many times all have been heard since `known` has changed
 
     def restore(self, event: Mapping[str, Any]) -> None:
         """Go on from what an earlier coordinator has told (`Measured.to_json`)."""
         found = {name: event[name] for name in ("held", "kept", "room") if name in event}
         self.known = Measured(Costs.from_json(event["costs"]), _memory(found), found)
 
-    def take(self, profile: Mapping[str, Any]) -> bool:
-        """Take in one worker's profile; whether `known` has changed notably, which it may once all have been heard."""
-        worker = str(Process.parse(profile["worker"]).worker)  # a worker's parts take the same time and memory
-        self._profiles[worker] = profile
-        self._heard.add(worker)
-        if profile.get("early") and self.known is not None and self._profiles.keys() >= self.live:
-            pass  # the others are as they were; one that has just come in may not have said anything yet
-        elif not self.live or not self._heard >= self.live:
-            return False
-        else:
-            self._heard.clear()
-        costs = self._costs()
-        if costs is None:
-            return False
-        found = self._bytes()
-        known = Measured(costs, _memory(found), found)
-        if self.known is not None and not drifted(self.known.costs, costs) and not _changed(self.known, known):
-            return False
-        self.known = known
-        return True
+    def take(self, profile: Mapping[str, Any], incarnation: str = "") -> bool:
+        """Take in what one worker has measured since it was last heard; once all have been, whether `known` has changed
+        notably.
 
-    def _costs(self) -> Costs | None:
-        durations = Profile(1 + max(Worker.parse(name).stage for name in self.live))
-        for name, profile in self._profiles.items():
-            for kind in "FBW":
-                if kind in profile:
-                    durations.add(kind, Worker.parse(name), profile[kind])
-            durations.add("S", Worker.parse(name), sum(profile.get(part, 0.0) for part in ("reduce", "step")))
-        return durations.costs()
+        Args:
+            profile: its durations are in "iterations", seconds by kind for each.
+            incarnation: of the process.
+        """
+        process = Process.parse(profile["worker"])
+        if process.part:  # a worker's parts take the same time and memory
+            return False
+        worker, name = process.worker, str(process.worker)
+        if self._incarnations.setdefault(name, incarnation) != incarnation:
+            self._durations.forget(worker)
+            self._memory.pop(name, None)
+            self._incarnations[name] = incarnation
+        self._processes[worker] = profile["worker"]
+        for durations in profile["iterations"]:
+            taken = {kind: durations[kind] for kind in "FBW" if kind in durations}
+            self._durations.add(worker, {**taken, "S": sum(durations.get(part, 0.0) for part in ("reduce", "step"))})
+        if "held" in profile:
+            self._memory[name] = profile
+        self._heard.add(name)
+        if not self.live or not self._heard >= self.live:
+            return False
+        self._heard.clear()
+        return self._judged()
+
+    def _judged(self) -> bool:
+        live = [Worker.parse(name) for name in self.live]
+        self.slow = {self._processes[worker]: factor for worker, factor in self._durations.factors(live).items()
+                     if factor > 1}
+        found = self._bytes() or (self.known.bytes if self.known is not None else {})
+        memory = _memory(found)
+        noise, stages = self._durations.noise(live), 1 + max(worker.stage for worker in live)
+        self._since += 1
+        for window in (RECENT, LONG):
+            costs = self._durations.costs(live, stages, LONG if self.known is None else window)
+            if costs is None or (window == LONG and self._since < LONG):
+                return False
+            known = Measured(costs, memory, found)
+            if (self.known is None or drifted(self.known.costs, costs, noise, window)
+                    or (window == RECENT and _changed(self.known, known))):
+                self.known, self._since = known, 0
+                return True
+        return False
 
     def _bytes(self) -> dict[str, Any]:
         """What the live workers have measured; {} if those of a stage have not."""
-        live = {Worker.parse(name): self._profiles[name] for name in self.live}
-        if not live or any("held" not in profile for profile in live.values()):
+        live = {Worker.parse(name): self._memory[name] for name in self.live if name in self._memory}
+        if len(live) < len(self.live):
             return {}
         stages = range(1 + max(worker.stage for worker in live))
         held = {name: [max(profile["held"][name] for worker, profile in live.items() if worker.stage == stage)

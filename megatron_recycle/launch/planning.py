@@ -17,6 +17,9 @@ from megatron_recycle.planner.technique import drop
 
 log = logging.getLogger(__name__)
 
+WORTHWHILE = 0.02
+"""A plan in use is replaced by one that takes less time by more than this share."""
+
 
 def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Measured | None = None) -> Problem:
     """What the planner is asked for a job without its `failed` workers.
@@ -91,11 +94,16 @@ class Planning:
             if profiled:
                 self._measurements.restore(profiled[-1])
 
-    def measured(self, profile: Mapping[str, Any]) -> Measured | None:
+    @property
+    def slow(self) -> Mapping[str, float]:
+        """Workers that take notably longer than their peers, and how many times as long."""
+        return self._measurements.slow
+
+    def measured(self, profile: Mapping[str, Any], incarnation: str = "") -> Measured | None:
         """Take in what one worker has measured. Once all live ones have been heard, returns what is known of the job if
         that has changed so much that plans should be made again."""
         with self._lock:
-            if not self._measurements.take(profile):
+            if not self._measurements.take(profile, incarnation):
                 return None
             # What was planned before is still legal, or was then, but no longer the best to begin with.
             self._cache, self._best = Cache(), {}
@@ -110,6 +118,8 @@ class Planning:
     ) -> dict[str, Any] | None:
         """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
 
+        With measured costs, which are never exact, it must be better by a share of `WORTHWHILE`.
+
         A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what
         may fail next are made afterwards, until ``cancelled``.
         """
@@ -119,7 +129,7 @@ class Planning:
         problem = problem_of(description, failed, self._measurements.known)
         seed = int(description.get("seed") or 0)
         incumbent = recosted(problem, Plan.from_json(dict(plan)))
-        replaced = None
+        replaced, before = None, float(incumbent.objective_value)
         if any(peak(problem, worker, incumbent.actions(worker)) > cap for worker, cap in problem.cap.items()):
             # Memory has turned out shorter than the plan in use takes it to be.
             replaced = incumbent = plan_for(problem, self._cache, work=0, seed=seed)
@@ -133,9 +143,13 @@ class Planning:
             self.ahead.start()
         if better is None:
             return None
+        measured = not description.get("costs") and self._measurements.known is not None
+        worth = replaced is not None or not measured or better.objective_value < (1 - WORTHWHILE) * before
         with self._lock:
             self._best[failed] = better
         self._cache.put(problem, better)
+        if not worth:
+            return None
         self._keep(better)
         return better.to_json()
 

@@ -308,7 +308,10 @@ class Coordinator:
         event["worker"] = member.worker
         if incarnation in self.state.fenced:
             event["fenced"] = True
-        self._tell_event(event)
+        if name == "profile":  # one per worker and iteration, for nobody but this host
+            self._emit(event)
+        else:
+            self._tell_event(event)
 
     def _vanished(self, incarnation: str, since: float) -> None:
         """A process is about to end, or has: without a launcher the end of a connection is the end of the process."""

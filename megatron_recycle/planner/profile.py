@@ -3,82 +3,144 @@ from bytes."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median, median_low
 
 from ..plan import Costs, PlanError, Worker
 from ..plan.costs import NOTABLE
+from .noise import LONG, RECENT, notable, spread
 
 #: measured speeds are rounded to this, so that noise does not make every plan a new one
 SPEED_STEP = 0.05
 
+#: a transfer's time is known well enough to count if it has changed by more than this
+HOP_SHARE = 0.5
+
+KINDS = ("F", "B", "W", "S")
+
 
 class Profile:
-    """Measured durations in seconds, the latest ``window`` per worker and kind.
+    """Measured durations in seconds, one of each kind per worker and iteration, the latest of them.
 
-    Kinds are ``F``, ``B``, ``W``, ``S`` (reduce and step) and ``hop`` (a transfer). A median is taken per
-    worker, then over workers, so that neither an odd measurement nor one slow worker shifts a stage's cost. Of
-    ``S`` the shortest counts: it includes waiting for the others, and whoever comes last waits least.
+    Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step). A median is taken per worker, then over workers, so that
+    neither an odd measurement nor one slow worker shifts a stage's cost. Of ``S`` the shortest counts: it includes
+    waiting for the others, and whoever comes last waits least.
     """
 
-    def __init__(self, stages: int, window: int = 64) -> None:
-        self._stages = stages
-        self._window = window
-        self._samples: dict[tuple[str, int, Worker], deque[float]] = {}
+    def __init__(self) -> None:
+        self._series: dict[Worker, dict[str, deque[float]]] = {}
+        self._factors: dict[Worker, float] = {}
 
-    def add(self, kind: str, worker: Worker, seconds: float, stage: int | None = None) -> None:
-        """Record one duration. Raises PlanError for an unknown kind or a negative time."""
-        if kind not in ("F", "B", "W", "S", "hop") or not seconds >= 0:
-            raise PlanError(f"profile: {kind!r} of {seconds!r} seconds is no measurement")
-        at = worker.stage if stage is None else stage
-        self._samples.setdefault((kind, at, worker), deque(maxlen=self._window)).append(seconds)
+    def add(self, worker: Worker, seconds: Mapping[str, float]) -> None:
+        """Take in one iteration. Raises PlanError for an unknown kind or a negative time."""
+        for kind, value in seconds.items():
+            if kind not in KINDS or not value >= 0:
+                raise PlanError(f"profile: {kind!r} of {value!r} seconds is no measurement")
+        series = self._series.setdefault(worker, {kind: deque(maxlen=LONG) for kind in (*KINDS, "all")})
+        work = [seconds[kind] for kind in "FBW" if kind in seconds]
+        for kind, value in (*seconds.items(), *([("all", sum(work))] if work else [])):
+            series[kind].append(value)
 
-    def costs(self) -> Costs | None:
-        """Costs in microseconds, with the speeds that differ notably; None until every stage was measured."""
-        per_worker: dict[tuple[str, int], dict[Worker, float]] = {}
-        for (kind, stage, worker), samples in self._samples.items():
-            per_worker.setdefault((kind, stage), {})[worker] = median(samples)
-        table: dict[str, list[float]] = {}
-        for kind in "FBWS":
-            if kind != "W" and any((kind, s) not in per_worker for s in range(self._stages)):
-                return None
-            usual = min if kind == "S" else median
-            table[kind] = [usual(per_worker.get((kind, s), {Worker(0, s): 0.0}).values()) for s in range(self._stages)]
-        hops = [value for (kind, _), values in per_worker.items() if kind == "hop" for value in values.values()]
-        whole = {kind: tuple(round(t * 1e6) for t in row) for kind, row in table.items()}
-        return Costs(whole["F"], whole["B"], whole["W"], round(median(hops) * 1e6) if hops else 0, whole["S"],
-                     self._speeds(per_worker, table))
+    def forget(self, worker: Worker) -> None:
+        """It is another process now."""
+        self._series.pop(worker, None)
+        self._factors.pop(worker, None)
 
-    def _speeds(self, per_worker: Mapping[tuple[str, int], Mapping[Worker, float]],
-                table: Mapping[str, Sequence[float]]) -> dict[Worker, float]:
-        """Slowness of each worker against its stage, over all of its work together."""
-        own: dict[tuple[Worker, int], list[float]] = {}
-        for (kind, stage), values in per_worker.items():
-            if kind in "FBW":
-                for worker, value in values.items():
-                    totals = own.setdefault((worker, stage), [0.0, 0.0])
-                    totals[0] += value
-                    totals[1] += table[kind][stage]
-        speeds = {}
-        for (worker, _), (mine, usual) in sorted(own.items()):
-            factor = round(round(mine / usual / SPEED_STEP) * SPEED_STEP, 2) if usual else 1.0
-            if abs(factor - 1) > NOTABLE:
-                speeds[worker] = factor
-        return speeds
+    def noise(self, live: Iterable[Worker]) -> dict[str, float]:
+        """Relative spread of an iteration's measurement, by kind, and of "all" work on a micro-batch."""
+        live = tuple(live)
+        return {kind: spread(self._of(worker, kind) for worker in live) for kind in (*KINDS, "all")}
+
+    def factors(self, live: Iterable[Worker]) -> dict[Worker, float]:
+        """How many times as long as is usual in their stage those workers take for a micro-batch that differ notably,
+        and beyond noise. One that is known to differ does until it has come back half of the way."""
+        live = tuple(live)
+        noise = self.noise(live)["all"]
+        found = {}
+        for worker in live:
+            peers = [other for other in live if other.stage == worker.stage]
+            recent, known = self._ratio(worker, peers, RECENT), self._factors.get(worker)
+            if recent is None:
+                if known is not None:  # nothing new is known: it has no work
+                    found[worker] = known
+                continue
+            if not notable(recent, 1, NOTABLE, 0):
+                continue
+            latest = self._ratio(worker, peers, LONG)
+            if notable(recent, 1, NOTABLE, noise):
+                found[worker] = recent
+            elif latest is not None and (latest > 1) == (recent > 1) and notable(latest, 1, NOTABLE, noise, LONG):
+                found[worker] = latest
+            elif known is not None and (known > 1) == (recent > 1) and _further(recent, math.sqrt(known)):
+                found[worker] = known
+            if worker in found and known is not None and not notable(found[worker], known, SPEED_STEP, noise):
+                found[worker] = known
+        self._factors = found
+        return dict(found)
+
+    def costs(self, live: Iterable[Worker], stages: int, window: int = LONG, hop: float = 0.0) -> Costs | None:
+        """Costs in microseconds over the latest ``window`` iterations, with the speeds that differ notably; None until
+        every stage was measured. ``hop``: seconds that a transfer takes."""
+        live, speeds = tuple(live), {}
+        table: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for stage in range(stages):
+            workers = [worker for worker in live if worker.stage == stage]
+            usual = [worker for worker in workers if worker not in self._factors] or workers
+            speeds.update({worker: _rounded(self._factors[worker]) for worker in workers if worker not in usual})
+            for kind in KINDS:
+                values = self._medians(workers if kind == "S" else usual, kind, window)
+                if not values and kind != "W":
+                    return None
+                table[kind].append((min if kind == "S" else median)(values or [0.0]))
+        whole = {kind: tuple(round(seconds * 1e6) for seconds in row) for kind, row in table.items()}
+        return Costs(whole["F"], whole["B"], whole["W"], round(hop * 1e6), whole["S"], speeds)
+
+    def _ratio(self, worker: Worker, peers: Sequence[Worker], window: int) -> float | None:
+        """To the median of all ``peers``, itself among them; of two to the faster one. None: not known yet."""
+        own, all_of_them = (self._medians(those, "all", window, full=True) for those in ([worker], peers))
+        return own[0] / median_low(all_of_them) if own and len(all_of_them) > 1 else None
+
+    def _medians(self, workers: Iterable[Worker], kind: str, window: int, full: bool = False) -> list[float]:
+        """Of each worker's latest ``window``; only of those that have so many if ``full``."""
+        latest = (tuple(self._of(worker, kind))[-window:] for worker in workers)
+        return [median(values) for values in latest if values and (not full or len(values) == window)]
+
+    def _of(self, worker: Worker, kind: str) -> Sequence[float]:
+        return self._series.get(worker, {}).get(kind, ())
 
 
-def drifted(planned: Costs, measured: Costs, tolerance: float = 0.10) -> bool:
-    """Whether plans made for ``planned`` should be made again: a stage's work, a step or a speed has changed
-    by more than ``tolerance``, measured against a whole micro-batch so that tiny costs do not count."""
-    for s in range(planned.stages):
-        pairs = [(getattr(planned, name)[s], getattr(measured, name)[s])
-                 for name in ("forward", "backward_input", "backward_weight")]
-        whole = max(1, sum(old for old, _ in pairs))
-        if any(abs(new - old) > tolerance * whole for old, new in [*pairs, (planned.step[s], measured.step[s])]):
-            return True
-    return any(abs(measured.speed.get(w, 1) - planned.speed.get(w, 1)) > tolerance
-               for w in {*planned.speed, *measured.speed})
+def _further(ratio: float, other: float) -> bool:
+    return abs(math.log(ratio)) > abs(math.log(other))
+
+
+def _rounded(factor: float) -> float:
+    return max(SPEED_STEP, round(round(factor / SPEED_STEP) * SPEED_STEP, 2))
+
+
+def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None = None, window: int = RECENT,
+            tolerance: float = 0.10) -> bool:
+    """Whether plans made for ``planned`` should be made again: a stage's work, a step, a transfer or a speed has
+    changed by more than ``tolerance``, measured against a whole micro-batch so that tiny costs do not count, and by
+    more than chance.
+
+    Args:
+        noise: spread of an iteration's measurement by kind, as `Profile.noise` gives it; None for exact ones.
+        window: of how many measurements ``measured`` is made.
+    """
+    def changed(old: float, new: float, whole: float, kind: str, share: float = 0.0) -> bool:
+        return abs(new - old) > tolerance * whole and notable(new, old, share, (noise or {}).get(kind, 0.0), window)
+
+    named = {"F": "forward", "B": "backward_input", "W": "backward_weight", "S": "step"}
+    wholes = [max(1, sum(getattr(planned, named[kind])[s] for kind in "FBW")) for s in range(planned.stages)]
+    if any(changed(getattr(planned, name)[s], getattr(measured, name)[s], wholes[s], kind)
+           for kind, name in named.items() for s in range(planned.stages)):
+        return True
+    if changed(planned.hop, measured.hop, min(wholes), "hop", HOP_SHARE):
+        return True
+    return any(changed(planned.speed.get(worker, 1), measured.speed.get(worker, 1), 1, "speed")
+               for worker in {*planned.speed, *measured.speed})
 
 
 def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int],

@@ -6,9 +6,9 @@ Waiting for other workers does not count, but for that in a reduction: the peer 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import median
 
 import torch
 
@@ -16,16 +16,16 @@ _KINDS = ("F", "B", "W", "reduce", "step")
 
 
 class Stopwatch:
-    """Durations of the latest ``window`` actions of each kind on ``device``.
+    """Durations of actions on ``device`` since they were last asked for, at most the latest ``window`` of each kind.
 
     On a GPU they are taken between events on the current stream and read when they are asked for, so that
     measuring makes nobody wait.
     """
 
-    def __init__(self, device: torch.device, window: int = 32) -> None:
+    def __init__(self, device: torch.device, window: int = 256) -> None:
         self._cuda = device.type == "cuda"
-        self._window = window
-        self._taken: dict[str, list[float | tuple[torch.cuda.Event, torch.cuda.Event]]] = {k: [] for k in _KINDS}
+        self._taken: dict[str, deque[float | tuple[torch.cuda.Event, torch.cuda.Event]]] = {
+            kind: deque(maxlen=window) for kind in _KINDS}
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
@@ -35,21 +35,20 @@ class Stopwatch:
             begun.record()
             yield
             ended.record()
-            self._add(kind, (begun, ended))
+            self._taken[kind].append((begun, ended))
         else:
             start = time.perf_counter()
             yield
-            self._add(kind, time.perf_counter() - start)
+            self._taken[kind].append(time.perf_counter() - start)
 
-    def medians(self, last: int = 0) -> dict[str, float]:
-        """Median seconds of each kind of action that was measured; of the ``last`` so many of each, 0: of all."""
+    def take(self) -> dict[str, list[float]]:
+        """Seconds of each action of each kind that has ended since the last call."""
         found = {}
         for kind, taken in self._taken.items():
-            seconds = [one if isinstance(one, float) else one[0].elapsed_time(one[1]) / 1000 for one in taken[-last:]
-                       if isinstance(one, float) or one[1].query()]
+            seconds = []
+            while taken and (isinstance(one := taken[0], float) or one[1].query()):  # in the order of the stream
+                taken.popleft()
+                seconds.append(one if isinstance(one, float) else one[0].elapsed_time(one[1]) / 1000)
             if seconds:
-                found[kind] = median(seconds)
+                found[kind] = seconds
         return found
-
-    def _add(self, kind: str, value: float | tuple[torch.cuda.Event, torch.cuda.Event]) -> None:
-        self._taken[kind] = [*self._taken[kind][1 - self._window:], value]

@@ -421,7 +421,7 @@ class StageWorker:
         """The stepper's news: an iteration is final."""
         self.forget_data(verdict.iteration)
         self.agent.committed(verdict.iteration, verdict.loss)
-        self._profiling.committed(self, self._forwards)
+        self._profiling.committed(self)
         if adopt and self._offer is not None:
             # Nobody has begun the iteration after next: that takes this very verdict.
             self._agreed = self._offer.number

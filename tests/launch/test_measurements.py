@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 def profile(worker: str, room: int | None, before: int = 8 * MIB, after: int = 5 * MIB) -> dict[str, Any]:
-    return {"worker": worker, "F": 0.02, "B": 0.022, "W": 0.018, "room": room,
+    return {"worker": worker, "iterations": [{"F": 0.02, "B": 0.022, "W": 0.018}] * 3, "room": room,
             "held": {"before_b": before, "after_b": after}}
 
 
@@ -85,7 +85,8 @@ def test_reducing_costs_what_it_takes_whoever_comes_last():
     planning = Planning()
     planning.plan(DESCRIPTION, frozenset())
     for number, name in enumerate(NAMES):
-        known = planning.measured({**profile(name, None), "reduce": 0.005 + 0.03 * number, "step": 0.002})
+        took = [{"F": 0.02, "B": 0.022, "W": 0.018, "reduce": 0.005 + 0.03 * number, "step": 0.002}]
+        known = planning.measured({**profile(name, None), "iterations": took})
     assert known.costs.step == (7000, 37000)
 
 
@@ -102,7 +103,7 @@ def test_one_that_has_just_come_in_is_waited_for_before_news_of_the_others_count
     planning.plan(DESCRIPTION, frozenset({"1:1"}))
     assert heard(planning, frozenset({"1:1"}), room=100 * MIB) is not None
     planning.plan(DESCRIPTION, frozenset())
-    assert planning.measured({**profile("0:0", 20 * MIB), "early": True}) is None
+    assert planning.measured(profile("0:0", 20 * MIB)) is None
     assert heard(planning, room=20 * MIB) is not None
 
 

@@ -79,7 +79,7 @@ def test_the_plans_of_what_may_fail_next_are_made_ahead() -> None:
 
 
 def profile(worker: str, forward: float) -> dict[str, object]:
-    return {"worker": worker, "F": forward, "B": 0.022, "W": 0.018}
+    return {"worker": worker, "iterations": [{"F": forward, "B": 0.022, "W": 0.018}] * 3}
 
 
 def test_measured_durations_replace_equal_costs_and_a_slow_worker_gets_less_work() -> None:
@@ -94,7 +94,8 @@ def test_measured_durations_replace_equal_costs_and_a_slow_worker_gets_less_work
     plan = Plan.from_json(planning.plan(DESCRIPTION, frozenset({"1:1"})))
     assert plan.problem.costs == costs.costs and violations(plan) == []
     again = [profile(name, 0.02) for name in names if name not in ("1:1", "2:0")]
-    *_, slow = [planning.measured(one) for one in [*again, {"worker": "2:0", "F": 0.08, "B": 0.09, "W": 0.07}]]
+    hurt = {"worker": "2:0", "iterations": [{"F": 0.08, "B": 0.09, "W": 0.07}] * 3}
+    *_, slow = [planning.measured(one) for one in [*again, hurt]]
     assert slow is not None and slow.costs.speed[Worker(2, 0)] > 3
     given = {**DESCRIPTION, "costs": equal.problem.costs.to_json()}
     assert problem_of(given, frozenset(), slow).costs == equal.problem.costs, "what the user says comes first"

@@ -11,7 +11,6 @@ import pytest
 from megatron_recycle.launch.planning import Planning
 from megatron_recycle.launch.slowness import Profiles, Slowness
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.profiling import notable
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, agent, service
 from tests.membership.test_agent import NAMES
@@ -19,57 +18,62 @@ from tests.membership.test_agent import NAMES
 MEMBERS = {name: f"{name}/0" for name in NAMES}
 
 
-def profile(worker: str, factor: float = 1.0, early: bool = False) -> dict[str, Any]:
-    return {"worker": worker, "F": 0.02 * factor, "B": 0.022 * factor, "W": 0.018 * factor, "early": early,
-            "t": 1.0, "generation": 1}
-
-
-def test_a_worker_is_compared_with_its_peers_and_not_with_itself() -> None:
-    slowness = Slowness()
-    assert slowness.take(profile("0:0"), MEMBERS) is None, "nobody to compare with"
-    assert slowness.take(profile("0:1", 5.0), MEMBERS) is None, "another stage"
-    assert slowness.take(profile("1:0", 2.0), MEMBERS) == pytest.approx(2.0)
-    assert slowness.take(profile("2:0", 2.0), MEMBERS) == pytest.approx(4 / 3)
-
-
-def test_who_came_in_anew_is_not_judged_by_what_its_predecessor_was() -> None:
-    slowness = Slowness()
-    slowness.take(profile("1:0", 9.0), MEMBERS)
-    slowness.take(profile("0:0"), MEMBERS)
-    again = {**MEMBERS, "1:0": "1:0/1"}
-    assert slowness.take(profile("2:0"), again) == pytest.approx(1.0)
-    assert slowness.take(profile("9:0"), again) is None, "no member"
+def profile(worker: str, factor: float = 1.0, times: int = 3) -> dict[str, Any]:
+    took = {"F": 0.02 * factor, "B": 0.022 * factor, "W": 0.018 * factor}
+    return {"worker": worker, "iterations": [took] * times, "t": 1.0, "generation": 1}
 
 
 def test_a_slow_worker_is_news_once_until_it_is_well_again() -> None:
     slowness = Slowness()
-    assert [slowness.news("1:0", "a", factor) for factor in (1.2, 1.5, 1.6, 1.1, 1.5)] == [
-        False, True, False, False, True]
-    assert slowness.news("1:0", "b", 1.5), "another process"
+    assert [slowness.news(slow, MEMBERS) for slow in ({}, {"1:0": 1.5}, {"1:0": 1.6}, {}, {"1:0": 1.7})] == [
+        {}, {"1:0": 1.5}, {}, {}, {"1:0": 1.7}]
+    again = {**MEMBERS, "1:0": "1:0/1"}
+    assert slowness.news({"1:0": 1.5, "9:0": 2.0}, again) == {"1:0": 1.5}, "another process, and no member"
 
 
-def test_a_change_is_notable_from_a_quarter_of_a_micro_batch_on() -> None:
-    told = {"F": 0.02, "B": 0.02, "W": 0.02, "step": 1.0}
-    assert not notable(told, {**told, "F": 0.034, "step": 9.0})
-    assert notable(told, {**told, "F": 0.036})
-    assert notable(told, dict.fromkeys("FBW", 0.01))
-    assert not notable({}, told)
-
-
-def test_an_early_profile_is_taken_up_before_the_others_are_heard_again() -> None:
+def test_a_worker_is_compared_with_its_peers_once_all_have_been_heard() -> None:
     planning = Planning()
     planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
-    assert planning.measured(profile("2:0", 4.0, early=True)) is None, "nobody knows how long the others take"
-    *_, found = [planning.measured(profile(name)) for name in NAMES]
-    assert found is not None and not found.costs.speed
-    slow = planning.measured(profile("2:0", 4.0, early=True))
-    assert slow is not None and slow.costs.speed == {Worker(2, 0): 4.0}
+    # All of stage 1 take five times as long as stage 0; 2:0 takes twice as long as its peers.
+    for name in NAMES:
+        assert not planning.slow
+        found = planning.measured(profile(name, {"2:0": 2.0}.get(name, 5.0 if name[2] == "1" else 1.0)), MEMBERS[name])
+    assert planning.slow == {"2:0": pytest.approx(2.0)}
+    assert found is not None and found.costs.speed == {Worker(2, 0): 2.0} and found.costs.forward == (20000, 100000)
+
+
+def test_who_came_in_anew_is_not_judged_by_what_its_predecessor_was() -> None:
+    planning = Planning()
+    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    for name in NAMES:
+        planning.measured(profile(name, 9.0 if name == "1:0" else 1.0), MEMBERS[name])
+    assert set(planning.slow) == {"1:0"}
+    *_, known = [planning.measured(profile(name), "another" if name == "1:0" else MEMBERS[name]) for name in NAMES]
+    assert not planning.slow and known is not None and not known.costs.speed
+
+
+def test_a_worker_that_becomes_slow_changes_the_costs_after_two_of_three_iterations() -> None:
+    planning = Planning()
+    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+
+    def iteration(factor: float, times: int = 1) -> Any:
+        *_, found = [planning.measured(profile(name, factor if name == "2:0" else 1.0, times)) for name in NAMES]
+        return found
+
+    first = iteration(1.0, 3)
+    assert first is not None and not first.costs.speed
+    assert [iteration(factor) for factor in (1.02, 0.97, 1.5)] == [None] * 3
+    slow = iteration(1.5)
+    assert slow is not None and slow.costs.speed == {Worker(2, 0): 1.5}
+    assert [iteration(factor) for factor in (1.5, 1.45, 1.55, 1.5)] == [None] * 4
 
 
 @pytest.mark.parametrize("limit", [0, 3])
 def test_a_slow_worker_is_reported_and_removed_only_if_the_user_asks(limit: float, tmp_path: Path) -> None:
     with service(tmp_path) as running:
-        profiles = Profiles(Planning(), running.coordinator, running._emit)
+        planning = Planning()
+        planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+        profiles = Profiles(planning, running.coordinator, running._emit)
         agents = {name: agent(running.address, name) for name in NAMES}
         for one in agents.values():
             one.ready({**DESCRIPTION, "slow_factor_out": limit}, report(attempt=0))

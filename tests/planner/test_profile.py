@@ -2,54 +2,161 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import pairwise
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_recycle.plan import Costs, PlanError, Problem, Worker, violations
 from megatron_recycle.plan.grid import Grid
 from megatron_recycle.planner import quick
+from megatron_recycle.planner.noise import LONG, spread
 from megatron_recycle.planner.profile import Profile, caps, drifted
 
+GRID = [Worker(d, s) for d in range(3) for s in range(2)]
+TAKES = {"F": 20e-6, "B": 22e-6, "W": 18e-6, "S": 15e-6}
 
-def measured(slow=None, odd=False, stages=2, pipelines=3):
-    profile = Profile(stages)
-    for d in range(pipelines):
-        for s in range(stages):
-            factor = 1.5 if Worker(d, s) == slow else 1.0
-            for kind, seconds in (("F", 20e-6), ("B", 22e-6), ("W", 18e-6), ("S", 15e-6), ("hop", 1e-6)):
-                for i in range(9):
-                    noise = 1 + 0.01 * (i % 3 - 1)
-                    profile.add(kind, Worker(d, s), seconds * factor * noise)
+
+def measured(slow=None, odd=False):
+    profile = Profile()
+    for worker in GRID:
+        factor = 1.5 if worker == slow else 1.0
+        for i in range(9):
+            profile.add(worker, {kind: seconds * (1 if kind == "S" else factor) * (1 + 0.01 * (i % 3 - 1))
+                                 for kind, seconds in TAKES.items()})
     if odd:
-        profile.add("F", Worker(0, 0), 1.0)
-    return profile
+        profile.add(GRID[0], {**TAKES, "F": 1.0})
+    profile.factors(GRID)
+    return profile.costs(GRID, 2, hop=1e-6)
 
 
 def test_costs_are_medians_in_microseconds():
     expected = Costs.uniform(2, 20, 22, 18, 1, 15)
-    assert measured().costs() == expected and measured(odd=True).costs() == expected
+    assert measured() == expected and measured(odd=True) == expected
 
 
 def test_a_slow_worker_is_found_and_does_not_shift_its_stage():
-    costs = measured(slow=Worker(1, 1)).costs()
+    costs = measured(slow=Worker(1, 1))
     assert costs.speed == {Worker(1, 1): 1.5} and costs.forward == (20, 20)
 
 
+def test_of_two_peers_one_is_slow_and_the_other_is_what_is_usual():
+    profile = Profile()
+    for _ in range(4):
+        profile.add(Worker(0, 0), TAKES)
+        profile.add(Worker(1, 0), {kind: 4 * seconds for kind, seconds in TAKES.items()})
+    pair = [Worker(0, 0), Worker(1, 0)]
+    profile.factors(pair)
+    costs = profile.costs(pair, 1)
+    assert costs.speed == {Worker(1, 0): 4.0} and costs.forward == (20,)
+
+
 def test_nothing_is_said_before_every_stage_was_measured():
-    profile = Profile(2)
-    profile.add("F", Worker(0, 0), 1e-3)
-    assert profile.costs() is None
+    profile = Profile()
+    profile.add(Worker(0, 0), TAKES)
+    assert profile.costs(GRID, 2) is None
     with pytest.raises(PlanError):
-        profile.add("X", Worker(0, 0), 1.0)
+        profile.add(Worker(0, 0), {"X": 1.0})
 
 
 def test_drift_is_a_notable_change_only():
     old = Costs.uniform(2, 20, 22, 18, 1, 15)
     assert not drifted(old, replace(old, forward=(21, 20)))
     assert drifted(old, replace(old, forward=(30, 20)))
+    assert not drifted(old, replace(old, forward=(30, 20)), {"F": 0.12}), "so much is chance"
+    assert drifted(old, replace(old, forward=(30, 20)), {"F": 0.12}, LONG), "but not in so many iterations"
+    assert drifted(old, replace(old, hop=9)) and not drifted(old, replace(old, hop=5)), "less than a tenth of the work"
     assert drifted(old, replace(old, speed={Worker(0, 0): 1.5}))
     assert not drifted(replace(old, speed={Worker(0, 0): 1.5}), replace(old, speed={Worker(0, 0): 1.45}))
+
+
+# ---- noise
+
+
+class Busy:
+    """Iterations of all workers on a busy machine: durations that scatter, and stay long or short for a while."""
+
+    def __init__(self, scatter, slow_changes, seed):
+        self.random = Random(seed)
+        self.scatter, self.slow_changes = scatter, slow_changes
+        self.phase = dict.fromkeys(GRID, 0.0)
+
+    def iteration(self, factors):
+        found = {}
+        for worker in GRID:
+            self.phase[worker] = 0.7 * self.phase[worker] + self.random.gauss(0, self.slow_changes)
+            found[worker] = {
+                kind: seconds * (1 if kind == "S" else factors.get(worker, 1.0))
+                * math.exp(self.phase[worker] + self.random.gauss(0, self.scatter)) for kind, seconds in TAKES.items()}
+        return found
+
+
+def history(profile, busy, iterations, factors=()):
+    """The factors that are found after each iteration."""
+    found = []
+    for _ in range(iterations):
+        for worker, seconds in busy.iteration(dict(factors)).items():
+            profile.add(worker, seconds)
+        found.append(profile.factors(GRID))
+    return found
+
+
+@pytest.mark.parametrize(("scatter", "slow_changes", "reports"), [
+    (0.02, 0.0, 0), (0.2, 0.0, 0), (0.5, 0.0, 0), (0.3, 0.3, 7), (0.1, 0.5, 15)])
+def test_noise_makes_nobody_slow(scatter, slow_changes, reports):
+    found = 0
+    for seed in range(20):  # jobs of 25 iterations
+        known = [set(), *map(set, history(Profile(), Busy(scatter, slow_changes, seed), 25))]
+        found += sum(len(now - before) for before, now in pairwise(known))
+    assert found <= reports, "noise that stays for a while is told from slowness most of the time"
+
+
+@pytest.mark.parametrize(("factor", "scatter"), [(1.5, 0.0), (1.5, 0.04), (2.0, 0.1), (5.0, 0.2)])
+def test_who_becomes_slow_is_found_within_three_iterations(factor, scatter):
+    slow = Worker(1, 1)
+    for seed in range(30):
+        profile, busy = Profile(), Busy(scatter, 0.0, seed)
+        history(profile, busy, 8)
+        found = history(profile, busy, 3, {slow: factor})
+        assert set(found[-1]) == {slow} and found[-1][slow] == pytest.approx(factor, rel=0.4)
+        assert slow not in history(profile, busy, 4)[-1], "well again"
+
+
+def test_in_more_noise_it_takes_more_iterations():
+    slow, found = Worker(0, 0), []
+    for seed in range(30):
+        profile, busy = Profile(), Busy(0.3, 0.0, seed)
+        history(profile, busy, 12)
+        found.append(slow in history(profile, busy, 12, {slow: 2.5})[-1])
+    assert sum(found) >= 27
+
+
+def test_a_worker_that_has_no_work_any_more_is_what_it_was_and_another_process_is_not():
+    profile, slow = Profile(), Worker(0, 1)
+    history(profile, Busy(0.01, 0.0, 1), 4, {slow: 3.0})
+    for _ in range(20):
+        for worker in GRID:
+            profile.add(worker, {"S": 15e-6} if worker == slow else TAKES)
+        assert profile.factors(GRID)[slow] == pytest.approx(3.0, rel=0.05)
+    profile.forget(slow)
+    assert profile.factors(GRID) == {}
+
+
+@given(st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=12), st.floats(0.1, 10.0))
+def test_the_spread_does_not_depend_on_the_unit(values, unit):
+    assert spread([values]) == pytest.approx(spread([[unit * value for value in values]]), abs=1e-6)
+
+
+def test_a_minority_that_has_changed_does_not_widen_the_spread():
+    busy = Random(5)
+    quiet = [[math.exp(busy.gauss(0, 0.1)) for _ in range(12)] for _ in range(10)]
+    changed = [*quiet[1:], [*quiet[0][:6], *(5 * value for value in quiet[0][6:])]]
+    assert 0.07 < spread(quiet) < 0.14 and spread(changed) < 1.2 * spread(quiet)
+    assert spread([]) == spread([[1.0]]) == math.inf
 
 
 def test_caps_from_bytes_never_promise_more_than_there_is():
