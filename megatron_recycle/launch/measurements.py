@@ -10,6 +10,7 @@ from typing import Any
 from megatron_recycle.membership.names import Process
 from megatron_recycle.plan import Costs, PlanError, Worker
 from megatron_recycle.planner import Profile, caps, drifted
+from megatron_recycle.planner.hops import Hops
 from megatron_recycle.planner.noise import LONG, RECENT
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class Measurements:
         self.known: Measured | None = None
         self.slow: Mapping[str, float] = {}
         self._durations = Profile()
+        self._hops = Hops()
         self._memory: dict[str, Mapping[str, Any]] = {}
         self._incarnations: dict[str, str] = {}
         self._processes: dict[Worker, str] = {}
@@ -81,7 +83,7 @@ class Measurements:
         notably.
 
         Args:
-            profile: its durations are in "iterations", seconds by kind for each.
+            profile: its durations are in "iterations", seconds by kind for each; times of messages in "lags".
             incarnation: of the process.
         """
         process = Process.parse(profile["worker"])
@@ -96,6 +98,8 @@ class Measurements:
         for durations in profile["iterations"]:
             taken = {kind: durations[kind] for kind in "FBW" if kind in durations}
             self._durations.add(worker, {**taken, "S": sum(durations.get(part, 0.0) for part in ("reduce", "step"))})
+        for told in profile.get("lags", ()):
+            self._hops.take(worker, told)
         if "held" in profile:
             self._memory[name] = profile
         self._heard.add(name)
@@ -111,9 +115,12 @@ class Measurements:
         found = self._bytes() or (self.known.bytes if self.known is not None else {})
         memory = _memory(found)
         noise, stages = self._durations.noise(live), 1 + max(worker.stage for worker in live)
+        hop = self._hops.seconds()
+        if hop is None:  # as it was: not every iteration has messages that are waited for
+            hop = self.known.costs.hop / 1e6 if self.known is not None else 0.0
         self._since += 1
         for window in (RECENT, LONG):
-            costs = self._durations.costs(live, stages, LONG if self.known is None else window)
+            costs = self._durations.costs(live, stages, LONG if self.known is None else window, hop)
             if costs is None or (window == LONG and self._since < LONG):
                 return False
             known = Measured(costs, memory, found)

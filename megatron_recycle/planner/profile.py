@@ -15,9 +15,6 @@ from .noise import LONG, RECENT, notable, spread
 #: measured speeds are rounded to this, so that noise does not make every plan a new one
 SPEED_STEP = 0.05
 
-#: a transfer's time is known well enough to count if it has changed by more than this
-HOP_SHARE = 0.5
-
 KINDS = ("F", "B", "W", "S")
 
 
@@ -129,15 +126,15 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
         noise: spread of an iteration's measurement by kind, as `Profile.noise` gives it; None for exact ones.
         window: of how many measurements ``measured`` is made.
     """
-    def changed(old: float, new: float, whole: float, kind: str, share: float = 0.0) -> bool:
-        return abs(new - old) > tolerance * whole and notable(new, old, share, (noise or {}).get(kind, 0.0), window)
+    def changed(old: float, new: float, whole: float, kind: str) -> bool:
+        return abs(new - old) > tolerance * whole and notable(new, old, 0, (noise or {}).get(kind, 0.0), window)
 
     named = {"F": "forward", "B": "backward_input", "W": "backward_weight", "S": "step"}
     wholes = [max(1, sum(getattr(planned, named[kind])[s] for kind in "FBW")) for s in range(planned.stages)]
     if any(changed(getattr(planned, name)[s], getattr(measured, name)[s], wholes[s], kind)
            for kind, name in named.items() for s in range(planned.stages)):
         return True
-    if changed(planned.hop, measured.hop, min(wholes), "hop", HOP_SHARE):
+    if abs(measured.hop - planned.hop) > NOTABLE * min(wholes):  # a busy machine's lateness adds to it
         return True
     return any(changed(planned.speed.get(worker, 1), measured.speed.get(worker, 1), 1, "speed")
                for worker in {*planned.speed, *measured.speed})

@@ -11,6 +11,7 @@ are of the same shapes. Gradients have the shapes of what the receiver itself se
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from megatron_recycle.errors import TransportAborted, UnsupportedError
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.groups import Groups, wait_for
+from megatron_recycle.runtime.lags import Label, Lags
 
 Message = tuple[str, int, int]
 """("F" | "B", pipeline, micro-batch): an activation going down or a gradient coming up."""
@@ -99,6 +101,7 @@ class Transport:
         self._source: dict[Message, Worker] = {}
         self._target: dict[Message, Worker] = {}
         self._sent_meta: Meta | None = None
+        self.lags = Lags()
         self.use(channels)
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
@@ -127,11 +130,14 @@ class Transport:
         self._outbound = {**{target: _Outbound((), announced=was.announced, number=was.number)
                              for target, was in self._outbound.items()}, **outbound}
 
-    def begin(self) -> None:
+    def begin(self, label: Label | None = None) -> None:
         """A new iteration: every channel starts over, and its first receives are posted.
+
+        ``label`` is iteration and attempt, if the times of its messages are of interest.
 
         Nobody begins one before the last but one is committed: what was sent in that has been read.
         """
+        self.lags.begin(label)
         self._let_go(self._before)
         self._before = [send for sends in self._sending.values() for send in sends]
         self._sending = {}
@@ -162,6 +168,7 @@ class Transport:
             if not channel.announced:
                 channel.announced = True
                 payload = [encode_header(meta).to(self._device), *payload]
+        self.lags.sent(message, time.monotonic())
         self._sending[message] = [self._start_send(target, channel, _wire(tensor)) for tensor in payload]
 
     def receive(self, message: Message) -> list[torch.Tensor]:
@@ -174,8 +181,10 @@ class Transport:
             self._post(self._source[message], channel, channel.expected.index(message) + 1)
         works, tensors = channel.pending.pop(message)
         channel.taken += 1
+        asked = time.monotonic()
         for work in works:
             self._wait(work)
+        self.lags.received(message, asked, time.monotonic())
         kind, pipeline, microbatch = message
         if kind == "B":  # of an activation that has been read, then
             self._let_go(self._sending.pop(("F", pipeline, microbatch), []))

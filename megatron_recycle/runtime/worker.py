@@ -272,7 +272,7 @@ class StageWorker:
         self._relay_before = self._attempt.relay if self._attempt is not None else None
         self._attempt = Attempt(Accumulators(self.layout, self._reduction.place), relay)
         with self.waiting("the last messages"):
-            self._transport.begin()
+            self._transport.begin((iteration, self.ledger.attempt))
         self.memory.begin()
         self._share_losses_if_complete()
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
@@ -421,7 +421,7 @@ class StageWorker:
         """The stepper's news: an iteration is final."""
         self.forget_data(verdict.iteration)
         self.agent.committed(verdict.iteration, verdict.loss)
-        self._profiling.committed(self)
+        self._profiling.committed(self, verdict.iteration, self._transport.lags)
         if adopt and self._offer is not None:
             # Nobody has begun the iteration after next: that takes this very verdict.
             self._agreed = self._offer.number

@@ -33,7 +33,7 @@ class Fault:
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Fault] = (),
-          hosts: Mapping[int, str] | None = None, slow: Mapping[str, tuple[int, float]] | None = None,
+          hosts: Mapping[int, str] | None = None, slow: Mapping[str, tuple[int, float]] | None = None, hop: float = 0.0,
           **arguments: Any) -> Any:
     """As `gpt_job.train`; the result has "forwards" too, how many this worker ran in each attempt at an iteration.
 
@@ -41,12 +41,15 @@ def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Faul
         faults: what goes wrong.
         hosts: name of the host that a rank says it is on.
         slow: worker -> from which iteration on each of its forwards takes how many seconds longer.
+        hop: seconds that each message is under way, besides what it takes.
     """
     if hosts is not None:
         os.environ["RECYCLE_HOST"] = hosts[rank]
     _install(faults)
     _show_data_loading()
     _stretch_forwards(slow or {})
+    if hop:
+        _stretch_transfers(hop)
     forwards = _count_forwards()
     return {**gpt_job.train(observer_of, rank, **arguments), "forwards": forwards}
 
@@ -133,6 +136,16 @@ def _stretch_forwards(slow: Mapping[str, tuple[int, float]]) -> None:
         return forward(self, *arguments)
 
     DeepSpeedStage.forward = stretched  # type: ignore[method-assign]
+
+
+def _stretch_transfers(seconds: float) -> None:
+    send = Transport._start_send
+
+    def stretched(self: Transport, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return send(self, *arguments)
+
+    Transport._start_send = stretched  # type: ignore[method-assign]
 
 
 def _count_forwards() -> dict[tuple[int, int], int]:

@@ -168,3 +168,11 @@ def test_a_worker_that_becomes_slow_is_removed_if_the_user_asks(longer):
     removed = next(event for event in job.events if event["event"] == "suspected" and event.get("removed", True))
     assert (removed["worker"], removed["kind"]) == ("1:1", "slow")
     assert removed["iteration"] <= began + 3
+
+
+def test_the_time_of_a_transfer_is_measured():
+    seconds = 0.05
+    with Job(faults.train, 4, {**EXACT, "pipelines": 2, "hop": seconds}, profiled=True) as job:
+        assert all(result.status == 0 for result in job.wait().values()), job.where()
+        profiled = job.wait_event("profiled")
+    assert seconds <= profiled["costs"]["hop"] / 1e6 <= 2 * seconds

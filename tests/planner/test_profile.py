@@ -69,7 +69,8 @@ def test_drift_is_a_notable_change_only():
     assert drifted(old, replace(old, forward=(30, 20)))
     assert not drifted(old, replace(old, forward=(30, 20)), {"F": 0.12}), "so much is chance"
     assert drifted(old, replace(old, forward=(30, 20)), {"F": 0.12}, LONG), "but not in so many iterations"
-    assert drifted(old, replace(old, hop=9)) and not drifted(old, replace(old, hop=5)), "less than a tenth of the work"
+    assert drifted(old, replace(old, hop=17))
+    assert not drifted(old, replace(old, hop=15)), "less than a quarter of the work"
     assert drifted(old, replace(old, speed={Worker(0, 0): 1.5}))
     assert not drifted(replace(old, speed={Worker(0, 0): 1.5}), replace(old, speed={Worker(0, 0): 1.45}))
 

@@ -1,0 +1,56 @@
+"""When messages left and arrived, by this worker's own clock, for the planner's `hop`.
+
+Clocks need not agree: the coordinator takes the least lag of each direction between two workers, and their clocks'
+difference cancels in the mean of both (`planner.hops`). What was there before its receiver asked for it says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.plan import Message
+
+WAITED = 2e-4
+"""Seconds that a receiver must have waited for a message, so that it was its arrival that ended the wait."""
+
+Label = tuple[int, int]
+"""Iteration and attempt."""
+
+
+class Lags:
+    """Times (seconds of the monotonic clock) of the messages of one iteration and of the one before."""
+
+    def __init__(self) -> None:
+        self._label: Label | None = None
+        self._sent: dict[tuple[str, int, int], float] = {}
+        self._came: dict[tuple[str, int, int], float] = {}
+        self._before: dict[str, Any] | None = None
+
+    def begin(self, label: Label | None) -> None:
+        """The messages to come are those of ``label``; None: of something that is not to be measured."""
+        self._before = self._written()
+        self._label, self._sent, self._came = label, {}, {}
+
+    def sent(self, message: tuple[str, int, int], now: float) -> None:
+        """Its tensors are there to be sent."""
+        self._sent[message] = now
+
+    def received(self, message: tuple[str, int, int], asked: float, now: float) -> None:
+        """It is there; it was waited for since ``asked``."""
+        if now - asked > WAITED:
+            self._came[message] = now
+
+    def told(self, iteration: int) -> dict[str, Any] | None:
+        """For the coordinator: what is known of ``iteration``, if that is one of the two."""
+        kept = (self._written(), self._before)
+        return next((found for found in kept if found is not None and found["of"][0] == iteration), None)
+
+    def _written(self) -> dict[str, Any] | None:
+        if self._label is None:
+            return None
+        return {"of": list(self._label), "sent": _named(self._sent), "came": _named(self._came)}
+
+
+def _named(times: Mapping[tuple[str, int, int], float]) -> dict[str, float]:
+    return {str(Message(*message)): round(seconds, 6) for message, seconds in times.items()}
