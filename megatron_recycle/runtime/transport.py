@@ -184,7 +184,8 @@ class Transport:
         asked = time.monotonic()
         for work in works:
             self._wait(work)
-        self.lags.received(message, asked, time.monotonic())
+        if self._groups.world.name() != "nccl":  # of which the stream waits, not this thread
+            self.lags.received(message, asked, time.monotonic())
         kind, pipeline, microbatch = message
         if kind == "B":  # of an activation that has been read, then
             self._let_go(self._sending.pop(("F", pipeline, microbatch), []))
