@@ -147,7 +147,7 @@ def longer() -> dict[int, Result]:
 
 def test_a_slow_worker_is_reported_and_gets_less_work(longer):
     settings = {**SETTINGS, "planner_budget": 0.5}
-    with Job(faults.train, SIZE, {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.1)}}, profiled=True) as job:
+    with Job(faults.train, SIZE, {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.25)}}, profiled=True) as job:
         check_survivors(job, set(), longer)
         results = job.results
     assert next(event for event in job.events if event["event"] == "slow" and event["worker"] == "1:1")["factor"] > 1.25
