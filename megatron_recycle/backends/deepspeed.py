@@ -137,7 +137,7 @@ class RecyclePipelineEngine(PipelineEngine):
         except JobEnded as end:
             raise _exit(end) from None
         self._seconds += time.monotonic() - begin
-        self._log_as_rank_zero(self._worker, loss)
+        self._log_as_rank_zero(loss)
         return loss
 
     def _train_iteration(self, worker: StageWorker) -> torch.Tensor:
@@ -216,13 +216,17 @@ class RecyclePipelineEngine(PipelineEngine):
         return DatasetSource(self._dataset, self.grid.data_parallel_size, self.micro_batch_size, self.collate_fn,
                              self.dataloader_drop_last())
 
-    def _log_as_rank_zero(self, worker: StageWorker, loss: torch.Tensor) -> None:
+    def speaks(self) -> bool:
+        """Whether this worker says what is said once in a job: it is the first live one."""
+        return self._worker is not None and self._worker.live()[0] == self._at.me
+
+    def _log_as_rank_zero(self, loss: torch.Tensor) -> None:
         """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
         every = self.steps_per_print()
         if every is None or self.global_steps % every:
             return
         elapsed, self._seconds = self._seconds / every, 0.0
-        if self.global_rank == 0 or worker.live()[0] != self._at.me:
+        if self.global_rank == 0 or not self.speaks():
             return
         print(f"steps: {self.global_steps} loss: {loss:0.4f} iter time (s): {elapsed:0.3f} "
               f"samples/sec: {self.train_batch_size() / elapsed:0.3f}")

@@ -147,7 +147,7 @@ class DeepSpeedStage:
                 parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         elif math.isnan(coefficient):
             masters.overflow = True
-            if self._engine.global_rank == 0:
+            if self._engine.speaks():
                 get_logger().warning("megatron-recycle: gradients have overflowed at a loss scale of %g: the step of "
                                      "iteration %d is skipped", masters.loss_scale, self._engine.global_steps)
         else:
