@@ -93,6 +93,7 @@ class Measurements:
         if self._incarnations.setdefault(name, incarnation) != incarnation:
             self._durations.forget(worker)
             self._memory.pop(name, None)
+            self.slow = {other: factor for other, factor in self.slow.items() if other != profile["worker"]}
             self._incarnations[name] = incarnation
         self._processes[worker] = profile["worker"]
         for durations in profile["iterations"]:

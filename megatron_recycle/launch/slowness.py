@@ -39,6 +39,7 @@ class Profiles:
         self._coordinator = coordinator
         self._emit = emit
         self._slowness = Slowness()
+        self._heard: dict[str, str] = {}  # incarnations of those that have told anything
 
     def take(self, profile: Mapping[str, Any]) -> None:
         """Called in the coordinator's event loop."""
@@ -46,15 +47,19 @@ class Profiles:
         incarnations = state.incarnations()
         if profile["worker"] not in incarnations or profile.get("fenced"):
             return
+        self._heard[profile["worker"]] = incarnations[profile["worker"]]
         found = self._planning.measured(profile, incarnations[profile["worker"]])
         if found is not None:
             self._emit({"event": "profiled", "t": profile["t"], "generation": profile["generation"],
                         **found.to_json()})
         limit = float((state.description or {}).get("slow_factor_out") or 0)
-        for name, factor in self._planning.slow.items():
+        # Not who has just come to the place of one that was slow.
+        slow = {name: factor for name, factor in self._planning.slow.items()
+                if incarnations.get(name) == self._heard[name]}
+        for name, factor in slow.items():
             if limit and factor > limit:
                 self._coordinator.declare_out(name, "slow")
-        for name, factor in self._slowness.news(self._planning.slow, incarnations).items():
+        for name, factor in self._slowness.news(slow, incarnations).items():
             if not limit or factor <= limit:
                 self._coordinator.tell({"event": "slow", "t": time.time(), "generation": state.generation,
                                         "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)})

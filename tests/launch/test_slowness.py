@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,25 @@ def test_a_worker_that_becomes_slow_changes_the_costs_after_two_of_three_iterati
     slow = iteration(1.5)
     assert slow is not None and slow.costs.speed == {Worker(2, 0): 1.5}
     assert [iteration(factor) for factor in (1.5, 1.45, 1.55, 1.5)] == [None] * 4
+
+
+def test_who_takes_the_place_of_a_slow_worker_is_not_removed_for_it() -> None:
+    planning = Planning()
+    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    removed: list[str] = []
+    members = dict(MEMBERS)
+    state = SimpleNamespace(description={"slow_factor_out": 3}, committed=5, generation=1,
+                            incarnations=lambda: members)
+    coordinator: Any = SimpleNamespace(state=state, tell=lambda event: None, search_again=lambda: None,
+                                       declare_out=lambda name, kind: removed.append(members.pop(name)))
+    profiles = Profiles(planning, coordinator, lambda event: None)
+    for name in NAMES:
+        profiles.take(profile(name, 9.0 if name == "1:0" else 1.0))
+    assert removed == ["1:0/0"]
+    members["1:0"] = "1:0/1"
+    for name in (*NAMES[:2], "1:0", *NAMES):
+        profiles.take(profile(name))
+    assert removed == ["1:0/0"]
 
 
 @pytest.mark.parametrize("limit", [0, 3])
