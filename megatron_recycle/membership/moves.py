@@ -8,7 +8,7 @@ Whatever goes wrong before ends the move: the mover is where it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.membership import notices
@@ -38,7 +38,7 @@ _PROCESS = "its process"
 def seek(state: State) -> tuple[Decision, ...]:
     """Ask the planner, if the job wants moves and nobody is on the way in or out, or will be by itself."""
     wanted = (state.description or {}).get("moves") and state.fruitless < _FRUITLESS
-    if not wanted or not state.out or state.joiners or state.leaving or state.moves:
+    if not wanted or not state.moves_due or not state.out or state.joiners or state.leaving or state.moves:
         return ()
     if (state.description or {}).get("max_restarts") and any(
             kind not in _NOT_RESTARTED and name not in state.given_up for name, kind in state.out.items()):
@@ -51,7 +51,7 @@ def stays_out(state: State, happened: StaysOut, now: float) -> Step:
     name = next((name for name in state.out if state.ranks.get(name) == happened.rank), None)
     if name is None or state.phase is not Phase.TRAINING or name in state.given_up:
         return state, ()
-    state = state.with_(given_up=state.given_up | {name})
+    state = state.with_(given_up=state.given_up | {name}, moves_due=True)
     return state, seek(state) if state.since is None else ()
 
 
@@ -65,7 +65,7 @@ def begin(state: State, happened: MovesFound, now: float) -> Step:
     if not found:
         return state, ()
     begun = [moving(state, to, mover, now) for to, mover in found.items()]
-    state = state.with_(moves={to: mover.incarnation for to, mover in found.items()})
+    state = state.with_(moves={to: mover.incarnation for to, mover in found.items()}, moves_due=False)
     return state, (_record(state, begun), *map(Emit, begun))
 
 
@@ -115,9 +115,17 @@ def _void(before: State, state: State, to: str, mover: Member) -> str | None:
         return None
     if mover.incarnation in state.leaving:
         return "the worker was asked to leave"
-    if state.generation != before.generation:
+    lost = {name: kind for name, kind in state.out.items() if name not in before.out}
+    joined = [name for name in state.members if name in before.out]
+    if state.generation != before.generation and changed(before, lost, joined):
         return "the membership has changed"
     return None
+
+
+def changed(before: State, lost: Mapping[str, str], joined: Iterable[str]) -> bool:
+    """Whether more has happened than moves: what pays off may be another thing now. After moves it is what was wanted,
+    and durations that were measured anew are no reason to move back and forth."""
+    return any(kind != "move" for kind in lost.values()) or any(name not in before.moves for name in joined)
 
 
 def _drop(state: State, to: str, reason: str, now: float) -> Step:
@@ -126,7 +134,7 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
     event = {"event": "move_failed", "t": now, "generation": state.generation, "worker": mover.worker, "to": to,
              "reason": reason, "to_rank": state.ranks[to]}
     left = {other: who for other, who in state.moves.items() if other != to}
-    state = state.with_(moves=left, fruitless=state.fruitless + fails)
+    state = state.with_(moves=left, fruitless=state.fruitless + fails, moves_due=True)
     decisions: tuple[Decision, ...] = (_record(state, [event]), Emit(event))
     waiting = state.joiners.get(to)
     if waiting is not None and waiting.host == mover.host:

@@ -72,6 +72,8 @@ class State:
     """Incarnations of members that have asked to leave at a boundary."""
     moves: Mapping[str, str] = field(default_factory=dict)
     """Moves under way: the empty position of another stage, and the incarnation of the member that is to take it."""
+    moves_due: bool = False
+    """Whether the membership has changed, other than by a move, since moves were begun."""
     fruitless: int = 0
     """Moves in a row whose process has failed."""
     given_up: frozenset[str] = frozenset()

@@ -102,7 +102,7 @@ class StageWorker:
         self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
         self._plan: Plan
         self._forwards = 0
-        self._next_plan: tuple[int, Plan] | None = None
+        self._next_plans: list[tuple[int, Plan]] = []  # agreed upon, each with its first iteration
         self._boundary: int | None = None  # the iteration that is not begun in this generation
         self._offer: Offer | None = None
         self._agreed = 0
@@ -260,9 +260,9 @@ class StageWorker:
         if self._boundary is not None and iteration >= self._boundary:
             self._await_switch(iteration)
         verify_boundary(self, iteration)
-        if self._next_plan is not None and iteration >= self._next_plan[0]:
-            self.use_plan(self._next_plan[1])
-            self._next_plan = None
+        # In their order: the next but one may be agreed upon before or after the next one's iteration begins here.
+        while self._next_plans and iteration >= self._next_plans[0][0]:
+            self.use_plan(self._next_plans.pop(0)[1])
             self.agent.adopted(self.generation, iteration, self._plan.digest)
         self.ledger.begin(iteration, self.next_attempt)
         self.next_attempt = 1
@@ -428,7 +428,7 @@ class StageWorker:
             if self._offer.plan is None:
                 self._boundary = verdict.iteration + 2
             else:
-                self._next_plan = (verdict.iteration + 2, Plan.from_json(self._offer.plan))
+                self._next_plans.append((verdict.iteration + 2, Plan.from_json(self._offer.plan)))
 
     def forget_data(self, iteration: int) -> None:
         """``iteration`` and all before it are final: their data is not read again."""
@@ -486,7 +486,7 @@ class StageWorker:
 
         Raises TransportAborted if a still newer generation was announced meanwhile.
         """
-        self._plan, self._agreed, self._next_plan, self._boundary = plan, 0, None, None
+        self._plan, self._agreed, self._next_plans, self._boundary = plan, 0, [], None
         self.reinstall(groups)
 
     def reinstall(self, groups: Groups) -> None:

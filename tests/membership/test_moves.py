@@ -108,6 +108,47 @@ def test_a_move_is_a_join_and_one_committed_iteration_later_a_leave() -> None:
     assert cluster.state.out == {"1:0": "exit", MOVER: "move"} and not cluster.state.moves
 
 
+def test_of_two_moves_each_waits_for_its_own_process_and_none_is_sought_after_them() -> None:
+    cluster = Moves()
+    cluster.lost()
+    cluster.feed(st.MovesFound(cluster.state.generation, {MOVER: TO, "0:1": "1:0"}))
+    cluster.comes()
+    assert not events(cluster.stand(7), "move_failed"), "one comes in, the other is not ready yet"
+    cluster.plan()
+    for who in cluster.who():
+        if who != f"{TO}/1":
+            cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=6, holds=6, committed=6)))
+    cluster.feed(st.Holds(f"{TO}/1", cluster.state.generation, {"bytes": 8, "ms": 1.0}))
+    for who in cluster.who():
+        cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now))
+    cluster.commit(7)
+    assert [event["worker"] for event in events(cluster.stand(9), "left")] == [MOVER]
+    assert cluster.state.moves == {"1:0": "0:1/0"}
+    cluster.feed(st.Exited(2, 4242, 1, cluster.now, "worker-2.log"))
+    cluster.plan()
+    for who in cluster.who():
+        cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=8, holds=8, committed=8)))
+    found = [search for who in cluster.who()
+             for search in searches(cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now)))]
+    assert len(found) == 1, "the second has failed: another try"
+
+
+def test_nothing_is_sought_after_a_move_until_something_else_happens() -> None:
+    cluster = Moves()
+    cluster.taken_in()
+    cluster.commit(7)
+    cluster.stand(9)
+    for name in ("", "3:0"):
+        if name:
+            cluster.exit(name)
+        cluster.plan()
+        for who in cluster.who():
+            cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=8, holds=8, committed=8)))
+        found = [search for who in cluster.who()
+                 for search in searches(cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now)))]
+        assert len(found) == bool(name)
+
+
 def test_a_process_that_ends_before_its_hello_ends_the_move_and_there_is_no_other_in_this_generation() -> None:
     cluster = Moves()
     cluster.moving()
