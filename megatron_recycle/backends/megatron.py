@@ -11,7 +11,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,7 @@ class RecycleSchedule:
             return self._passed(self._worker)
         self._stage.rates.set(iteration)
         self._worker.train(iteration)
-        if stepper.ledger.committed > iteration:
+        if self._catches_up(self._worker):
             return self._passed(self._worker)  # a part of a worker that was without another one for a while
         self._stage.rates.forget(stepper.ledger.committed)
         for late in self._late:
@@ -105,6 +105,14 @@ class RecycleSchedule:
         reports = stepper.reports if stepper.held is None else stepper.held.reports
         assert reports is not None
         return reports
+
+    def catches_up(self) -> bool:
+        """Whether the script is at an iteration that the job had done before this worker came in (again)."""
+        return self._worker is not None and self._catches_up(self._worker)
+
+    def _catches_up(self, worker: StageWorker) -> bool:
+        entered = worker.stepper.entered
+        return entered is not None and entered >= self._iteration - 1
 
     def _passed(self, worker: StageWorker) -> torch.Tensor:
         """An iteration that the job had done before this worker came in: told is what is known of the last one."""
@@ -159,16 +167,22 @@ class RecycleSchedule:
         with _ending():
             return comes_of_failure(self._worker, error)
 
+    def attached(self) -> AbstractContextManager[None]:
+        """Inside the block Megatron's groups span all workers. Raises TransportAborted, or as torch does."""
+        assert self._worker is not None and self._detached is not None
+        return self._detached.attached(self._worker.prefix, self._worker.interrupted)
+
     def missing(self) -> list[str]:
         """The workers that are not there any more."""
         return [str(worker) for worker in sorted(set(self._place.ranks) - set(self.live()))]
 
     def speaks(self) -> bool:
-        """Whether this worker writes the log line: the last one of the last stage that is left."""
+        """Whether this worker writes the log line: the last one of the last stage that is left. Others have written
+        those of iterations before it came in."""
         if self._worker is None:
             return dist.get_rank() == dist.get_world_size() - 1
         place = self._place
-        return self.live()[-1] == place.me and place.part == place.parts - 1
+        return not self.catches_up() and self.live()[-1] == place.me and place.part == place.parts - 1
 
     def log_part(self) -> str:
         """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
@@ -193,8 +207,8 @@ class RecycleSchedule:
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter,
                                    data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
-        self._detached = megatron_groups.Detached(self._place, self.speaks)
-        megatron_training.take_over(self, self._detached.attached)
+        self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining())
+        megatron_training.take_over(self)
         atexit.register(self.finish)
 
     def _abort_transport(self, generation: int) -> None:
@@ -255,6 +269,7 @@ def _place_alone(me: Worker, part: int, stages: int, pipelines: int, microbatche
         raise UnsupportedError("a worker cannot join a job with this order of parallel ranks; use Megatron's default, "
                                "tp-cp-ep-dp-pp")
     return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
-                 backend=backend_for(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+                 backend=megatron_training.backend() or backend_for(
+                     torch.device("cuda" if torch.cuda.is_available() else "cpu")))
 
 

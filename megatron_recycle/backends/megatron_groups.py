@@ -19,21 +19,27 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_recycle.runtime.groups import abort_group, new_group
+from megatron_recycle.runtime.groups import abort_group, meet, new_group, rendezvous, retire
 from megatron_recycle.runtime.place import Place
 
+_TIMEOUT_SECONDS = 600.0
+"""A checkpoint may take long; that a worker is gone is found otherwise."""
+_CONNECT_SECONDS = 60.0
 _SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
            "_MODEL_PARALLEL_GROUP")
 
 
 class Detached:
-    """Makes Megatron's own collectives end at this worker; made once, when all workers are there.
+    """Makes Megatron's own collectives end at this worker; made once, before training.
 
-    ``speaks`` tells whether this worker writes the log.
+    ``speaks`` tells whether this worker writes the log. ``joining``: this process comes into a running job.
     """
 
-    def __init__(self, place: Place, speaks: Callable[[], bool]) -> None:
+    def __init__(self, place: Place, speaks: Callable[[], bool], joining: bool) -> None:
         state: Any = parallel_state
+        self._place = place
+        self._first = not joining
+        self._prefix = ""
         self._spanning = {name: getattr(state, name) for name in _SHARED}
         self._alone = dict.fromkeys(_SHARED, _alone(place))
         state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
@@ -43,12 +49,21 @@ class Detached:
 
     def abort(self) -> None:
         """A worker is gone: free whoever waits in the groups that span all, from any thread."""
+        self._first = False
         for group in set(self._spanning.values()):
             abort_group(group)
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Inside the block Megatron's groups span all workers again, who must all be there."""
+    def attached(self, prefix: str, interrupted: Callable[[], bool]) -> Iterator[None]:
+        """Inside the block Megatron's groups span all workers again, who must all be there and come here.
+
+        ``prefix`` is the generation's. Raises TransportAborted if a newer one begins first, else what torch raises.
+        """
+        if not self._first and self._prefix != prefix:
+            # What spanned all before is of no use since one of them died, or came.
+            if self._prefix:
+                retire(list({id(group): group for group in self._spanning.values()}.values()))
+            self._spanning, self._prefix = _spanning(self._place, prefix, interrupted), prefix
         _use(self._spanning)
         try:
             yield
@@ -79,6 +94,22 @@ class TensorGroup:
 def _use(groups: Mapping[str, Any]) -> None:
     for name, group in groups.items():
         setattr(parallel_state, name, group)
+
+
+def _spanning(place: Place, prefix: str, interrupted: Callable[[], bool]) -> dict[str, dist.ProcessGroup]:
+    """The groups of `_SHARED` over all positions, new ones."""
+    store = dist.PrefixStore(f"recycle/{prefix}/megatron", rendezvous(_CONNECT_SECONDS))
+    meet(store, dist.get_rank(), sorted(rank for ranks in place.ranks.values() for rank in ranks), interrupted)
+    replicas = sorted(ranks[place.part] for worker, ranks in place.ranks.items() if worker.stage == place.me.stage)
+    model = sorted(rank for worker, ranks in place.ranks.items() if worker.pipeline == place.me.pipeline
+                   for rank in ranks)
+
+    def group(kind: str, ranks: list[int]) -> dist.ProcessGroup:
+        return new_group(f"recycle/{prefix}/megatron/{kind}", ranks, store, backend=place.backend,
+                         timeout=_TIMEOUT_SECONDS, connect_timeout=_CONNECT_SECONDS)
+
+    data = group(f"data{place.me.stage}.{place.part}", replicas)
+    return {**dict.fromkeys(_SHARED, data), "_MODEL_PARALLEL_GROUP": group(f"model{place.me.pipeline}", model)}
 
 
 def _alone(place: Place) -> dist.ProcessGroup:

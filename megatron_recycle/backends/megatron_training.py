@@ -7,11 +7,10 @@ these are rebound in the loop's module. Options whose collectives would wait for
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.errors import TransportAborted, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 
 LOOP = "megatron.training.training"
@@ -53,11 +52,17 @@ class Schedule(Protocol):
     def log_part(self) -> str:
         """The plugin's part of it."""
 
+    def catches_up(self) -> bool:
+        """Whether the loop is at an iteration that the job had done before this worker came in."""
+
     def settle(self) -> None:
         """Wait until the last step is final."""
 
     def comes_of_failure(self, error: RuntimeError) -> bool:
         """Whether an operation over all ranks failed since one of them is gone."""
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Inside the block Megatron's groups span all workers. Raises TransportAborted, or as torch does."""
 
     def missing(self) -> list[str]:
         """Workers that are not there any more."""
@@ -78,8 +83,13 @@ def check_arguments() -> None:
                                + "\n- ".join(found))
 
 
-def take_over(schedule: Schedule, attached: Callable[[], AbstractContextManager[None]]) -> None:
-    """Rebind the loop's names, if it is loaded; inside ``attached()`` Megatron's groups span all workers."""
+def backend() -> str | None:
+    """The process groups' backend that Megatron-LM's arguments ask for; None if its loop is not loaded."""
+    return None if LOOP not in sys.modules else str(sys.modules[LOOP].get_args().distributed_backend)
+
+
+def take_over(schedule: Schedule) -> None:
+    """Rebind the loop's names, if it is loaded."""
     loop: Any = sys.modules.get(LOOP)
     if loop is None:
         return
@@ -95,6 +105,8 @@ def take_over(schedule: Schedule, attached: Callable[[], AbstractContextManager[
         loop.print_rank_0(f"[{string}] datetime: {now:%Y-%m-%d %H:%M:%S} ")
 
     def save_checkpoint(iteration: int, *arguments: Any, **keywords: Any) -> Any:
+        if schedule.catches_up():
+            return None  # the others have
         schedule.settle()
         missing = schedule.missing()
         if missing:
@@ -102,10 +114,10 @@ def take_over(schedule: Schedule, attached: Callable[[], AbstractContextManager[
                                "(%s); training goes on", iteration, ", ".join(missing))
             return None
         try:
-            with attached():
+            with schedule.attached():
                 return save(iteration, *arguments, **keywords)
-        except RuntimeError as error:
-            if not schedule.comes_of_failure(error):
+        except (RuntimeError, TransportAborted) as error:
+            if isinstance(error, RuntimeError) and not schedule.comes_of_failure(error):
                 raise
             get_logger().error("megatron-recycle: the checkpoint of iteration %d was cut short by a failure (%s): what "
                                "it wrote is not complete; training goes on", iteration, error)

@@ -35,12 +35,17 @@ def stand_alone() -> None:
 
     dist.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]),
                             world_size=int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group = _already_there
+    dist.init_process_group = _AlreadyThere()
     dist.new_group = functools.partial(_stand_in, dist.new_group)
 
 
-def _already_there(*args: Any, **keywords: Any) -> None:
-    """In place of `torch.distributed.init_process_group`."""
+class _AlreadyThere:
+    """In place of `torch.distributed.init_process_group`; remembers which backend was asked for."""
+
+    asked: str | None = None
+
+    def __call__(self, backend: str | None = None, *args: Any, **keywords: Any) -> None:
+        self.asked = backend
 
 
 def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,
@@ -54,10 +59,14 @@ def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None,
 
 
 def backend_for(device: torch.device) -> str:
-    """Backend of the training's groups: that of the default group, or, where that is a stand-in, the usual one."""
+    """Backend of the training's groups: that of the default group, or, where that is a stand-in, the one that the
+    script asked for, or the usual one."""
     backend = dist.get_backend()
     if backend != "fake":
         return backend
+    asked: str | None = getattr(dist.init_process_group, "asked", None)
+    if asked in ("gloo", "nccl"):
+        return asked
     return "nccl" if device.type == "cuda" else "gloo"
 
 

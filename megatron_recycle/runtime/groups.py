@@ -161,10 +161,11 @@ class Groups:
 
     def retire(self) -> None:
         """Tear the handles down in the background: it takes gloo up to a second, and nobody needs it done."""
-        _retire(self.all())
+        retire(self.all())
 
 
-def _retire(groups: Sequence[dist.ProcessGroup]) -> None:
+def retire(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Tear ``groups`` down in the background."""
     threading.Thread(target=_destroy, args=(groups,), name=RETIRING, daemon=True).start()
 
 
@@ -196,7 +197,7 @@ def build_groups(*, generation: int, prefix: str, place: Place, members: Sequenc
     ordered = tuple(sorted(members, key=lambda worker: ranks_of[worker][part]))
     everyone = sorted(rank for worker in members for rank in ranks_of[worker])
     try:
-        store = dist.PrefixStore(f"recycle/{prefix}", _rendezvous(connect_timeout))
+        store = dist.PrefixStore(f"recycle/{prefix}", rendezvous(connect_timeout))
         meet(store, ranks_of[me][part], everyone, interrupted)
     except (RuntimeError, OSError) as error:
         raise TransportAborted(f"generation {generation}: the rendezvous store failed: {error}") from error
@@ -224,11 +225,11 @@ def build_groups(*, generation: int, prefix: str, place: Place, members: Sequenc
             control_ranks={worker: everyone.index(rank) for worker, rank in zip(ordered, world)},
             stage_control=stage if place.backend == "gloo" else group(f"stage{me.stage}.{part}-control", peers, "gloo"))
     except RuntimeError as error:
-        _retire(built)  # those that stood before one failed
+        retire(built)  # those that stood before one failed
         raise TransportAborted(f"generation {generation}: connecting failed: {error}") from error
 
 
-def _rendezvous(timeout: float) -> dist.Store:
+def rendezvous(timeout: float) -> dist.Store:
     """A new connection to the job's store: the one that torch opened at the start is dead if the coordinator, which
     hosts the store, was started again meanwhile."""
     if "MASTER_ADDR" not in os.environ:  # a job that met some other way, without a coordinator that comes back

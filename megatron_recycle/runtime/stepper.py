@@ -65,6 +65,7 @@ class Stepper:
     Attributes:
         held: the reduced gradient of an iteration that is not committed yet.
         verdict, reports: of the last committed one.
+        entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
     """
 
     stage: Stage
@@ -77,6 +78,7 @@ class Stepper:
     held: Held | None = None
     verdict: Verdict | None = None
     reports: torch.Tensor | None = None
+    entered: int | None = None
 
     def __post_init__(self) -> None:
         self.undo = Undo(self.stage)
@@ -241,7 +243,8 @@ class Stepper:
         self.held, self.pending = None, None
         self.verdict, self.reports = Verdict.from_json(facts["verdict"]), facts["reports"]
         self.pace.follow(facts["pace"])
-        self.ledger.stand_at(self.verdict.iteration + 1)
+        self.entered = self.verdict.iteration
+        self.ledger.stand_at(self.entered + 1)
 
     def _copy(self, copies: Mapping[str, str], target: int, groups: Groups) -> None:
         """Peers that do not hold ``target`` get its reduced gradient from one that does (receiver -> giver).
