@@ -370,6 +370,8 @@ class Coordinator:
         """What the planner knows has changed: look for a better plan for the membership in force."""
         if self.state.phase is Phase.TRAINING and self.state.plan is not None:
             self._carry_out(Improve(self.state.generation, self.state.failed, self.state.plan))
+            for search in moving.seek(self.state):
+                self._carry_out(search)
 
     def _new_generation(self) -> None:
         """Timers and searches of the last generation are void."""
