@@ -17,6 +17,7 @@ from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import WORKING
+from megatron_recycle.runtime.description import description, standing
 from megatron_recycle.runtime.groups import Groups, build_groups, is_broken
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
 from megatron_recycle.runtime.verify import verify_recovery
@@ -35,13 +36,13 @@ def join(worker: StageWorker) -> None:
     if worker.agent.outside:
         _follow(worker, enter(worker))
     else:
-        worker.agent.ready(worker.description(), worker.report())
+        worker.agent.ready(description(worker), standing(worker))
         _follow(worker, worker.agent.wait_go(1))
 
 
 def enter(worker: StageWorker) -> Go | None:
     """Say that the model is built, and wait for a generation with this worker in it; None if one came and went."""
-    worker.agent.ready(worker.description(), worker.report())
+    worker.agent.ready(description(worker), standing(worker))
     return worker.agent.wait_taken_in()
 
 
@@ -135,7 +136,7 @@ def report(worker: StageWorker) -> Go | None:
                                  "that one is replaced", worker.place.me, worker.place.name)
         return enter(worker)  # or it came in with the last generation, and that is over before it counted
     generation = worker.agent.stop_generation
-    worker.agent.report(generation, worker.report())
+    worker.agent.report(generation, standing(worker))
     return worker.agent.wait_go(generation)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.errors import TransportAborted
-from megatron_recycle.plan import Worker
+from megatron_recycle.plan import Plan, Worker, pieces
 from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout, Piece
 from megatron_recycle.runtime.groups import Groups, wait_for
 
@@ -167,14 +167,22 @@ class ExactReduction:
         return sum(per_pipeline) / self._pipelines
 
 
-def fold(pieces: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
-    """Sum of ``pieces``, given in logical order: blocks inside each pipeline first, then pipelines.
+def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> Reduction:
+    """How a stage that follows ``plan`` reduces."""
+    grid, block = plan.problem.grid, plan.problem.block
+    if exact:
+        return ExactReduction(grid.pipelines, grid.microbatches, block, pieces(plan, me.stage), me, averaging)
+    return FastReduction(grid.pipelines, max(grid.microbatches), averaging)
+
+
+def fold(addends: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+    """Sum of ``addends``, given in logical order: blocks inside each pipeline first, then pipelines.
 
     Out of place: no given tensor is changed.
     """
     pipelines: list[torch.Tensor] = []
     current = None
-    for (pipeline, _, _), values in pieces:
+    for (pipeline, _, _), values in addends:
         if pipeline != current:
             pipelines.append(values)
             current = pipeline

@@ -9,55 +9,41 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import TransportAborted
-from megatron_recycle.membership import Agent, Offer
-from megatron_recycle.plan import Action, Costs, Plan, Worker, channels, pieces, read_by
+from megatron_recycle.membership import Agent
+from megatron_recycle.plan import Action, Plan, Worker, channels, read_by
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
+from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.budget import announce
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
-from megatron_recycle.runtime.data import DataSource, digest
+from megatron_recycle.runtime.data import DataSource
 from megatron_recycle.runtime.evaluate import Evaluations, run_pass
 from megatron_recycle.runtime.groups import RETIRING, Groups
 from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.memory import ActivationMemory
+from megatron_recycle.runtime.offers import Offers
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.profiling import Profiling
-from megatron_recycle.runtime.random_state import seed_of, seeded
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
-from megatron_recycle.runtime.reduce import ExactReduction, FastReduction, Reduction
-from megatron_recycle.runtime.split import Deferring, WeightQueue
-from megatron_recycle.runtime.stage import Forward, Stage
+from megatron_recycle.runtime.reduce import Reduction, reduction_of
+from megatron_recycle.runtime.split import Deferring
+from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
-from megatron_recycle.runtime.transport import Message, Transport
+from megatron_recycle.runtime.transport import Transport
 from megatron_recycle.runtime.verify import verify_boundary
 from megatron_recycle.runtime.world import World
 
 _POLL_SECONDS = 0.001
 _LONGEST_CLOSE = 5.0
-
-
-@dataclass
-class Attempt:
-    """Everything of one attempt at an iteration that is thrown away if the attempt is."""
-
-    sums: Accumulators
-    relay: LossRelay
-    forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
-    queues: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
-    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    digests: dict[tuple[int, int], int] = field(default_factory=dict)
-    reports: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
 
 
 class StageWorker:
@@ -88,7 +74,6 @@ class StageWorker:
         self.next_attempt = 1
         self.verified = -1
         """The iteration before which the peers of this stage were last found to be equal."""
-        self._splitter = splitter
         self._data = data
         self._observer = observer
         self.layout = Layout(stage.parameters, stage.gradient_dtype)
@@ -99,19 +84,16 @@ class StageWorker:
         self._world = World()
         self._passes = 0  # of evaluation that the script has asked for
         self._announce_resumed = False
-        self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "S": self._reduce_and_step}
+        self._handlers = {**dict.fromkeys("FBW", self._micro_batch), "S": self._reduce_and_step}
         self._plan: Plan
-        self._forwards = 0
-        self._next_plans: list[tuple[int, Plan]] = []  # agreed upon, each with its first iteration
-        self._boundary: int | None = None  # the iteration that is not begun in this generation
-        self._offer: Offer | None = None
-        self._agreed = 0
+        self._offers = Offers(agent)
         self._profiling = Profiling(watch)
         self.memory = ActivationMemory(stage.device)
+        self.actions = Actions(place=place, stage=stage, splitter=splitter, data=data, layout=self.layout,
+                               seed=config.seed, ledger=self.ledger, activity=self.activity, watch=watch,
+                               memory=self.memory)
         self._transport: Transport
         self._reduction: Reduction
-        self._attempt: Attempt | None = None
-        self._relay_before: LossRelay | None = None
 
     # ---- training
 
@@ -257,24 +239,20 @@ class StageWorker:
 
     def _try(self, iteration: int) -> None:
         self.stepper.poll()
-        if self._boundary is not None and iteration >= self._boundary:
+        if self._offers.ends_before(iteration):
             self._await_switch(iteration)
         verify_boundary(self, iteration)
-        # In their order: the next but one may be agreed upon before or after the next one's iteration begins here.
-        while self._next_plans and iteration >= self._next_plans[0][0]:
-            self.use_plan(self._next_plans.pop(0)[1])
-            self.agent.adopted(self.generation, iteration, self._plan.digest)
+        while plan := self._offers.plan_from(iteration):
+            self.use_plan(plan)
+            self.agent.adopted(self.generation, iteration, plan.digest)
         self.ledger.begin(iteration, self.next_attempt)
         self.next_attempt = 1
         relay = LossRelay(self.current_groups(), self.place.grid, self.stage.report_width, self._reduction, iteration,
                           self.ledger.attempt)
-        # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
-        self._relay_before = self._attempt.relay if self._attempt is not None else None
-        self._attempt = Attempt(Accumulators(self.layout, self._reduction.place), relay)
         with self.waiting("the last messages"):
             self._transport.begin((iteration, self.ledger.attempt))
         self.memory.begin()
-        self._share_losses_if_complete()
+        self.actions.begin(Accumulators(self.layout, self._reduction.place), relay)
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
                 interrupted=self.interrupted)
 
@@ -312,92 +290,20 @@ class StageWorker:
 
     # ---- actions
 
-    def _forward(self, action: Action) -> None:
-        _, pipeline, microbatch = action
-        me, iteration = self.place.me, self.ledger.iteration
-        batch, inputs = None, None
-        if self.place.first or self.place.last:
-            with self.activity.during(WORKING, "data"):
-                batch = self._data.batch(pipeline, iteration * self.place.grid.microbatches[pipeline] + microbatch)
-            if batch is not None:
-                self._now.digests[pipeline, microbatch] = digest(batch)
-        if not self.place.first:
-            inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
-                           for tensor in self._receive(("F", pipeline, microbatch)))
-        with (seeded(seed_of(self.config.seed, iteration, pipeline, microbatch, me.stage), self.stage.device),
-              self.current_groups().together(), self._stopwatch.measure("F"),
-              self.memory.forward((pipeline, microbatch), inputs)):
-            forward = self.stage.forward(inputs, batch)
-        if forward.loss is not None:
-            self._now.losses[pipeline, microbatch] = forward.loss.detach()
-            self._now.reports[pipeline, microbatch] = forward.report
-        if not self.place.last:
-            self._transport.send(("F", pipeline, microbatch), forward.outputs)
-        self._now.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
-        self._share_losses_if_complete()
-        self._done(action)
-
-    def _receive(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of ``message``, waiting for them if need be. Raises TransportAborted."""
-        kind, pipeline, microbatch = message
-        with self.waiting(f"{kind}{pipeline}.{microbatch}"):
-            return self._transport.receive(message)
-
-    def _backward(self, action: Action) -> None:
-        _, pipeline, microbatch = action
-        forward = self._now.forwards.pop((pipeline, microbatch))
-        gradients = [] if self.place.last else self._receive(("B", pipeline, microbatch))
-        self.memory.begin_backward((pipeline, microbatch), gradients)
-        queue = WeightQueue()
-        into = self._splitter.into(queue if self._plan.problem.split_backward else None)
-        with into, self.current_groups().together(), self._stopwatch.measure("B"):
-            for_inputs = self.stage.backward(forward, gradients)
-        if not self.place.first:
-            self._transport.send(("B", pipeline, microbatch), for_inputs)
-        self._harvest(pipeline, microbatch, queue)
-        self.memory.end_backward((pipeline, microbatch), queue)
-        self._done(action)
-
-    def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
-        """Take the gradients that B formed off the parameters; those that W adds to wait for it."""
-        later = queue.parameters()
-        now = []
-        for parameter in self.layout.parameters:
-            if parameter.grad is None:
-                continue
-            if parameter in later:
-                queue.formed[parameter] = parameter.grad
-            else:
-                now.append((parameter, parameter.grad))
-            parameter.grad = None
-        self._now.sums.add(pipeline, microbatch, now)
-        self._now.queues[pipeline, microbatch] = queue
-
-    def _weight(self, action: Action) -> None:
-        _, pipeline, microbatch = action
-        queue = self._now.queues.pop((pipeline, microbatch))
-        with torch.no_grad(), self._stopwatch.measure("W"):
-            self._now.sums.add(pipeline, microbatch, queue.contributions())
-        self.memory.weight((pipeline, microbatch))
-        self._done(action)
-
-    def _done(self, action: Action) -> None:
+    def _micro_batch(self, action: Action) -> None:
+        """One F, B or W."""
+        self.actions.run(action)
         self.ledger.done.append(action)
         self._transport.post()
-        self._now.relay.poll()
+        self.actions.now.relay.poll()
         self.stepper.poll()
-
-    def _share_losses_if_complete(self) -> None:
-        """At the last stage, once its last forward has run: tell everybody the loss."""
-        if self.place.last and len(self._now.losses) == self._forwards:
-            self._now.relay.add(self._now.losses, self._now.reports)
 
     # ---- reduce, commit, step
 
     def _reduce_and_step(self, action: Action) -> None:
         self.stepper.wait()
         groups = self.current_groups()
-        iteration, now = self.ledger.iteration, self._now
+        iteration, now = self.ledger.iteration, self.actions.now
         self.ledger.check_complete(self._plan.actions(self.place.me))
         with torch.no_grad(), self.activity.during(WAITING, REDUCE), self._stopwatch.measure("reduce"):
             gradient = self._reduction.gradient(now.sums, groups)
@@ -407,28 +313,15 @@ class StageWorker:
         views = [self.layout.view(gradient, parameter) for parameter in self.layout.parameters]
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, now.digests,
                     now.relay.reports, self.stage.zeros(views))
-        self._offer = self._new_offer()
-        self.stepper.hold(held, groups, self._offer.number if self._offer else 0)
-
-    def _new_offer(self) -> Offer | None:
-        """A better plan that is not agreed upon yet."""
-        offer = self.agent.offer
-        if offer is None or offer.generation != self.generation or offer.number <= self._agreed:
-            return None
-        return offer
+        self.stepper.hold(held, groups, self._offers.promise(self.generation))
 
     def committed(self, verdict: Verdict, adopt: bool) -> None:
         """The stepper's news: an iteration is final."""
         self.forget_data(verdict.iteration)
         self.agent.committed(verdict.iteration, verdict.loss)
         self._profiling.committed(self, verdict.iteration, self._transport.lags)
-        if adopt and self._offer is not None:
-            # Nobody has begun the iteration after next: that takes this very verdict.
-            self._agreed = self._offer.number
-            if self._offer.plan is None:
-                self._boundary = verdict.iteration + 2
-            else:
-                self._next_plans.append((verdict.iteration + 2, Plan.from_json(self._offer.plan)))
+        if adopt:
+            self._offers.agreed(verdict.iteration)
 
     def forget_data(self, iteration: int) -> None:
         """``iteration`` and all before it are final: their data is not read again."""
@@ -436,32 +329,6 @@ class StageWorker:
             self._data.forget(pipeline, (iteration + 1) * count)
 
     # ---- what the recovery changes
-
-    def description(self) -> dict[str, Any]:
-        """Facts about the job that must be the same on all workers."""
-        grid, config = self.place.grid, self.config
-        return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)}, "parts": self.place.parts,
-                "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
-                "tied": [list(stages) for stages in self.stage.tied_stages], "model": self.stage.model,
-                "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,
-                "split_backward": config.split_backward, "step": config.step, "policy": config.policy,
-                "clip_norm": config.clip_norm,
-                "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,
-                "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
-                "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
-                "report_timeout": config.report_timeout,
-                "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
-                "move_cost": config.move_cost, "horizon": config.horizon,
-                "backend": self.place.backend, "torch": torch.__version__}
-
-    def report(self) -> dict[str, Any]:
-        """Where this worker stands, for the coordinator; called by the training thread standing still."""
-        ledger = self.ledger
-        verdict = self.stepper.verdict
-        return {"iteration": ledger.iteration, "attempt": ledger.attempt, "holds": ledger.holds,
-                "stepped": ledger.stepped, "committed": ledger.committed,
-                "verdict": verdict.to_json() if verdict else None,
-                "actions": len(ledger.done), "earlier": ledger.earlier}
 
     def abort(self, generation: int) -> None:
         """Free the training thread from whatever it waits for in a generation older than ``generation``.
@@ -479,14 +346,15 @@ class StageWorker:
         """Forget the iteration in flight; what is held of a complete one stays."""
         for parameter in self.layout.parameters:
             parameter.grad = None
-        self._attempt = None
+        self.actions.forget()
 
     def install(self, groups: Groups, plan: Plan) -> None:
         """Use the handles of a new generation, and its plan.
 
         Raises TransportAborted if a still newer generation was announced meanwhile.
         """
-        self._plan, self._agreed, self._next_plans, self._boundary = plan, 0, [], None
+        self._plan = plan
+        self._offers.forget()
         self.reinstall(groups)
 
     def reinstall(self, groups: Groups) -> None:
@@ -511,15 +379,10 @@ class StageWorker:
 
     def use_plan(self, plan: Plan) -> None:
         """Follow ``plan`` from the next attempt on."""
-        grid, me = self.place.grid, self.place.me
-        self._plan = plan
-        self._forwards = sum(action.kind == "F" for action in plan.actions(me))
+        self._plan, me = plan, self.place.me
         self._transport.use(channels(plan), read_by(plan, me))
-        if self.config.reduction == "exact":
-            self._reduction = ExactReduction(grid.pipelines, grid.microbatches, plan.problem.block,
-                                             pieces(plan, me.stage), me, self.stage.averaging)
-        else:
-            self._reduction = FastReduction(grid.pipelines, max(grid.microbatches), self.stage.averaging)
+        self._reduction = reduction_of(self.config.reduction == "exact", plan, me, self.stage.averaging)
+        self.actions.use(plan, self.current_groups(), self._transport)
 
     def announce_resumed(self) -> None:
         """Tell the coordinator when the next action begins."""
@@ -530,11 +393,6 @@ class StageWorker:
         if self._announce_resumed:
             self._announce_resumed = False
             self.agent.resumed(self.generation)
-
-    @property
-    def _now(self) -> Attempt:
-        assert self._attempt is not None
-        return self._attempt
 
     def current_groups(self) -> Groups:
         assert self.groups is not None

@@ -109,12 +109,12 @@ _DO: Mapping[str, Callable[[StageWorker], None]] = {"abort": _abort, "swallow": 
 def _show_data_loading() -> None:
     """Tells the observer of every batch that is read, so that a test can hold a worker there (phase ``data``)."""
     batch = DatasetSource.batch
-    forward = StageWorker._forward
+    run = StageWorker._micro_batch
     reader: list[StageWorker] = []
 
     def remembered(self: StageWorker, action: Any) -> None:
         reader[:] = [self]
-        forward(self, action)
+        run(self, action)
 
     def read(self: DatasetSource, pipeline: int, number: int) -> Any:
         if reader:
@@ -122,7 +122,7 @@ def _show_data_loading() -> None:
             reader[0]._observer.on("data", reader[0].ledger.iteration, None)
         return batch(self, pipeline, number)
 
-    StageWorker._forward = remembered  # type: ignore[method-assign]
+    StageWorker._micro_batch = remembered  # type: ignore[method-assign]
     DatasetSource.batch = read  # type: ignore[method-assign]
 
 
@@ -150,12 +150,12 @@ def _stretch_transfers(seconds: float) -> None:
 
 def _count_forwards() -> dict[tuple[int, int], int]:
     found: dict[tuple[int, int], int] = {}
-    forward = StageWorker._forward
+    run = StageWorker._micro_batch
 
     def counted(self: StageWorker, action: Any) -> None:
         key = self.ledger.iteration, self.ledger.attempt
-        found[key] = found.get(key, 0) + 1
-        forward(self, action)
+        found[key] = found.get(key, 0) + (action.kind == "F")
+        run(self, action)
 
-    StageWorker._forward = counted  # type: ignore[method-assign]
+    StageWorker._micro_batch = counted  # type: ignore[method-assign]
     return found

@@ -1,0 +1,166 @@
+"""The work on micro-batches: what a worker's F, B and W do, within one attempt at an iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from megatron_recycle.plan import Action, Plan
+from megatron_recycle.runtime.accumulate import Accumulators, Layout
+from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
+from megatron_recycle.runtime.data import DataSource, digest
+from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.ledger import Ledger
+from megatron_recycle.runtime.losses import LossRelay
+from megatron_recycle.runtime.memory import ActivationMemory
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.random_state import seed_of, seeded
+from megatron_recycle.runtime.split import Deferring, WeightQueue
+from megatron_recycle.runtime.stage import Forward, Stage
+from megatron_recycle.runtime.stopwatch import Stopwatch
+from megatron_recycle.runtime.transport import Message, Transport
+
+
+@dataclass
+class Attempt:
+    """Everything of one attempt at an iteration that is thrown away if the attempt is."""
+
+    sums: Accumulators
+    relay: LossRelay
+    forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
+    queues: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
+    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    digests: dict[tuple[int, int], int] = field(default_factory=dict)
+    reports: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
+
+
+class Actions:
+    """Runs the F, B and W of one worker.
+
+    Args:
+        place: position and grid.
+        stage: the framework's side.
+        splitter: defers weight gradients of the stage's linear layers.
+        data: micro-batches by place.
+        layout: of the flat gradient.
+        seed: of the job.
+        ledger: says which iteration is under way.
+        activity, watch, memory: told of what goes on, how long it takes, and what is held.
+    """
+
+    def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, layout: Layout, seed: int,
+                 ledger: Ledger, activity: Activity, watch: Stopwatch, memory: ActivationMemory) -> None:
+        self._place = place
+        self._stage = stage
+        self._splitter = splitter
+        self._data = data
+        self._layout = layout
+        self._seed = seed
+        self._ledger = ledger
+        self._activity = activity
+        self._watch = watch
+        self._memory = memory
+        self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight}
+        self._attempt: Attempt | None = None
+        self._relay_before: LossRelay | None = None
+        self._forwards = 0
+        self._split = True
+        self._groups: Groups
+        self._transport: Transport
+
+    def use(self, plan: Plan, groups: Groups, transport: Transport) -> None:
+        """Follow ``plan`` on these handles from the next attempt on."""
+        self._groups, self._transport = groups, transport
+        self._forwards = sum(action.kind == "F" for action in plan.actions(self._place.me))
+        self._split = plan.problem.split_backward
+
+    def begin(self, sums: Accumulators, relay: LossRelay) -> None:
+        """A new attempt, whose gradients go to ``sums`` and whose losses to ``relay``."""
+        # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
+        self._relay_before = self._attempt.relay if self._attempt is not None else None
+        self._attempt = Attempt(sums, relay)
+        self._share_losses_if_complete()
+
+    def run(self, action: Action) -> None:
+        """One F, B or W. Raises TransportAborted."""
+        self._handlers[action.kind](action)
+
+    def forget(self) -> None:
+        """The attempt is given up."""
+        self._attempt = None
+
+    @property
+    def now(self) -> Attempt:
+        """The attempt under way."""
+        assert self._attempt is not None
+        return self._attempt
+
+    def _forward(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        place, iteration = self._place, self._ledger.iteration
+        batch, inputs = None, None
+        if place.first or place.last:
+            with self._activity.during(WORKING, "data"):
+                batch = self._data.batch(pipeline, iteration * place.grid.microbatches[pipeline] + microbatch)
+            if batch is not None:
+                self.now.digests[pipeline, microbatch] = digest(batch)
+        if not place.first:
+            inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
+                           for tensor in self._receive(("F", pipeline, microbatch)))
+        with (seeded(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage), self._stage.device),
+              self._groups.together(), self._watch.measure("F"), self._memory.forward((pipeline, microbatch), inputs)):
+            forward = self._stage.forward(inputs, batch)
+        if forward.loss is not None:
+            self.now.losses[pipeline, microbatch] = forward.loss.detach()
+            self.now.reports[pipeline, microbatch] = forward.report
+        if not place.last:
+            self._transport.send(("F", pipeline, microbatch), forward.outputs)
+        self.now.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
+        self._share_losses_if_complete()
+
+    def _receive(self, message: Message) -> list[torch.Tensor]:
+        """The tensors of ``message``, waiting for them if need be. Raises TransportAborted."""
+        kind, pipeline, microbatch = message
+        with self._activity.during(WAITING, f"{kind}{pipeline}.{microbatch}"):
+            return self._transport.receive(message)
+
+    def _backward(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        forward = self.now.forwards.pop((pipeline, microbatch))
+        gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
+        self._memory.begin_backward((pipeline, microbatch), gradients)
+        queue = WeightQueue()
+        with self._splitter.into(queue if self._split else None), self._groups.together(), self._watch.measure("B"):
+            for_inputs = self._stage.backward(forward, gradients)
+        if not self._place.first:
+            self._transport.send(("B", pipeline, microbatch), for_inputs)
+        self._harvest(pipeline, microbatch, queue)
+        self._memory.end_backward((pipeline, microbatch), queue)
+
+    def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
+        """Take the gradients that B formed off the parameters; those that W adds to wait for it."""
+        later = queue.parameters()
+        now = []
+        for parameter in self._layout.parameters:
+            if parameter.grad is None:
+                continue
+            if parameter in later:
+                queue.formed[parameter] = parameter.grad
+            else:
+                now.append((parameter, parameter.grad))
+            parameter.grad = None
+        self.now.sums.add(pipeline, microbatch, now)
+        self.now.queues[pipeline, microbatch] = queue
+
+    def _weight(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        queue = self.now.queues.pop((pipeline, microbatch))
+        with torch.no_grad(), self._watch.measure("W"):
+            self.now.sums.add(pipeline, microbatch, queue.contributions())
+        self._memory.weight((pipeline, microbatch))
+
+    def _share_losses_if_complete(self) -> None:
+        """At the last stage, once its last forward has run: tell everybody the loss."""
+        if self._place.last and len(self.now.losses) == self._forwards:
+            self.now.relay.add(self.now.losses, self.now.reports)

@@ -1,0 +1,40 @@
+"""What a worker tells the coordinator of itself: what all must have alike, and where it stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_recycle.plan import Costs
+
+if TYPE_CHECKING:
+    from megatron_recycle.runtime.worker import StageWorker
+
+
+def description(worker: StageWorker) -> dict[str, Any]:
+    """Facts about the job that must be the same on all workers."""
+    place, stage, config = worker.place, worker.stage, worker.config
+    grid = place.grid
+    return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)}, "parts": place.parts,
+            "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
+            "tied": [list(stages) for stages in stage.tied_stages], "model": stage.model,
+            "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,
+            "split_backward": config.split_backward, "step": config.step, "policy": config.policy,
+            "clip_norm": config.clip_norm,
+            "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,
+            "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
+            "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
+            "report_timeout": config.report_timeout,
+            "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
+            "move_cost": config.move_cost, "horizon": config.horizon,
+            "backend": place.backend, "torch": torch.__version__}
+
+
+def standing(worker: StageWorker) -> dict[str, Any]:
+    """Where this worker stands, for the coordinator; asked by the training thread standing still."""
+    ledger, verdict = worker.ledger, worker.stepper.verdict
+    return {"iteration": ledger.iteration, "attempt": ledger.attempt, "holds": ledger.holds,
+            "stepped": ledger.stepped, "committed": ledger.committed,
+            "verdict": verdict.to_json() if verdict else None,
+            "actions": len(ledger.done), "earlier": ledger.earlier}
