@@ -50,6 +50,6 @@ class Offers:
         return self._boundary is not None and iteration >= self._boundary
 
     def plan_from(self, iteration: int) -> Plan | None:
-        """The next plan that is taken with ``iteration``, told once; None: there is none (any more). In their order: the
+        """The next plan that is taken with ``iteration``, told once; None: there is none. In their order: the
         next but one may be agreed upon before or after the next one's iteration begins here."""
         return self._next.pop(0)[1] if self._next and iteration >= self._next[0][0] else None
