@@ -140,13 +140,13 @@ class Actions:
 
     def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
         """Take the gradients that B formed off the parameters; those that W adds to wait for it."""
-        later = queue.parameters()
+        later = queue.identities()
         now = []
         for parameter in self._layout.parameters:
             if parameter.grad is None:
                 continue
-            if parameter in later:
-                queue.formed[parameter] = parameter.grad
+            if id(parameter) in later:
+                queue.formed.append((parameter, parameter.grad))
             else:
                 now.append((parameter, parameter.grad))
             parameter.grad = None

@@ -92,7 +92,7 @@ class ActivationMemory:
         self._between.discard(microbatch)
         self._queued[microbatch] = held = nbytes([
             *(tensor for item in queue.deferred for tensor in (item.inputs, item.output_gradient)),
-            *queue.formed.values()])
+            *(gradient for _, gradient in queue.formed)])
         self.after_b = max(self.after_b, held)
         self._count()
 

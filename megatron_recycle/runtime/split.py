@@ -74,19 +74,19 @@ class WeightQueue:
     """
 
     deferred: list[DeferredLinear] = field(default_factory=list)
-    formed: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
+    formed: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
-    def parameters(self) -> set[nn.Parameter]:
-        return {parameter for item in self.deferred for parameter in (item.weight, item.bias)
+    def identities(self) -> set[int]:
+        """`id` of the parameters that W will add to: a tensor's own hash is a function call in Python."""
+        return {id(parameter) for item in self.deferred for parameter in (item.weight, item.bias)
                 if parameter is not None}
 
     def contributions(self) -> Iterator[Contribution]:
         """Each parameter once, with the micro-batch's whole gradient for it: as soon as that is formed, while the
         processor still has it at hand."""
-        sums: dict[nn.Parameter, torch.Tensor] = dict(self.formed)
         uses = Counter(id(parameter) for item in self.deferred for parameter in (item.weight, item.bias))
-        alone = {parameter for parameter, count in uses.items() if count == 1}
-        alone.difference_update(map(id, self.formed))
+        sums = {id(parameter): (parameter, gradient) for parameter, gradient in self.formed}
+        alone = {key for key, count in uses.items() if count == 1 and key not in sums}
         for item in self.deferred:
             if item.fused is not None and item.weight is not None and id(item.weight) in alone:
                 yield item.weight, item.add_weight
@@ -95,9 +95,9 @@ class WeightQueue:
                 if id(parameter) in alone:
                     yield parameter, gradient
                 else:
-                    before = sums.get(parameter)
-                    sums[parameter] = gradient if before is None else before + gradient
-        yield from sums.items()
+                    before = sums.get(id(parameter))
+                    sums[id(parameter)] = parameter, gradient if before is None else before[1] + gradient
+        yield from sums.values()
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:

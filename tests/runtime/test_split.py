@@ -82,9 +82,8 @@ def gradients(model: nn.Module, split: bool) -> dict[str, torch.Tensor]:
     loss = model(tokens)
     with splitter.into(queue if split else None):
         loss.backward()
-    for parameter in queue.parameters():
-        if parameter.grad is not None:
-            queue.formed[parameter] = parameter.grad
+    later = queue.identities()
+    queue.formed = [(p, p.grad) for p in model.parameters() if id(p) in later and p.grad is not None]
     for parameter, gradient in queue.contributions():
         parameter.grad = gradient
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -222,8 +221,8 @@ def test_apexs_kernel_adds_up_what_it_can():
         queue = WeightQueue()
         with splitter.into(queue):
             model(tokens).backward()
-        later = queue.parameters()
-        sums.add(0, number, [(p, p.grad) for p in layout.parameters if p not in later])
+        later = queue.identities()
+        sums.add(0, number, [(p, p.grad) for p in layout.parameters if id(p) not in later])
         model.zero_grad()
         with torch.no_grad():
             sums.add(0, number, queue.contributions())
