@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_recycle.errors import DataError, TransportAborted
+from megatron_recycle.errors import DataError, TransportAborted, VerificationError
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.tree import add_up
@@ -32,6 +32,8 @@ COMMITTING = "recycle-commit"
 
 _TAG = 2**30
 """The first of the tags that commits use; those of the losses are below."""
+
+_ALONE = 7  # numbers in a contribution that are not one for each of something
 
 
 @dataclass(frozen=True)
@@ -114,20 +116,22 @@ class Commit:
         offer: number of the better plan that this worker has been offered, 0 for none. The commit carries the
             promise to adopt it: numbers whose mean is this worker's, and whose squares' mean is its square, are
             all the same.
+        plan: a number of the plan that was followed, below 2**20: workers that followed another one find out.
         notify: called with this object, in the thread that runs it, when it is done.
     """
 
     def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int,
-                 notify: Callable[[Commit], None]) -> None:
+                 plan: int, notify: Callable[[Commit], None]) -> None:
         self.iteration = held.iteration
         self.offer = offer
+        self.plan = plan
         self.done = threading.Event()
         self._grid = grid
         self._group = groups.control
         self._slots = grid.stages * groups.parts
         self._notify = notify
         self._error: TransportAborted | None = None
-        self._vector = _contribution(held, grid, groups, guess, offer)
+        self._vector = _contribution(held, grid, groups, guess, offer, plan)
 
     def run(self) -> None:
         """Take part; returns when it is done, whichever way."""
@@ -149,16 +153,20 @@ class Commit:
         Raises:
             TransportAborted: the generation ended before all workers held the iteration, as far as this one knows.
             DataError: the first and the last stage read different data.
+            VerificationError: workers followed different plans.
         """
         if self._error is not None:
             raise self._error
         slots, total, members = self._slots, self._grid.total, self._group.size()
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
-        loss, weight, offers, squares, zeros = numbers[2 * slots:2 * slots + 5]
+        loss, weight, offers, squares, zeros, plans, plan_squares = numbers[2 * slots:2 * slots + _ALONE]
+        if not _all_have(self.plan, plans, plan_squares, members):
+            raise VerificationError(f"iteration {self.iteration}: workers followed different plans, so micro-batches "
+                                    "may have been mixed up; it is not committed. This is a bug of megatron-recycle: "
+                                    "restart from the last checkpoint with planner_budget 0, and report it")
         verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:slots]), tuple(numbers[slots:2 * slots]), zeros)
-        agreed = offers == self.offer * members and squares == self.offer**2 * members
-        return verdict, self.offer > 0 and agreed
+        return verdict, self.offer > 0 and _all_have(self.offer, offers, squares, members)
 
 
 class Committer:
@@ -189,11 +197,17 @@ def _run_all(queue: SimpleQueue[Commit | None]) -> None:
         commit.run()
 
 
-def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int) -> torch.Tensor:
-    """[norm squares | guesses | loss, weight, offers, squared, zeros | first stage's digests | last stage's digests]"""
+def _all_have(number: int, total: float, squares: float, members: int) -> bool:
+    return total == number * members and squares == number**2 * members
+
+
+def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int, plan: int) -> torch.Tensor:
+    """[norm squares | guesses | loss, weight, offers, squared, zeros, plans, squared | first stage's digests | last
+    stage's digests]"""
     slots, total, stage = grid.stages * groups.parts, grid.total, groups.me.stage
-    numbers = [0.0] * (2 * slots + 5 + 2 * total)
+    numbers = [0.0] * (2 * slots + _ALONE + 2 * total)
     numbers[2 * slots + 2], numbers[2 * slots + 3] = offer, offer**2
+    numbers[2 * slots + 5], numbers[2 * slots + 6] = plan, plan**2
     if groups.peers(stage)[0] == groups.me:
         slot = stage * groups.parts + groups.part
         numbers[slot] = held.norm_square
@@ -204,7 +218,7 @@ def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: i
     # A worker's parts have the same loss and data; they need not all read the data.
     if groups.part == 0 and held.digests:
         index = {place: position for position, place in enumerate(grid.items())}
-        for start in [2 * slots + 5] * (stage == 0) + [2 * slots + 5 + total] * (stage == grid.stages - 1):
+        for start in [2 * slots + _ALONE] * (stage == 0) + [2 * slots + _ALONE + total] * (stage == grid.stages - 1):
             for place, value in held.digests.items():
                 numbers[start + index[place]] = value
     return torch.tensor(numbers, dtype=torch.float64)

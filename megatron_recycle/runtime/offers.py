@@ -53,3 +53,8 @@ class Offers:
         """The next plan that is taken with ``iteration``, told once; None: there is none. In their order: the
         next but one may be agreed upon before or after the next one's iteration begins here."""
         return self._next.pop(0)[1] if self._next and iteration >= self._next[0][0] else None
+
+
+def number_of(plan: Plan) -> int:
+    """A number below 2**20 by which workers find out that they follow different plans."""
+    return int(plan.digest.rpartition(":")[2][:5], 16)

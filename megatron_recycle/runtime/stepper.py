@@ -93,7 +93,7 @@ class Stepper:
 
     # ---- an iteration
 
-    def hold(self, held: Held, groups: Groups, offer: int) -> None:
+    def hold(self, held: Held, groups: Groups, offer: int, plan: int) -> None:
         """The stage's gradient is complete: begin the commit, and step, now or when the verdict is known.
 
         Raises TransportAborted if the generation ends before that.
@@ -108,7 +108,8 @@ class Stepper:
             if early and commit.known and self._is_wrong(commit):
                 groups.abort_transfers()
 
-        self.pending = Commit(held, self.place.grid, groups, guess=guess, offer=offer, notify=wake)
+        self.pending = Commit(held, self.place.grid, groups, guess=guess, offer=offer, plan=plan,
+                              notify=wake)
         self._committer.start(self.pending)
         if early:
             self.undo.save(held.iteration)
@@ -119,7 +120,7 @@ class Stepper:
     def wait(self) -> None:
         """Wait for the verdict on the last step, if that is still out, and make the step final.
 
-        Raises WrongGuess, TransportAborted (the generation ended), DataError.
+        Raises WrongGuess, TransportAborted (the generation ended), DataError, VerificationError.
         """
         if self.pending is not None:
             with self.listener.waiting("a verdict"):
@@ -222,7 +223,8 @@ class Stepper:
                 self.settle(Verdict.from_json(resume.verdict))
             else:
                 assert self.held is not None
-                commit = Commit(self.held, self.place.grid, groups, guess=self.guess(), offer=0, notify=lambda _: None)
+                commit = Commit(self.held, self.place.grid, groups, guess=self.guess(), offer=0, plan=0,
+                                notify=lambda _: None)
                 self._committer.start(commit)
                 commit.done.wait()
                 self.settle(commit.verdict()[0])

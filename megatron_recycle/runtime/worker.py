@@ -28,7 +28,7 @@ from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.memory import ActivationMemory
-from megatron_recycle.runtime.offers import Offers
+from megatron_recycle.runtime.offers import Offers, number_of
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
@@ -86,6 +86,7 @@ class StageWorker:
         self._announce_resumed = False
         self._handlers = {**dict.fromkeys("FBW", self._micro_batch), "S": self._reduce_and_step}
         self._plan: Plan
+        self._plan_number = 0
         self._offers = Offers(agent)
         self._profiling = Profiling(watch)
         self.memory = ActivationMemory(stage.device)
@@ -313,7 +314,7 @@ class StageWorker:
         views = [self.layout.view(gradient, parameter) for parameter in self.layout.parameters]
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, now.digests,
                     now.relay.reports, self.stage.zeros(views))
-        self.stepper.hold(held, groups, self._offers.promise(self.generation))
+        self.stepper.hold(held, groups, self._offers.promise(self.generation), self._plan_number)
 
     def committed(self, verdict: Verdict, adopt: bool) -> None:
         """The stepper's news: an iteration is final."""
@@ -379,7 +380,7 @@ class StageWorker:
 
     def use_plan(self, plan: Plan) -> None:
         """Follow ``plan`` from the next attempt on."""
-        self._plan, me = plan, self.place.me
+        self._plan, self._plan_number, me = plan, number_of(plan), self.place.me
         self._transport.use(channels(plan), read_by(plan, me))
         self._reduction = reduction_of(self.config.reduction == "exact", plan, me, self.stage.averaging)
         self.actions.use(plan, self.current_groups(), self._transport)
