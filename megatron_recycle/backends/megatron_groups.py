@@ -98,7 +98,7 @@ def _use(groups: Mapping[str, Any]) -> None:
 
 def _spanning(place: Place, prefix: str, interrupted: Callable[[], bool]) -> dict[str, dist.ProcessGroup]:
     """The groups of `_SHARED` over all positions, new ones."""
-    store = dist.PrefixStore(f"recycle/{prefix}/megatron", rendezvous(_CONNECT_SECONDS))
+    store = dist.PrefixStore(f"recycle/{prefix}/megatron", rendezvous(_CONNECT_SECONDS, interrupted))
     meet(store, dist.get_rank(), sorted(rank for ranks in place.ranks.values() for rank in ranks), interrupted)
     replicas = sorted(ranks[place.part] for worker, ranks in place.ranks.items() if worker.stage == place.me.stage)
     model = sorted(rank for worker, ranks in place.ranks.items() if worker.pipeline == place.me.pipeline

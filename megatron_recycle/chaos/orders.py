@@ -80,22 +80,22 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
     def act(name: str, help: str) -> argparse.ArgumentParser:
         made = acts.add_parser(name, help=help, description=help)
-        made.add_argument("--after", type=float, default=0.0, metavar="SECONDS", help="wait so long first")
+        made.add_argument("--after", type=_seconds, default=0.0, metavar="SECONDS", help="wait so long first")
         return made
 
     def on_workers(name: str, help: str) -> argparse.ArgumentParser:
         made = act(name, help)
         made.add_argument("workers", nargs="+", type=_worker, metavar="D:S", help="all of them at the same moment")
-        made.add_argument("--at-iteration", type=int, metavar="K", help="when iteration K is in flight")
+        made.add_argument("--at-iteration", type=_count, metavar="K", help="when iteration K is in flight")
         return made
 
     def with_phase(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
         made.add_argument("--phase", choices=PHASES, help="when the worker begins it (needs `recycle run --chaos`)")
-        made.add_argument("--nth", type=int, default=0, metavar="N", help="its Nth time in the iteration, from 0")
+        made.add_argument("--nth", type=_count, default=0, metavar="N", help="its Nth time in the iteration, from 0")
         return made
 
     def lasting(made: argparse.ArgumentParser, until: str) -> None:
-        made.add_argument("--for", dest="seconds", type=float, metavar="SECONDS", help=f"default: until {until}")
+        made.add_argument("--for", dest="seconds", type=_lasting, metavar="SECONDS", help=f"default: until {until}")
 
     with_phase(on_workers("kill", "SIGKILL"))
     lasting(with_phase(on_workers("freeze", "SIGSTOP: the whole process stands still")), "`thaw`")
@@ -106,12 +106,12 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     slow.add_argument("factor", type=_factor, metavar="FACTOR", help="1.5: half as long again")
     lasting(slow, "the end of the job, or Ctrl-C")
     coordinator = act("coordinator", "kill the coordinator; the launcher starts it again")
-    coordinator.add_argument("--at-iteration", type=int, metavar="K", help="when iteration K is in flight")
+    coordinator.add_argument("--at-iteration", type=_count, metavar="K", help="when iteration K is in flight")
     coordinator.add_argument("--freeze", dest="frozen", action="store_true", help="SIGSTOP instead")
     lasting(coordinator, "for ever, with --freeze")
     cut = act("partition", "cut hosts that are network namespaces of this machine off (needs root)")
     cut.add_argument("hosts", nargs="+", metavar="NAMESPACE")
-    cut.add_argument("--at-iteration", type=int, metavar="K", help="when iteration K is in flight")
+    cut.add_argument("--at-iteration", type=_count, metavar="K", help="when iteration K is in flight")
     cut.add_argument("--from", dest="others", nargs="+", default=(), metavar="NAMESPACE", help="default: all others")
     cut.add_argument("--one-way", action="store_true", help="only what they send is lost")
     cut.add_argument("--link", action="store_true", help="take their link down")
@@ -159,6 +159,29 @@ def _worker(text: str) -> str:
         return str(Worker.parse(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no worker; write pipeline:stage, as in 1:2") from error
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number, 0 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give 0 or more seconds")
+    return seconds
+
+
+def _lasting(text: str) -> float:
+    seconds = _seconds(text)
+    if not seconds:
+        raise argparse.ArgumentTypeError(f"{text!r}: give more than 0 seconds")
+    return seconds
 
 
 def _factor(text: str) -> float:

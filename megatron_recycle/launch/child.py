@@ -30,6 +30,7 @@ class Child:
 
     Args:
         tied: whether the process is to be killed when this one dies.
+        keep: descriptors that the process is to have, under the same numbers.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Child:
         *,
         stdout: IO[Any] | int | None = None,
         tied: bool = True,
+        keep: Sequence[int] = (),
     ) -> None:
         with log.open("ab") as file:
             self._process = subprocess.Popen(
@@ -49,6 +51,7 @@ class Child:
                 stdout=file if stdout is None else stdout,
                 stderr=file,
                 start_new_session=True,
+                pass_fds=tuple(keep),
                 preexec_fn=_tie_to(os.getpid()) if tied else None,  # noqa: PLW1509 - see _tie_to
             )
         self.pid = self._process.pid

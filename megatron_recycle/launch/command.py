@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import ConfigError
+from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import places, service
 from megatron_recycle.launch.hurt import check_script, hurting
 from megatron_recycle.launch.launcher import (
@@ -21,11 +21,14 @@ from megatron_recycle.launch.launcher import (
     say_to,
     torchrun_environment,
 )
-from megatron_recycle.launch.network import await_coordinator, interface_towards
-from megatron_recycle.launch.rundir import prepare
+from megatron_recycle.launch.network import await_coordinator, check_address, check_listening, interface_towards
+from megatron_recycle.launch.rundir import make, prepare
+from megatron_recycle.launch.store import Store, keep_store
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.membership.notices import describe_status
 
+_HIGHEST_PORT = 65534
+"""The next one is for torch's store."""
 _START_LIMIT = 600.0
 """Seconds that hosts wait for host 0; it waits as long for their workers."""
 
@@ -75,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: options that contradict each other.
         RecycleError: the coordinator did not start.
     """
+    if not Path(args.script).exists():
+        raise ConfigError(f"there is no script {args.script}")
     return launch(args, python_command(args.script, args.arguments))
 
 
@@ -91,18 +96,27 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     host = args.master_addr or config.interface
     say = say_to(sys.stderr)
     coordinator: service.Service | None = None
+    kept: Store | None = None
     control, store_at = f"{host}:{args.master_port}", args.master_port + 1
     if args.node_rank == 0:
+        check_listening(host, args.master_port)
         prepare(run_dir)
-        store_port = (args.master_port + 1 if args.master_port else 0) if store else -1
-        order = service.Order(nproc * args.nnodes, run_dir, token, host, os.environ, args.master_port, store_port)
-        coordinator = service.start(order)
-        control, store_at = coordinator.control, coordinator.store or 0
+        if store:
+            kept = keep_store(host, args.master_port + 1 if args.master_port else 0, os.environ, run_dir)
+        store_at = -1 if kept is None else kept.port
+        order = service.Order(nproc * args.nnodes, run_dir, token, host, os.environ, args.master_port, store_at)
+        try:
+            coordinator = service.start(order)
+        except RecycleError:
+            if kept is not None:
+                kept.end()
+            raise
+        control = coordinator.control
     else:
         say(f"recycle: waiting for host 0 at {control}")
         await_coordinator(host, args.master_port, _START_LIMIT)
-        run_dir.mkdir(parents=True, exist_ok=True)
-    environ = torchrun_environment(os.environ, host, store_at, args.nnodes, args.node_rank)
+        make(run_dir)
+    environ = torchrun_environment(os.environ, host, max(store_at, 0), args.nnodes, args.node_rank)
     environ |= {
         "RECYCLE_COORDINATOR": control,
         "RECYCLE_TOKEN": token,
@@ -122,7 +136,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         heartbeat_interval=config.heartbeat_interval,
     )
     say(f"recycle: {nproc} workers, control at {control}, logs and events in {run_dir}")
-    launcher = Launcher(job, control, token, say, coordinator)
+    launcher = Launcher(job, control, token, say, coordinator, kept)
     with hurting(args.chaos if args.node_rank == 0 else None, run_dir):
         status = launcher.run()
     _tell(launcher)
@@ -137,7 +151,7 @@ def _join(args: argparse.Namespace, command: list[str], config: RecycleConfig) -
     token = os.environ["RECYCLE_TOKEN"]
     found = places.ask(args.join, token, args.nproc or default_nproc(os.environ))
     run_dir = Path(args.run_dir or config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make(run_dir)
     host, _, port = found.store.rpartition(":")
     # Hosts are told apart by their number: no other one has this.
     environ = torchrun_environment({**os.environ, **found.environ}, host, int(port), 1, found.size + found.ranks[0])
@@ -165,7 +179,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
     if not 0 <= args.node_rank < args.nnodes:
         raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes} give 0 to {args.nnodes - 1}")
+    if not 0 <= args.master_port <= _HIGHEST_PORT:
+        raise ConfigError(f"--master-port is {args.master_port}; give a port up to {_HIGHEST_PORT}")
     if args.join is not None:
+        check_address("--join", args.join)
         if args.nnodes > 1 or args.chaos is not None or args.master_addr or args.master_port:
             raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and "
                               "--chaos")

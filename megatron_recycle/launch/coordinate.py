@@ -1,8 +1,8 @@
-"""The coordinator's process: the control server and torch's store, side by side and on one interface only.
+"""The coordinator's process: the control server, on one interface only.
 
 Run by `recycle run`, and by `embedded` under other launchers, as its own process. The token comes in the
-environment, never as an argument: arguments are public. The first line on standard output says where the two
-services listen; everything after it goes to standard error.
+environment, never as an argument: arguments are public. The first line on standard output says where the server
+listens; everything after it goes to standard error.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import asyncio
 import json
 import logging
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,18 +42,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--run-dir", type=Path, required=True)
     made.add_argument("--interface", default="127.0.0.1", help="the only address to listen on")
     made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
-    made.add_argument("--store-port", type=int, default=0, help="of torch's store; 0: any, -1: no store")
+    made.add_argument("--store-port", type=int, default=-1, help="of torch's store, for hosts that join; -1: none")
     made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
     made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
     return made
-
-
-def start_store(listener: socket.socket) -> Any:
-    """Torch's store on a socket that is bound already: left alone, it would listen on all interfaces."""
-    from torch.distributed import TCPStore
-
-    host, port = listener.getsockname()[:2]
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -87,7 +78,7 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
 
 
 async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig, starter: IO[str]) -> int:
-    """Serve until the job is over; returns its status. `starter` is told where, once both services listen."""
+    """Serve until the job is over; returns its status. `starter` is told where it listens, once it does."""
     events = args.run_dir / "events.jsonl"
     journal, past = open_journal(args, events)
     log = EventLog(events)
@@ -108,9 +99,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     planning = Planning(args.run_dir / PLANS)
     if past.state is not None and past.state.description:
         planning.resume(past.state.description, past.state.failed, past.told)
-    listener = None if args.store_port < 0 else listen(args.interface, args.store_port)
-    store_port = None if listener is None else listener.getsockname()[1]
-    offered = None if store_port is None else Offered(f"{args.interface}:{store_port}", settings_of(os.environ))
+    store = f"{args.interface}:{args.store_port}"
+    offered = None if args.store_port < 0 else Offered(store, settings_of(os.environ))
     coordinator = Coordinator(
         size=args.size,
         token=token,
@@ -129,17 +119,12 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     profiles = Profiles(planning, coordinator, emit)
     control = await coordinator.start()
     with starter:
-        starter.write(json.dumps({"control": control, "store": store_port}) + "\n")
-    store = None
-    if listener is not None:
-        # Clients that come before torch is loaded wait in the listener's queue.
-        store = await asyncio.get_running_loop().run_in_executor(None, start_store, listener)
+        starter.write(json.dumps({"control": control}) + "\n")
     end = await coordinator.wait_ended()
-    # A launcher stays connected until its workers have ended; they may use the store to the last.
+    # A launcher stays connected until its workers have ended.
     await coordinator.wait_quiet(LINGER if args.embedded else None)
     await coordinator.close()
     log.close()
-    del store
     return end.status
 
 

@@ -26,6 +26,7 @@ from megatron_recycle.launch.follow import Follower
 from megatron_recycle.launch.moves import Starts
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.service import Service
+from megatron_recycle.launch.store import Store
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.membership.link import Link
 from megatron_recycle.membership.messages import TO_LAUNCHER
@@ -82,7 +83,7 @@ class Launcher:
     Args:
         control, token: of the coordinator.
         say: gets each line for the user.
-        coordinator: its process, if this launcher is to look after it.
+        coordinator, store: their processes, if this launcher is to look after them.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class Launcher:
         token: str,
         say: Callable[[str], None],
         coordinator: Service | None = None,
+        store: Store | None = None,
     ) -> None:
         self.job = job
         self.workers: dict[int, Worker] = {}
@@ -100,6 +102,7 @@ class Launcher:
         self._starts = Starts({rank: index for index, rank in enumerate(job.ranks)})
         self._say = say
         self._coordinator = coordinator
+        self._store = store
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
@@ -146,6 +149,8 @@ class Launcher:
                 worker.child.release()
             if self._coordinator is not None:
                 self._coordinator.end()
+            if self._store is not None:
+                self._store.end()
             self._selector.close()
         return self._status()
 
@@ -218,6 +223,7 @@ class Launcher:
         for rank in self.restarts.due(time.monotonic()):
             self._spawn(rank, self.workers[rank].out or "exit")
         self._start_moves()
+        self._tend_store()
         self._follower.poll(self._shown())
         self._check_deadline()
 
@@ -247,10 +253,22 @@ class Launcher:
         try:
             self._coordinator = service.restart()
         except RecycleError as error:
-            self._finish({"type": "end", "status": 1, "message": f"no coordinator any more: {error}"})
-            self._deadline(0.0, signal.SIGTERM)  # nobody else tells the workers
+            self._give_up(f"no coordinator any more: {error}")
             return
         self._selector.register(self._coordinator.child.pidfd, selectors.EVENT_READ, self._coordinator)
+
+    def _tend_store(self) -> None:
+        if self._store is None or self._over():
+            return
+        try:
+            if self._store.tend():
+                self._say("the process of torch's store has died; starting it again")
+        except RecycleError as error:
+            self._give_up(str(error))
+
+    def _give_up(self, message: str) -> None:
+        self._finish({"type": "end", "status": 1, "message": message})
+        self._deadline(0.0, signal.SIGTERM)  # nobody else tells the workers
 
     def _drain(self) -> None:
         try:

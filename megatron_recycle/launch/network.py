@@ -7,7 +7,8 @@ import socket
 import struct
 import time
 
-from megatron_recycle.errors import RecycleError
+from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch.ports import listen
 
 _CONNECT_LIMIT = 5.0
 _PAUSE = 0.2
@@ -29,6 +30,23 @@ def interface_towards(host: str) -> str | None:
             if _address(probe, name) == own:
                 return name
     return None
+
+
+def check_address(option: str, text: str) -> None:
+    """Raises ConfigError if ``text``, given for ``option``, is no "host:port"."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ConfigError(f"{option} is {text!r}; give HOST:PORT, as the first host's launcher printed it")
+
+
+def check_listening(host: str, port: int) -> None:
+    """Raises ConfigError if nobody can listen there: not an address of this host, or a port in use. Port 0: any."""
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        raise ConfigError(f"nobody can listen on {host}, port {port or 'any'} ({error.strerror or error}): give an "
+                          "address of this host in --master-addr or RECYCLE_INTERFACE, and a free --master-port"
+                          ) from error
 
 
 def await_coordinator(host: str, port: int, limit: float) -> None:

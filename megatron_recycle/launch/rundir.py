@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -12,13 +13,24 @@ _OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log", "pl
          "chaos")
 
 
+def make(run_dir: Path) -> None:
+    """Make the folder if it is not there. Raises ConfigError if it cannot be made, or not be written to."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {run_dir} cannot be made ({error.strerror}): choose another --run-dir"
+                          ) from error
+    if not os.access(run_dir, os.W_OK | os.X_OK):
+        raise ConfigError(f"the run's folder {run_dir} cannot be written to: choose another --run-dir")
+
+
 def prepare(run_dir: Path) -> None:
     """Make the folder; files of an earlier run in it move to a folder `before-<time>` inside.
 
     Raises:
-        ConfigError: a job is running there.
+        ConfigError: a job is running there, or the folder cannot be made.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
+    make(run_dir)
     journal = run_dir / "journal.jsonl"
     if journal.exists():
         try:

@@ -25,7 +25,8 @@ _TOLD_LINES = 5
 
 @dataclass(frozen=True)
 class Order:
-    """A coordinator to be started. Ports: 0 is any; `store_port` -1 is no store of torch's.
+    """A coordinator to be started. `port` 0 is any; `store_port` is where torch's store is, for hosts that join; -1:
+    there is none of ours.
 
     `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits.
     """
@@ -36,7 +37,7 @@ class Order:
     interface: str
     environ: Mapping[str, str]
     port: int = 0
-    store_port: int = 0
+    store_port: int = -1
     tied: bool = True
     embedded: bool = False
     resume: bool = False
@@ -50,11 +51,10 @@ class Order:
 
 @dataclass
 class Service:
-    """A coordinator's process and where it listens: "host:port", and the port of torch's store, if it has one."""
+    """A coordinator's process and where it listens, "host:port"."""
 
     child: Child
     control: str
-    store: int | None
     order: Order
     restarts: int = 0
 
@@ -69,8 +69,7 @@ class Service:
         if self.restarts >= _MAX_RESTARTS:
             raise RecycleError(f"the coordinator has died {self.restarts + 1} times: see {self.child.log}")
         port = int(self.control.rpartition(":")[2])
-        store = -1 if self.store is None else self.store
-        again = start(dataclasses.replace(self.order, port=port, store_port=store, resume=True))
+        again = start(dataclasses.replace(self.order, port=port, resume=True))
         again.restarts = self.restarts + 1
         return again
 
@@ -98,8 +97,7 @@ def start(order: Order) -> Service:
         child.release()
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
         raise RecycleError(f"the coordinator did not start; the end of {log}:\n{tail}")
-    services = json.loads(line)
-    return Service(child, services["control"], services["store"], order)
+    return Service(child, json.loads(line)["control"], order)
 
 
 def _first_line(child: Child) -> bytes | None:

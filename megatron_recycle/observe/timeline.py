@@ -44,8 +44,7 @@ def draw(plan: Plan, path: str | os.PathLike[str], title: str = "") -> None:
 
     Raises:
         DeadlockError: the plan's orders can never finish.
-        ConfigError: the file name has another ending.
-        OSError: the file cannot be written.
+        ConfigError: the file name has another ending, or the file cannot be written.
     """
     _draw([(plan, title)], path)
 
@@ -93,9 +92,11 @@ def _draw(parts: Sequence[tuple[Plan, str]], path: str | os.PathLike[str]) -> No
             _panel(axis, plan, timeline, title, span, height)
         axes[-1, 0].set_xlabel("time from a cold start, in the unit of the plan's costs")
         _legend(figure, (plan for plan, _ in parts))
-        target.parent.mkdir(parents=True, exist_ok=True)
         quiet = {"Date": None} if target.suffix.lower() == ".svg" else None
-        figure.savefig(target, dpi=120, metadata=quiet)
+        try:
+            figure.savefig(target, dpi=120, metadata=quiet)
+        except OSError as error:
+            raise ConfigError(f"{target} cannot be written: {error.strerror}") from error
 
 
 def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, height: float) -> None:

@@ -22,15 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grid.add_argument("--pipelines", type=int, metavar="D", help="number of pipelines")
     grid.add_argument("--stages", type=int, metavar="S", help="stages of each pipeline")
     grid.add_argument("--microbatches", metavar="M", help="micro-batches, one number or one per pipeline: 6 or 6,6,4")
-    grid.add_argument("--failed", action="append", default=[], metavar="D:S",
-                      help="failed workers, as pipeline:stage; repeat it, or separate with commas")
+    grid.add_argument("--failed", action="extend", nargs="+", default=[], metavar="D:S",
+                      help="failed workers, as pipeline:stage: 0:0 1:0, or separated by commas")
     grid.add_argument("--costs", default="1,1,1", metavar="F,B,W",
                       help="forward, input-gradient and weight-gradient time, one triple or one per stage,"
                            " separated by ';' (default 1,1,1)")
     grid.add_argument("--step-cost", default="0", metavar="T", help="reduce-and-step, one number or one per stage")
     grid.add_argument("--hop-cost", default="0", metavar="T", help="latency of a transfer")
-    grid.add_argument("--speed", action="append", default=[], metavar="D:S=X",
-                      help="worker D:S takes X times as long; repeat it, or separate with commas")
+    grid.add_argument("--speed", action="extend", nargs="+", default=[], metavar="D:S=X",
+                      help="worker D:S takes X times as long: 0:1=1.5 1:1=2, or separated by commas")
     grid.add_argument("--cap", metavar="N", help="activations a worker may hold, one number or one per stage"
                                                  " (default: S, or S - s for --technique none)")
     how = parser.add_argument_group("the plan")

@@ -21,6 +21,9 @@ REDUCE = "reduce"
 RECOVERY = "a recovery"
 """What is waited for there may be a stage's whole state, many times as large as a gradient."""
 
+HANDLES = "new handles"
+"""What everybody needs of torch's store and of each other for them is not learnt either."""
+
 _FACTOR, _FACTOR_IN_RECOVERY = 3.0, 10.0  # how much longer than the longest seen
 _WARM_UP = 2  # of each kind: the first ones compile, build communicators, fill caches
 _WINDOW = 64  # latest durations of each kind that count
@@ -72,8 +75,8 @@ class Activity:
             return round(_FACTOR * self._longest[what] + self._floor, 3)
         if state in (WAITING, STANDING_BY):
             # For the case that all wait. Whoever has not seen an exchange yet cannot know how long it takes.
-            patient = what == RECOVERY or _key(WAITING, REDUCE) not in self._longest
-            factor = _FACTOR_IN_RECOVERY if what == RECOVERY else _FACTOR
+            patient = what in (RECOVERY, HANDLES) or _key(WAITING, REDUCE) not in self._longest
+            factor = _FACTOR_IN_RECOVERY if what in (RECOVERY, HANDLES) else _FACTOR
             floor = self._floor * (_PATIENT_FLOORS if patient else 1.0)
             return round(factor * max(self._longest.values(), default=0.0) + floor, 3)
         return None

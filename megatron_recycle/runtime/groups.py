@@ -32,6 +32,7 @@ from megatron_recycle.runtime.place import Place
 # A tag no transfer ever uses: posting a receive with it and letting it time out makes gloo close the pair.
 _ABORT_TAG = 2**31 - 1
 _POLL_SECONDS = 0.002
+_LONGEST_ABSENCE = 60.0  # of torch's store, in seconds
 RETIRING = "recycle-retire"
 """Name of the threads that tear handles down."""
 
@@ -197,7 +198,7 @@ def build_groups(*, generation: int, prefix: str, place: Place, members: Sequenc
     ordered = tuple(sorted(members, key=lambda worker: ranks_of[worker][part]))
     everyone = sorted(rank for worker in members for rank in ranks_of[worker])
     try:
-        store = dist.PrefixStore(f"recycle/{prefix}", rendezvous(connect_timeout))
+        store = dist.PrefixStore(f"recycle/{prefix}", rendezvous(connect_timeout, interrupted))
         meet(store, ranks_of[me][part], everyone, interrupted)
     except (RuntimeError, OSError) as error:
         raise TransportAborted(f"generation {generation}: the rendezvous store failed: {error}") from error
@@ -229,13 +230,25 @@ def build_groups(*, generation: int, prefix: str, place: Place, members: Sequenc
         raise TransportAborted(f"generation {generation}: connecting failed: {error}") from error
 
 
-def rendezvous(timeout: float) -> dist.Store:
-    """A new connection to the job's store: the one that torch opened at the start is dead if the coordinator, which
-    hosts the store, was started again meanwhile."""
+def rendezvous(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
+    """A new connection to the job's store: the one that torch opened at the start is dead if the store was started
+    again meanwhile. One that is being started again, which takes as long as torch does to load, is waited for.
+
+    Raises TransportAborted when interrupted, and RuntimeError.
+    """
     if "MASTER_ADDR" not in os.environ:  # a job that met some other way, without a coordinator that comes back
         return c10d._get_default_store()
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                         timeout=timedelta(seconds=timeout), wait_for_workers=False)
+    limit = time.monotonic() + _LONGEST_ABSENCE
+    while True:
+        try:
+            return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                 timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        except RuntimeError:
+            if interrupted():
+                raise TransportAborted("a newer generation was announced while the store was sought") from None
+            if time.monotonic() > limit:
+                raise
+        time.sleep(_POLL_SECONDS)
 
 
 def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool]) -> None:

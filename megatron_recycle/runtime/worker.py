@@ -18,7 +18,7 @@ from megatron_recycle.membership import Agent
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.actions import Actions
-from megatron_recycle.runtime.activity import RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
+from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, Activity
 from megatron_recycle.runtime.budget import announce
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
 from megatron_recycle.runtime.data import DataSource
@@ -39,7 +39,7 @@ from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Transport
-from megatron_recycle.runtime.verify import verify_boundary
+from megatron_recycle.runtime.verify import inside, verify_boundary
 from megatron_recycle.runtime.world import World
 
 _POLL_SECONDS = 0.001
@@ -151,7 +151,7 @@ class StageWorker:
 
     def _inside(self) -> AbstractContextManager[None]:
         """Not in the script's own code."""
-        return self.activity.during(WORKING, "begin")
+        return inside(self)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """A block in which the training thread waits for other workers or the coordinator."""
@@ -233,7 +233,7 @@ class StageWorker:
         self.observe("recovering", ledger.committed + 1)
         self.discard_attempt()
         try:
-            with self.waiting("new handles"):
+            with self.waiting(HANDLES):
                 renew(self)
         except TransportAborted as error:
             self._recover(error)

@@ -36,6 +36,13 @@ def test_a_script_is_the_acts_of_the_command_line_one_a_line():
     ("coordinator --for 3", "--freeze"),
     ("partition h1 --link --one-way", "both ways"),
     ("kill '1:2", "quotation"),
+    ("freeze 0:0 --for -1", "'-1': give 0 or more seconds"),
+    ("freeze 0:0 --for 0", "more than 0"),
+    ("freeze 0:0 --for long", "'long': give"),
+    ("kill 0:0 --at-iteration -3", "'-3': give a whole number, 0 or more"),
+    ("coordinator --at-iteration -3", "'-3'"),
+    ("kill 0:0 --phase forward --nth -1", "'-1'"),
+    ("kill 0:0 --after -1", "'-1'"),
 ])
 def test_what_makes_no_sense_is_refused_with_its_line(line: str, why: str):
     with pytest.raises(ConfigError, match=r"x\.chaos, line 2: .*" + why):

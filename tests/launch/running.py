@@ -86,6 +86,10 @@ class Running:
         """Pid of the coordinator's process."""
         return next(pid for pid in self.children() if b"launch.coordinate" in _command(pid))
 
+    def store(self) -> int:
+        """Pid of the process of torch's store."""
+        return next(pid for pid in self.children() if b"launch.store" in _command(pid))
+
     def children(self) -> list[int]:
         """Live processes of this job (all of them have its folder in their environment)."""
         found = []

@@ -62,8 +62,8 @@ def test_without_failures_no_guest_and_no_failed_worker_are_promised(tmp_path: P
 
 def test_two_plans_share_one_time_axis(tmp_path: Path):
     before, after = simple_plan(3, 4, 6), simple_plan(3, 4, 6, failed=("1:2",))
-    draw_pair(before, after, tmp_path / "runs" / "timeline.png")
-    assert (tmp_path / "runs" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    draw_pair(before, after, tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     draw_pair(before, after, tmp_path / "pair.svg", ("healthy", "degraded"))
     picture = (tmp_path / "pair.svg").read_text()
     assert "healthy: 3 pipelines" in picture and "degraded: 3 pipelines" in picture
@@ -100,6 +100,9 @@ def test_a_plan_that_deadlocks_and_an_unknown_ending_are_refused(tmp_path: Path)
         draw(dataclasses.replace(plan, workers=turned), tmp_path / "plan.png")
     with pytest.raises(ConfigError, match=r"\.png, \.svg, \.pdf"):
         draw(plan, tmp_path / "plan.jpeg")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        draw(plan, tmp_path / "missing" / "plan.png")
+    assert not (tmp_path / "missing").exists()
 
 
 def test_recycle_timeline_draws_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -103,6 +103,7 @@ def test_moves_are_part_of_the_plan(capsys):
     (["--failed", "7:2"], "7:2 is outside the grid"),
     (["--failed", "x"], "'x'"),
     (["--failed", "0:2,2:2"], "stage 2 has no live worker"),
+    (["--failed", "0:2", "2:2"], "stage 2 has no live worker"),
     (["--cap", "0"], "cap"),
     (["--cap", "4,4"], "4 are needed"),
     (["--costs", "1,-1,1"], "negative"),

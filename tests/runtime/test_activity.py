@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from megatron_recycle.membership.detectors import Doing
-from megatron_recycle.runtime.activity import OUTSIDE, REDUCE, WAITING, WORKING, Activity
+from megatron_recycle.runtime.activity import HANDLES, OUTSIDE, RECOVERY, REDUCE, WAITING, WORKING, Activity
 
 
 class Clock:
@@ -100,3 +100,13 @@ def test_a_phase_that_begins_while_waiting_is_work_until_the_wait_goes_on():
             assert activity.told()["state"] == WORKING
         assert activity.told()["what"] == "begin"
     assert activity.told()["state"] == OUTSIDE
+
+
+def test_new_handles_may_take_as_long_as_a_recovery_since_the_store_may_have_to_come_back_first():
+    activity, clock = made()
+    act(activity, clock, "forward", 1.0, 1.0, 1.0)
+    for _ in range(3):
+        with activity.during(WAITING, REDUCE):
+            clock.now += 0.5
+    assert limit(activity, WAITING, "F0.1") == pytest.approx(13.0)
+    assert limit(activity, WAITING, HANDLES) == limit(activity, WAITING, RECOVERY) == pytest.approx(70.0)

@@ -1,0 +1,52 @@
+"""What `recycle run` refuses at once, before anything is started: one line that says why, and status 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_recycle import cli
+from megatron_recycle.launch import service
+from megatron_recycle.launch.ports import listen
+
+SCRIPT = str(Path(__file__).with_name("fake_worker.py"))
+TAKEN = "a port in use"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "why"),
+    [
+        (["nowhere/train.py"], {}, "there is no script nowhere/train.py"),
+        (["--join", "127.0.0.1:1", "nowhere/train.py"], {"RECYCLE_TOKEN": "x"}, "there is no script"),
+        (["--run-dir", "/proc/foo", SCRIPT], {}, "/proc/foo cannot be made"),
+        (["--run-dir", SCRIPT, SCRIPT], {}, "fake_worker.py cannot be made (File exists)"),
+        (["--join", "nonsense", SCRIPT], {"RECYCLE_TOKEN": "x"}, "--join is 'nonsense'; give HOST:PORT"),
+        (["--join", "host:99999", SCRIPT], {"RECYCLE_TOKEN": "x"}, "--join is 'host:99999'"),
+        ([SCRIPT], {"RECYCLE_INTERFACE": "1.2.3.4"}, "nobody can listen on 1.2.3.4"),
+        (["--master-addr", "1.2.3.4", SCRIPT], {}, "nobody can listen on 1.2.3.4"),
+        (["--master-port", "99999", SCRIPT], {}, "--master-port is 99999"),
+        (["--master-port", "-5", SCRIPT], {}, "--master-port is -5"),
+        (["--master-addr", "no.such.host.invalid", SCRIPT], {}, "nobody can listen on no.such.host.invalid"),
+        (["--master-port", TAKEN, SCRIPT], {}, "in use"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    arguments: list[str],
+    environ: dict[str, str],
+    why: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def start(order: service.Order) -> service.Service:
+        raise AssertionError("a coordinator was started")
+
+    monkeypatch.setattr(service, "start", start)
+    for name, value in {"RECYCLE_RUN_DIR": str(tmp_path / "run"), **environ}.items():
+        monkeypatch.setenv(name, value)
+    with listen("127.0.0.1", 0) as listener:
+        port = str(listener.getsockname()[1])
+        status = cli.main(["run", "--nproc", "1", *(port if text == TAKEN else text for text in arguments)])
+    told = capsys.readouterr().err
+    assert status == 2 and why in told and len(told.splitlines()) == 1
