@@ -40,11 +40,13 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Grace:
-    """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM."""
+    """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM, and after they
+    have said that they end, as one does whose script has failed."""
 
     well: float = 60.0
     failed: float = 10.0
     terminated: float = 5.0
+    ending: float = 20.0
 
 
 @dataclass
@@ -56,6 +58,10 @@ class Worker:
     status: int | None = None
     out: str | None = None
     """How it failed, once the coordinator has declared it out; of a process that is to join: why it is not in yet."""
+    move: int = 0
+    """The number of the move that it was started for."""
+    kill_at: float | None = None
+    """When it is killed, of one that has said that it ends."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class Launcher:
         self.job = job
         self.workers: dict[int, Worker] = {}
         self.summary = Summary()
-        self.restarts = Restarts(say, lambda rank: self._link.send({"type": "stays_out", "rank": rank}))
+        self.restarts = Restarts(say, lambda rank: self._link.send(_stays_out(rank)))
         self._starts = Starts({rank: index for index, rank in enumerate(job.ranks)})
         self._say = say
         self._coordinator = coordinator
@@ -113,7 +119,7 @@ class Launcher:
         self._interrupted = False
         self._end: Message | None = None
         self._kill_at: tuple[float, int] | None = None
-        self._exits: list[Message] = []
+        self._told: list[Message] = []
         self._follower = Follower(job.run_dir, job.show, say)
         self._link = Link(
             control,
@@ -161,7 +167,7 @@ class Launcher:
 
     # Workers
 
-    def _spawn(self, rank: int, out: str | None = None) -> None:
+    def _spawn(self, rank: int, out: str | None = None, move: int = 0) -> None:
         """Start a process for `rank`; one that is `out` is to join."""
         environ = {
             **self.job.environ,
@@ -176,35 +182,42 @@ class Launcher:
         if rank in self.workers:
             self.workers[rank].child.release()
         child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
-        self.workers[rank] = Worker(rank, child, out=out)
+        self.workers[rank] = Worker(rank, child, out=out, move=move)
         self._selector.register(child.pidfd, selectors.EVENT_READ, self.workers[rank])
 
     def _ended(self, worker: Worker) -> None:
         moment = time.time()
         self._selector.unregister(worker.child.pidfd)
         worker.status = worker.child.collect()
-        exit_message: Message = {
+        self._tell({
             "type": "exit",
             "rank": worker.rank,
             "pid": worker.child.pid,
             "status": worker.status,
             "t": moment,
             "log": str(worker.child.log),
-        }
-        self._exits.append(exit_message)
-        self._link.send(exit_message)
+            "move": worker.move,
+        })
         if worker.status and self._end is None and not self._interrupted:
             self._say(f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}")
             self._failed(worker)
 
+    def _tell(self, message: Message) -> None:
+        """Tell the coordinator, and again after every reconnect."""
+        self._told.append(message)
+        self._link.send(message)
+
     def _failed(self, worker: Worker) -> None:
         """Whether it is to be started again; not beside another process on its device."""
+        if self._starts.awaited(worker.rank):
+            return
+        self._starts.end(worker.rank)
         others = [self.workers[rank] for rank in self._starts.others(worker.rank) if rank in self.workers]
         alone = all(other.status is not None for other in others)
-        if self._starts.moves(worker.rank):
-            self._starts.end(worker.rank)
-        elif alone:
+        if alone:
             self.restarts.ended(worker.rank, time.monotonic(), str(worker.child.log))
+        elif not (worker.move and worker.out == "not joined"):  # the worker that was to move trains where it was
+            self.restarts.replaced(worker.rank)
 
     # The loop
 
@@ -225,6 +238,7 @@ class Launcher:
         self._start_moves()
         self._tend_store()
         self._follower.poll(self._shown())
+        self._check_ending()
         self._check_deadline()
 
     def _start_moves(self) -> None:
@@ -232,7 +246,7 @@ class Launcher:
         for rank in self._starts.due():
             before = self.workers.get(rank)
             if before is None or before.status is not None:
-                self._spawn(rank, "not joined")
+                self._spawn(rank, "not joined", self._starts.number(rank))
             else:
                 before.child.signal(signal.SIGKILL)  # declared out: its successor needs its name
                 self._starts.later(rank)
@@ -319,7 +333,9 @@ class Launcher:
             self.restarts.joined(worker.rank)
         elif removed:
             worker.out = event.get("kind")
-            if self._end is not None or (self.restarts.most and worker.out != "exit"):  # an exit comes by itself
+            if self._end is None and worker.out == "exit":  # that comes by itself, unless it hangs on the way
+                worker.kill_at = worker.kill_at or time.monotonic() + self.job.grace.ending
+            elif self._end is not None or self.restarts.most:
                 worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
 
     def _finish(self, message: Message) -> None:
@@ -341,7 +357,7 @@ class Launcher:
             self._interrupted = True
             self.restarts.cancel()
             self._say(f"{name}: ending all workers")
-            self._link.send({"type": "interrupt", "status": 128 + number, "message": f"interrupted by {name}"})
+            self._tell({"type": "interrupt", "status": 128 + number, "message": f"interrupted by {name}"})
             self._signal_all(signal.SIGTERM)
             self._deadline(self.job.grace.terminated, signal.SIGKILL)
         else:
@@ -351,6 +367,15 @@ class Launcher:
         moment = time.monotonic() + seconds
         if self._kill_at is None or moment < self._kill_at[0] or number == signal.SIGKILL:
             self._kill_at = (moment, number)
+
+    def _check_ending(self) -> None:
+        """No process that has failed keeps its rank and device for longer than it may take to end."""
+        for worker in self.workers.values():
+            if worker.kill_at is not None and time.monotonic() >= worker.kill_at:
+                worker.kill_at = None
+                if worker.status is None:
+                    self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed and does not end: SIGKILL")
+                    worker.child.signal(signal.SIGKILL)
 
     def _check_deadline(self) -> None:
         if self._kill_at is None or time.monotonic() < self._kill_at[0]:
@@ -388,7 +413,8 @@ class Launcher:
 
     def _hello(self) -> list[Message]:
         hello = {"type": "hello", "role": "launcher", "host": self._host()}
-        return [{**hello, "ranks": list(self.job.ranks)}, *self._exits]
+        staying = [_stays_out(rank) for rank in sorted(self.restarts.given_up)]
+        return [{**hello, "ranks": list(self.job.ranks)}, *self._told, *staying]
 
     def _host(self) -> str:
         """Tells hosts apart, also several of one name (containers, network namespaces)."""
@@ -400,6 +426,10 @@ class Launcher:
 
     def _signalled(self, number: int, frame: object) -> None:
         self._signals.append(number)
+
+
+def _stays_out(rank: int) -> Message:
+    return {"type": "stays_out", "rank": rank}
 
 
 def torchrun_environment(

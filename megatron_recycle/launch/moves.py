@@ -38,14 +38,20 @@ class Starts:
         """Local rank of every rank that this launcher has started or is to start."""
         self._due: list[int] = []
         self._moving: set[int] = set()
+        self._numbers: dict[int, int] = {}
 
     def begin(self, event: Mapping[str, Any]) -> None:
-        """A worker of this host moves: its successor is to be started."""
+        """A worker of this host moves: its successor is to be started, once, however often that is told."""
         rank = event["to_rank"]
-        if rank not in self._moving:
+        if self._numbers.get(rank) != event["number"]:
+            self._numbers[rank] = event["number"]
             self.devices[rank] = self.devices[event["rank"]]
             self._due.append(rank)
             self._moving.add(rank)
+
+    def number(self, rank: int) -> int:
+        """Which move it is that this rank's process is started for."""
+        return self._numbers[rank]
 
     def due(self) -> list[int]:
         """The ranks to be started now, each named once."""
@@ -55,6 +61,10 @@ class Starts:
     def later(self, rank: int) -> None:
         """Its earlier process still ends."""
         self._due.append(rank)
+
+    def awaited(self, rank: int) -> bool:
+        """Whether this rank's process of a move is still to be started: what ends now made room for it."""
+        return rank in self._due
 
     def moves(self, rank: int) -> bool:
         """Whether this rank's process belongs to a move that is under way."""

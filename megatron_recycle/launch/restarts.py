@@ -29,6 +29,8 @@ class Restarts:
     def __init__(self, say: Callable[[str], None], give_up: Callable[[int], None] = lambda rank: None) -> None:
         self.most = 0
         """How often a rank may be started again (`max_restarts`), once training has begun; until then 0."""
+        self.given_up: set[int] = set()
+        """The ranks that stay out."""
         self._say = say
         self._give_up = give_up
         self._ranks: dict[int, _Rank] = {}
@@ -39,18 +41,28 @@ class Restarts:
             return
         known = self._ranks.setdefault(rank, _Rank())
         if known.restarts >= self.most:
-            self._say(f"rank {rank} stays out: it has been started again {known.restarts} times (max_restarts)")
-            self._give_up(rank)
+            self._stays_out(rank, f"it has been started again {known.restarts} times (max_restarts)")
         elif known.fruitless >= _FRUITLESS:
-            self._say(f"rank {rank} stays out: it has ended {known.fruitless} times before it had joined; see {log}")
-            self._give_up(rank)
+            self._stays_out(rank, f"it has ended {known.fruitless} times before it had joined; see {log}")
         else:
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**known.fruitless)
             known.restarts, known.fruitless, known.due = known.restarts + 1, known.fruitless + 1, now + pause
             self._say(f"rank {rank} is started again in {pause:.0f} s (restart {known.restarts} of {self.most})")
 
+    def replaced(self, rank: int) -> None:
+        """The rank's process has failed while another one, which it was to make room for, has its device."""
+        if self.most:
+            self._stays_out(rank, "its device has the process that it was to move to")
+
+    def _stays_out(self, rank: int, why: str) -> None:
+        if rank not in self.given_up:
+            self.given_up.add(rank)
+            self._say(f"rank {rank} stays out: {why}")
+            self._give_up(rank)
+
     def joined(self, rank: int) -> None:
         """The rank's new process takes part in the training."""
+        self.given_up.discard(rank)
         if rank in self._ranks:
             self._ranks[rank].fruitless = 0
 

@@ -288,7 +288,7 @@ class Coordinator:
             if self._ended is not None and self._ended.done():
                 connection.send({"type": "end", **vars(self._ended.result())})
         elif kind == "exit":
-            names = ("rank", "pid", "status", "log")
+            names = ("rank", "pid", "status", "log", "move")
             self._feed(Exited(since=message["t"], **{name: message[name] for name in names}))
         elif kind == "stays_out":
             self._feed(StaysOut(message["rank"]))

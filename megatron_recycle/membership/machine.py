@@ -127,7 +127,8 @@ def _returned(state: State, happened: Hello, now: float) -> Step:
     state = state.with_(returned=state.returned | {happened.member.worker})
     if len(state.returned) < len(state.members):
         return state, ()
-    return _switch_if_all_stand(state.with_(phase=Phase.TRAINING), now)
+    state, decisions = _switch_if_all_stand(state.with_(phase=Phase.TRAINING), now)
+    return state, (*decisions, *moves.seek(state))
 
 
 # A boundary, where joiners come in and others leave

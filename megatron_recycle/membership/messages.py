@@ -36,7 +36,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
 FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"host": str, "ranks": list},
     "heartbeat": {"progress": (dict, type(None))},
-    "exit": {"rank": int, "pid": int, "status": (int, type(None)), "t": _NUMBER, "log": str},
+    "exit": {"rank": int, "pid": int, "status": (int, type(None)), "t": _NUMBER, "log": str, "move": int},
     "interrupt": {"status": int, "message": str},
     "join": {"count": int},
     "stays_out": {"rank": int},

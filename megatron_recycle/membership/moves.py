@@ -37,8 +37,9 @@ _PROCESS = "its process"
 
 def seek(state: State) -> tuple[Decision, ...]:
     """Ask the planner, if the job wants moves and nobody is on the way in or out, or will be by itself."""
+    quiet = state.phase is Phase.TRAINING and state.since is None
     wanted = (state.description or {}).get("moves") and state.fruitless < _FRUITLESS
-    if not wanted or not state.moves_due or not state.out or state.joiners or state.leaving or state.moves:
+    if not quiet or not wanted or not state.moves_due or not state.out or state.joiners or state.leaving or state.moves:
         return ()
     if (state.description or {}).get("max_restarts") and any(
             kind not in _NOT_RESTARTED and name not in state.given_up for name, kind in state.out.items()):
@@ -47,32 +48,33 @@ def seek(state: State) -> tuple[Decision, ...]:
 
 
 def stays_out(state: State, happened: StaysOut, now: float) -> Step:
-    """A launcher will not start this rank again."""
+    """A launcher will not start this rank again. It says so right after the end of its process: often before the
+    recovery from that, after which moves are sought anyway."""
     name = next((name for name in state.out if state.ranks.get(name) == happened.rank), None)
-    if name is None or state.phase is not Phase.TRAINING or name in state.given_up:
+    if name is None or name in state.given_up:
         return state, ()
     state = state.with_(given_up=state.given_up | {name}, moves_due=True)
-    return state, seek(state) if state.since is None else ()
+    return state, (_record(state, []), *seek(state))
 
 
 def begin(state: State, happened: MovesFound, now: float) -> Step:
     """The planner wants these moves; what has changed meanwhile makes them void."""
-    quiet = state.phase is Phase.TRAINING and state.since is None and happened.generation == state.generation
-    if not quiet or not seek(state):
+    if happened.generation != state.generation or not seek(state):
         return state, ()
     found = {to: state.members[mover] for mover, to in happened.moves.items()
              if mover in state.members and to in state.out and to not in state.members}
     if not found:
         return state, ()
+    moves = {to: mover.incarnation for to, mover in found.items()}
+    state = state.with_(moves=moves, move=state.move + 1, moves_due=False)
     begun = [moving(state, to, mover, now) for to, mover in found.items()]
-    state = state.with_(moves={to: mover.incarnation for to, mover in found.items()}, moves_due=False)
     return state, (_record(state, begun), *map(Emit, begun))
 
 
 def moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
     """The event on which the mover's launcher starts a process for `to`."""
     event = {"event": "moving", "t": now, "generation": state.generation, "worker": mover.worker, "to": to}
-    return {**event, "rank": mover.rank, "pid": mover.pid, "to_rank": state.ranks[to]}
+    return {**event, "rank": mover.rank, "pid": mover.pid, "to_rank": state.ranks[to], "number": state.move}
 
 
 def pending(state: State, now: float) -> list[dict[str, Any]]:
@@ -82,8 +84,10 @@ def pending(state: State, now: float) -> list[dict[str, Any]]:
 
 
 def not_started(state: State, happened: Exited, now: float) -> Step:
-    """A process that never said hello has ended."""
-    to = next((to for to in state.moves if state.ranks[to] == happened.rank), None)
+    """A process that never said hello has ended. Launchers tell of all ends again after a reconnect, so it may be any
+    process that this rank has had."""
+    own = happened.move == state.move
+    to = next((to for to in state.moves if own and state.ranks[to] == happened.rank), None)
     if to is None or to in state.joiners or to in state.members:
         return state, ()
     return _drop(state, to, f"{_PROCESS} ended with {notices.describe_status(happened.status)}; see {happened.log}",
@@ -146,7 +150,7 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
 
 
 def _record(state: State, events: list[dict[str, Any]]) -> Store:
-    return Store({"kind": "moves", "generation": state.generation, "moves": dict(state.moves), "events": events})
+    return Store({"kind": "moves", "generation": state.generation, **notices.of_moves(state), "events": events})
 
 
 def moved(state: State) -> dict[str, str]:
@@ -169,6 +173,10 @@ def from_where(state: State, name: str) -> str | None:
     return None if incarnation is None else state.known[incarnation].worker
 
 
-def restored(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """`State.moves` as the journal has it."""
-    return next((dict(record["moves"]) for record in reversed(records) if record["kind"] == "moves"), {})
+def restored(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of the state as the journal has them."""
+    last = next((record for record in reversed(records) if "moves" in record), None)
+    if last is None:
+        return {}
+    fields = {name: last[name] for name in ("moves", "move", "moves_due", "fruitless")}
+    return {**fields, "given_up": frozenset(last["given_up"])}

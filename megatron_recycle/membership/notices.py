@@ -124,7 +124,19 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "committed": state.committed,
         "since": state.since,
         "description": dict(state.description or {}),
+        **of_moves(state),
         "events": list(events),
+    }
+
+
+def of_moves(state: State) -> dict[str, Any]:
+    """What a restarted coordinator needs to know of moves, in every record that changes some of it."""
+    return {
+        "moves": dict(state.moves),
+        "move": state.move,
+        "moves_due": state.moves_due,
+        "fruitless": state.fruitless,
+        "given_up": sorted(state.given_up),
     }
 
 

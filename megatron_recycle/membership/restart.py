@@ -44,7 +44,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             ranks=decided["ranks"],
             description=decided["description"],
             committed=last,
-            moves=moves.restored(records),
+            **moves.restored(records),
         )
     if went is not None:
         state = state.with_(resume=Resume.from_json(went["resume"]))

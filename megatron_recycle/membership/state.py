@@ -72,6 +72,8 @@ class State:
     """Incarnations of members that have asked to leave at a boundary."""
     moves: Mapping[str, str] = field(default_factory=dict)
     """Moves under way: the empty position of another stage, and the incarnation of the member that is to take it."""
+    move: int = 0
+    """The number of these moves; all that are begun at once have the same."""
     moves_due: bool = False
     """Whether the membership has changed, other than by a move, since moves were begun."""
     fruitless: int = 0
@@ -206,6 +208,8 @@ class Exited:
     status: int | None
     since: float
     log: str = ""
+    move: int = 0
+    """The number of the move that the process was started for."""
 
 
 @dataclass(frozen=True)

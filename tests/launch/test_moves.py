@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.launch.moves import moves_of
+from megatron_recycle.launch.moves import Starts, moves_of
 from megatron_recycle.launch.planning import problem_of
 from tests.launch.running import Running, launched
 
@@ -62,6 +62,32 @@ def test_the_coordinator_is_killed_while_the_new_process_waits(tmp_path: Path) -
         check(job, {"1:0": "exit", "1:1": "move"})
 
 
+def test_the_coordinator_is_killed_while_the_new_process_starts(tmp_path: Path) -> None:
+    """The launcher tells the next one of the ends of the processes that had the rank before."""
+    with launched(tmp_path / "run", ORDERS) as job:
+        job.kill(0, 1)
+        number = job.event("moving")["number"]
+        os.kill(job.coordinator(), signal.SIGKILL)
+        job.event("restarted")
+        job.event("waiting", worker="0:0")
+        job.paused(2)
+        job.go_on(2)
+        check(job, {"1:0": "exit", "1:1": "move"})
+        assert {event["number"] for event in job.events if event["event"] == "moving"} == {number}
+
+
+def test_a_worker_moves_to_the_place_of_one_that_stands_still(tmp_path: Path) -> None:
+    frozen = {**ORDERS, "description": {**MOVES, "heartbeat_timeout": 3.0}}
+    with launched(tmp_path / "run", frozen) as job:
+        job.kill(0, number=signal.SIGSTOP)
+        job.kill(1)
+        job.event("waiting", worker="0:0")
+        job.paused(2)
+        job.go_on(2)
+        check(job, {"1:0": "exit", "1:1": "move"})
+        assert job.event("suspected", worker="0:0")["kind"] == "frozen"
+
+
 def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) -> None:
     """Another failure comes first: 0:1 dies, and stage 1 has nobody to spare."""
     with launched(tmp_path / "run", {**ORDERS, "pause": {**ORDERS["pause"], "3": 5}}) as job:
@@ -87,6 +113,22 @@ def test_max_restarts_comes_first_and_a_rank_that_stays_out_is_moved_to(tmp_path
         check(job, {"1:0": "exit", "1:1": "move"})
     output = job.output.read_text()
     assert "rank 0 stays out: it has been started again 1 times" in output
+
+
+def test_a_move_to_the_place_of_a_process_that_still_ends_and_the_same_move_told_again() -> None:
+    starts = Starts({0: 0, 4: 4})
+    event = {"rank": 4, "to_rank": 0, "number": 1}
+    starts.begin(event)
+    assert starts.due() == [0] and starts.devices == {0: 4, 4: 4}
+    starts.later(0)
+    assert starts.awaited(0), "what ends now made room"
+    starts.begin(event)
+    assert starts.due() == [0] and not starts.awaited(0) and starts.moves(0)
+    starts.end(0)
+    starts.begin(event)
+    assert starts.due() == [], "that one has failed already"
+    starts.begin({**event, "number": 2})
+    assert starts.due() == [0] and starts.number(0) == 2
 
 
 def test_who_moves_leaves_the_pipeline_that_is_broken_anyway() -> None:

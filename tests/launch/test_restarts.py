@@ -90,3 +90,17 @@ def test_a_rank_has_as_many_restarts_as_it_was_given() -> None:
     restarts.joined(0)
     restarts.ended(0, 5.0, "")
     assert said[-1] == "rank 0 stays out: it has been started again 1 times (max_restarts)"
+
+
+def test_who_fails_while_its_device_has_another_process_is_given_up_once() -> None:
+    said: list[str] = []
+    told: list[int] = []
+    restarts = Restarts(said.append, told.append)
+    restarts.replaced(4)
+    assert not said, "nobody would have been started again"
+    restarts.most = 1
+    restarts.replaced(4)
+    restarts.replaced(4)
+    assert told == [4] and restarts.given_up == {4} and not restarts.pending()
+    restarts.joined(4)
+    assert not restarts.given_up

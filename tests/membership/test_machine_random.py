@@ -44,6 +44,7 @@ class Process:
     alive: bool = True
     ready: bool = False
     stop: int = 0
+    move: int = 0
     generation: int = 0
     running: bool = False
     """False while it stands still: before the first go, and from a stop to the next go's end."""
@@ -345,7 +346,8 @@ class Protocol(RuleBasedStateMachine):
         self.troubles -= 1
         process = self._some(data, self._those(lambda p: True))
         process.alive = process.running = False
-        self.exits.append(st.Exited(process.member.rank, process.member.pid, -9, self.now))
+        member = process.member
+        self.exits.append(st.Exited(member.rank, member.pid, -9, self.now, move=process.move))
 
     @precondition(lambda self: self.told_exits < len(self.exits))
     @rule()

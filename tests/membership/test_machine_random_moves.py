@@ -42,7 +42,7 @@ class Moves(joins.Joins):
         self.lives += 1
         rank = self.processes[name].member.rank
         member = st.Member(name, rank, f"{name}/{self.lives}", 100 + rank + 1000 * self.lives, "host")
-        process = self.processes[name] = base.Process(member, ready=True)
+        process = self.processes[name] = base.Process(member, ready=True, move=self.state.move)
         self._of(process).outside = True
         self._connect(process)
 

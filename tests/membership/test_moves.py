@@ -124,7 +124,7 @@ def test_of_two_moves_each_waits_for_its_own_process_and_none_is_sought_after_th
     cluster.commit(7)
     assert [event["worker"] for event in events(cluster.stand(9), "left")] == [MOVER]
     assert cluster.state.moves == {"1:0": "0:1/0"}
-    cluster.feed(st.Exited(2, 4242, 1, cluster.now, "worker-2.log"))
+    cluster.feed(st.Exited(2, 4242, 1, cluster.now, "worker-2.log", move=1))
     cluster.plan()
     for who in cluster.who():
         cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=8, holds=8, committed=8)))
@@ -152,7 +152,7 @@ def test_nothing_is_sought_after_a_move_until_something_else_happens() -> None:
 def test_a_process_that_ends_before_its_hello_ends_the_move_and_there_is_no_other_in_this_generation() -> None:
     cluster = Moves()
     cluster.moving()
-    (failed,) = events(cluster.feed(st.Exited(0, 4242, 1, cluster.now, "worker-0.log")), "move_failed")
+    (failed,) = events(cluster.feed(st.Exited(0, 4242, 1, cluster.now, "worker-0.log", move=1)), "move_failed")
     assert failed["reason"] == "its process ended with status 1; see worker-0.log"
     assert cluster.state.generation == 3 and MOVER in cluster.state.members and not cluster.state.moves
 
@@ -234,15 +234,65 @@ def test_no_move_while_a_launcher_will_start_the_dead_again() -> None:
     assert events(cluster.found(), "moving")
 
 
-def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers_again() -> None:
-    cluster = Moves()
-    cluster.moving()
+def come_back(cluster: Moves) -> None:
+    """The coordinator has died, and another has read its journal."""
     records = [json.loads(json.dumps(decision.record)) for decision in cluster.log if isinstance(decision, st.Store)]
-    generation, members = cluster.state.generation, [*cluster.state.members]
     cluster.state = restore(8, records, 6)
     cluster.feed(st.Restarted())
+
+
+def return_all(cluster: Moves) -> list[st.Decision]:
+    generation = cluster.state.generation
+    return [decision for name in [*cluster.state.members]
+            for decision in cluster.feed(st.Hello(cluster.member(name), generation))]
+
+
+def test_a_launcher_that_gives_a_rank_up_says_so_before_the_recovery_is_over() -> None:
+    cluster = Moves(max_restarts=1)
+    cluster.train()
+    cluster.exit("0:0")
+    cluster.feed(st.StaysOut(0))
+    cluster.exit("1:0")
+    cluster.feed(st.StaysOut(2))
+    cluster.plan()
+    cluster.reports(iteration=0)
+    assert searches(cluster.resume_all())
+
+
+def test_the_ends_of_earlier_processes_of_the_rank_are_told_again_and_do_not_end_the_move() -> None:
+    cluster = Moves()
+    cluster.moving()
+    come_back(cluster)
+    for pid in (cluster.member(TO).pid, 4241):
+        assert not events(cluster.feed(st.Exited(0, pid, -9, 50.0)), "move_failed")
+    return_all(cluster)
+    assert events(cluster.feed(st.Exited(0, 4242, 1, 50.0, move=1)), "move_failed")
+    cluster.found()
+    assert not events(cluster.feed(st.Exited(0, 4242, 1, 50.0, move=1)), "move_failed"), "that was the one before"
+    assert cluster.state.fruitless == 1 and cluster.state.moves
+
+
+def test_a_coordinator_that_comes_back_knows_who_stays_out_and_how_often_moves_have_failed() -> None:
+    cluster = Moves(max_restarts=1)
+    cluster.lost()
+    cluster.feed(st.StaysOut(0))
+    come_back(cluster)
+    cluster.feed(st.StaysOut(2))
+    assert searches(return_all(cluster)), "nobody asks later"
+    cluster.found()
+    cluster.feed(st.Exited(0, 4242, 1, cluster.now, move=1))
+    come_back(cluster)
+    return_all(cluster)
+    assert (cluster.state.fruitless, cluster.state.move) == (1, 1) and cluster.state.given_up == {"0:0", "1:0"}
+    cluster.found()
+    assert cluster.state.move == 2
+
+
+def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers_again() -> None:
+    cluster = Moves()
+    (begun,) = events(cluster.moving(), "moving")
+    come_back(cluster)
     (event,) = moves.pending(cluster.state, cluster.now)
-    assert (event["worker"], event["to"]) == (MOVER, TO)
-    for name in members:
-        cluster.feed(st.Hello(cluster.member(name), generation))
+    assert {**event, "t": begun["t"]} == begun
+    return_all(cluster)
     assert told(cluster.comes(), "offer") and cluster.state.moves == {TO: f"{MOVER}/0"}

@@ -1,0 +1,85 @@
+"""What a launcher does with its processes, without a coordinator: processes that only sleep."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.launch.launcher import Grace, Job, Launcher, Worker
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@contextmanager
+def launcher(folder: Path, said: list[str], ranks: range = range(2)) -> Iterator[Launcher]:
+    """With `max_restarts` 1 and a process for each rank."""
+    job = Job(SLEEP, os.environ, folder, ranks, len(ranks), show="none", grace=Grace(ending=0.2))
+    made = Launcher(job, "127.0.0.1:1", "token", said.append)
+    made.restarts.most = 1
+    for rank in ranks:
+        made._spawn(rank)
+    try:
+        yield made
+    finally:
+        made._kill_all()
+
+
+def tell(made: Launcher, name: str, worker: Worker, /, **fields: Any) -> None:
+    made._receive({"event": {"event": name, "rank": worker.rank, "pid": worker.child.pid, **fields}, "type": "event"})
+
+
+def until_ended(made: Launcher, worker: Worker) -> None:
+    limit = time.monotonic() + 20
+    while worker.status is None:
+        assert time.monotonic() < limit
+        made._wait()
+
+
+def test_a_process_that_has_failed_and_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(tmp_path, said) as made:
+        worker = made.workers[0]
+        tell(made, "suspected", worker, worker="0:0", kind="exit", generation=1, iteration=3)
+        assert worker.child.status() is None, "it may need a moment"
+        until_ended(made, worker)
+        assert worker.status == -signal.SIGKILL and made.restarts.pending() and made.workers[1].status is None
+    assert "has failed and does not end: SIGKILL" in "".join(said)
+
+
+def test_a_worker_fails_while_the_process_that_it_moves_to_lives(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(tmp_path, said, range(1)) as made:
+        mover = made.workers[0]
+        tell(made, "moving", mover, worker="0:1", to="0:0", to_rank=7, number=1)
+        made._wait()
+        assert made.workers[7].move == 1
+        mover.child.signal(signal.SIGKILL)
+        until_ended(made, mover)
+        assert made.restarts.given_up == {0} and not made.restarts.pending()
+        assert {"type": "stays_out", "rank": 0} in made._hello()
+        made.workers[7].child.signal(signal.SIGKILL)
+        until_ended(made, made.workers[7])
+        assert made.restarts.pending(), "it is alone now: another life"
+        assert [message["move"] for message in made._hello() if message["type"] == "exit"] == [0, 1]
+
+
+def test_a_process_that_a_worker_moves_to_fails_while_that_one_lives(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(tmp_path, said, range(1)) as made:
+        tell(made, "moving", made.workers[0], worker="0:1", to="0:0", to_rank=7, number=1)
+        made._wait()
+        made.workers[7].child.signal(signal.SIGKILL)
+        until_ended(made, made.workers[7])
+        assert not made.restarts.pending() and not made.restarts.given_up
+
+
+def test_an_interrupt_is_told_again_after_a_reconnect(tmp_path: Path) -> None:
+    with launcher(tmp_path, [], range(1)) as made:
+        made._interrupt(signal.SIGTERM)
+        assert made._hello()[-1]["type"] == "interrupt"
