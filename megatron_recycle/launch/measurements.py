@@ -72,6 +72,7 @@ class Measurements:
         self._processes: dict[Worker, str] = {}
         self._heard: set[str] = set()
         self._since = 0  # how many times all have been heard since `known` has changed
+        self._streak = 0  # how many times in a row a stage seemed to have changed
 
     def restore(self, event: Mapping[str, Any]) -> None:
         """Go on from what an earlier coordinator has told (`Measured.to_json`)."""
@@ -125,11 +126,20 @@ class Measurements:
             if costs is None or (window == LONG and self._since < LONG):
                 return False
             known = Measured(costs, memory, found)
-            if (self.known is None or drifted(self.known.costs, costs, noise, window)
+            if (self.known is None or self._drifted(self.known.costs, costs, noise, window)
                     or (window == RECENT and _changed(self.known, known))):
-                self.known, self._since = known, 0
+                self.known, self._since, self._streak = known, 0, 0
                 return True
         return False
+
+    def _drifted(self, planned: Costs, costs: Costs, noise: Mapping[str, float], window: int) -> bool:
+        """A few iterations count for a whole stage only if those after them, without them, say so too: on a busy
+        machine all of it may be late for a moment. Who is slow has been confirmed already."""
+        found = drifted(planned, costs, noise, window)
+        if window == RECENT and planned.speed == costs.speed:
+            self._streak = self._streak + 1 if found else 0
+            return self._streak > RECENT
+        return found
 
     def _bytes(self) -> dict[str, Any]:
         """What the live workers have measured; {} if those of a stage have not."""

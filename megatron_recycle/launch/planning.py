@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 WORTHWHILE = 0.02
 """A plan in use is replaced by one that takes less time by more than this share."""
+_KEPT = 1000  # plans made ahead; those for costs that were measured long ago are of no use
 
 
 def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Measured | None = None) -> Problem:
@@ -65,6 +66,7 @@ class Planning:
         self._folder = folder
         self._cache = Cache()
         self._measurements = Measurements()
+        self._before: Measured | None = None  # what was known before the last change, and plans were made ahead for
         self._best: dict[frozenset[str], Plan] = {}
         self._lock = threading.Lock()
         self.ahead: threading.Thread | None = None
@@ -80,11 +82,23 @@ class Planning:
             if description.get("policy") == "drop":
                 known = drop(problem)
             else:
-                known = plan_for(problem, self._cache, work=0, seed=int(description.get("seed") or 0))
+                known = self._made(problem, problem_of(description, failed, self._before),
+                                   int(description.get("seed") or 0))
             with self._lock:
                 self._best[failed] = known
         self._keep(known)
         return known.to_json()
+
+    def _made(self, problem: Problem, before: Problem, seed: int) -> Plan:
+        """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
+        better and still has the memory."""
+        plan, earlier = plan_for(problem, self._cache, work=0, seed=seed), self._cache.get(before)
+        if plan.stats.get("cached") or earlier is None or before == problem:
+            return plan
+        again = recosted(problem, earlier)
+        if any(peak(problem, worker, again.actions(worker)) > cap for worker, cap in problem.cap.items()):
+            return plan
+        return again if again.objective_value < plan.objective_value else plan
 
     def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
@@ -103,10 +117,13 @@ class Planning:
         """Take in what one worker has measured. Once all live ones have been heard, returns what is known of the job if
         that has changed so much that plans should be made again."""
         with self._lock:
+            before = self._measurements.known
             if not self._measurements.take(profile, incarnation):
                 return None
-            # What was planned before is still legal, or was then, but no longer the best to begin with.
-            self._cache, self._best = Cache(), {}
+            # What was planned before is still legal, or was then, but perhaps no longer the best to begin with.
+            self._best, self._before = {}, before
+            if len(self._cache) > _KEPT:
+                self._cache = Cache()
             return self._measurements.known
 
     def improve(

@@ -375,11 +375,14 @@ class Coordinator:
 
     def _new_generation(self) -> None:
         """Timers and searches of the last generation are void."""
-        self._cancelled.set()
-        self._cancelled = threading.Event()
+        self._cancel_search()
         if self.state.description is not None:
             self.timeouts = self.timeouts.overridden(self.state.description)
         self._watch_all()
+
+    def _cancel_search(self) -> None:
+        self._cancelled.set()
+        self._cancelled = threading.Event()
 
     def _watch_all(self) -> None:
         interval, timeout = self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout
@@ -408,6 +411,7 @@ class Coordinator:
             self._in_thread("recycle-plan", self._make_plan, decision)
         elif isinstance(decision, Improve):
             if self._improve is not None:
+                self._cancel_search()  # one at a time: the last one was asked something else
                 self._in_thread("recycle-improve", self._look_for_better, decision, self._cancelled)
         elif isinstance(decision, FindMoves):
             if self._moves is not None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..plan import Worker
 
-_KEPT = 6  # iterations
+_KEPT = 12  # iterations
 
 Pair = tuple[Worker, Worker]
 """Two workers of neighbouring stages, the earlier stage first."""

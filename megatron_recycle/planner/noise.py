@@ -17,6 +17,7 @@ RECENT, LONG = 3, 12
 
 _SPREADS = {RECENT: 4.0, LONG: 3.0}
 _NORMAL = 1.4826  # a normal distribution's standard deviation in its median absolute deviations
+_MOST, _MOST_IS = 0.8, 1.2816  # so many of its deviations are below so many standard deviations
 
 
 def spread(series: Iterable[Sequence[float]]) -> float:
@@ -32,8 +33,13 @@ def spread(series: Iterable[Sequence[float]]) -> float:
             middle = median(logs)
             apart += [abs(value - middle) for value in logs]
             steps += [abs(after - before) for before, after in pairwise(logs)]
-    # Slow changes show in the former only; of few measurements the middle one is itself, and the latter is right.
-    return _NORMAL * max(median(apart), median(steps) / math.sqrt(2)) if steps else math.inf
+    if not steps:
+        return math.inf
+    # Slow changes show in the first only; of few measurements the middle one is itself, and the others are right. On a
+    # busy machine most steps are small and many are huge: the last tells; a change for good is but one step.
+    steps.sort()
+    late = steps[int(_MOST * (len(steps) - 1))]
+    return max(_NORMAL * median(apart), _NORMAL * median(steps) / math.sqrt(2), late / _MOST_IS / math.sqrt(2))
 
 
 def notable(value: float, usual: float, share: float, noise: float, window: int = RECENT) -> bool:

@@ -17,18 +17,21 @@ SPEED_STEP = 0.05
 
 KINDS = ("F", "B", "W", "S")
 
+_CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 1.0  # the latter: of one micro-batch in each of three iterations, together
+
 
 class Profile:
     """Measured durations in seconds, one of each kind per worker and iteration, the latest of them.
 
     Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step). A median is taken per worker, then over workers, so that
-    neither an odd measurement nor one slow worker shifts a stage's cost. Of ``S`` the shortest counts: it includes
-    waiting for the others, and whoever comes last waits least.
+    neither an odd measurement nor one slow worker shifts a stage's cost. Of ``S`` the shortest of all counts: it
+    includes waiting for the others, and whoever comes last waits least, though not in every iteration.
     """
 
     def __init__(self) -> None:
         self._series: dict[Worker, dict[str, deque[float]]] = {}
         self._factors: dict[Worker, float] = {}
+        self._streaks: dict[Worker, int] = {}  # how many times in a row those seemed to differ that are not known to
 
     def add(self, worker: Worker, seconds: Mapping[str, float]) -> None:
         """Take in one iteration. Raises PlanError for an unknown kind or a negative time."""
@@ -44,6 +47,7 @@ class Profile:
         """It is another process now."""
         self._series.pop(worker, None)
         self._factors.pop(worker, None)
+        self._streaks.pop(worker, None)
 
     def noise(self, live: Iterable[Worker]) -> dict[str, float]:
         """Relative spread of an iteration's measurement, by kind, and of "all" work on a micro-batch."""
@@ -59,6 +63,8 @@ class Profile:
         for worker in live:
             peers = [other for other in live if other.stage == worker.stage]
             recent, known = self._ratio(worker, peers, RECENT), self._factors.get(worker)
+            if recent is None or not notable(recent, 1, NOTABLE, noise):
+                self._streaks.pop(worker, None)
             if recent is None:
                 if known is not None:  # nothing new is known: it has no work
                     found[worker] = known
@@ -66,7 +72,7 @@ class Profile:
             if not notable(recent, 1, NOTABLE, 0):
                 continue
             latest = self._ratio(worker, peers, LONG)
-            if notable(recent, 1, NOTABLE, noise):
+            if notable(recent, 1, NOTABLE, noise) and (known is not None or self._confirmed(worker, peers, noise)):
                 found[worker] = recent
             elif latest is not None and (latest > 1) == (recent > 1) and notable(latest, 1, NOTABLE, noise, LONG):
                 found[worker] = latest
@@ -75,7 +81,21 @@ class Profile:
             if worker in found and known is not None and not notable(found[worker], known, SPEED_STEP, noise):
                 found[worker] = known
         self._factors = found
+        self._streaks = {worker: count for worker, count in self._streaks.items() if worker not in found}
         return dict(found)
+
+    def _confirmed(self, worker: Worker, peers: Sequence[Worker], noise: float) -> bool:
+        """Whether one that differs does so for good. Clearly, in each of three iterations: by many spreads, or by more
+        time than a busy machine lets a process wait. Or twice, in iterations that are not the same ones."""
+        usual = median_low(self._medians(peers, "all", RECENT, full=True))
+        latest = tuple(self._of(worker, "all"))[-RECENT:]
+        mildest = min(latest, key=lambda seconds: abs(math.log(max(seconds, 1e-9) / usual)))
+        if not notable(mildest, usual, NOTABLE, noise):
+            self._streaks.pop(worker, None)
+            return False
+        self._streaks[worker] = self._streaks.get(worker, 0) + 1
+        clear = abs(math.log(mildest / usual)) > _CLEAR_SPREADS * noise
+        return clear or sum(latest) - RECENT * usual > _CLEAR_SECONDS or self._streaks[worker] > RECENT
 
     def costs(self, live: Iterable[Worker], stages: int, window: int = LONG, hop: float = 0.0) -> Costs | None:
         """Costs in microseconds over the latest ``window`` iterations, with the speeds that differ notably; None until
@@ -84,13 +104,15 @@ class Profile:
         table: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for stage in range(stages):
             workers = [worker for worker in live if worker.stage == stage]
+            shortest = [min(self._of(worker, "S")) for worker in workers if self._of(worker, "S")]
             usual = [worker for worker in workers if worker not in self._factors] or workers
             speeds.update({worker: _rounded(self._factors[worker]) for worker in workers if worker not in usual})
-            for kind in KINDS:
-                values = self._medians(workers if kind == "S" else usual, kind, window)
+            table["S"].append(min(shortest, default=0.0))
+            for kind in "FBW":
+                values = self._medians(usual, kind, window)
                 if not values and kind != "W":
                     return None
-                table[kind].append((min if kind == "S" else median)(values or [0.0]))
+                table[kind].append(median(values or [0.0]))
         whole = {kind: tuple(round(seconds * 1e6) for seconds in row) for kind, row in table.items()}
         return Costs(whole["F"], whole["B"], whole["W"], round(hop * 1e6), whole["S"], speeds)
 
@@ -134,7 +156,8 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
     if any(changed(getattr(planned, name)[s], getattr(measured, name)[s], wholes[s], kind)
            for kind, name in named.items() for s in range(planned.stages)):
         return True
-    if abs(measured.hop - planned.hop) > NOTABLE * min(wholes):  # a busy machine's lateness adds to it
+    # A busy machine's lateness adds to it, so it is not judged by few iterations.
+    if (noise is None or window == LONG) and abs(measured.hop - planned.hop) > NOTABLE * min(wholes):
         return True
     return any(changed(planned.speed.get(worker, 1), measured.speed.get(worker, 1), 1, "speed")
                for worker in {*planned.speed, *measured.speed})

@@ -78,6 +78,21 @@ def test_the_plans_of_what_may_fail_next_are_made_ahead() -> None:
             assert {str(worker) for worker in plan.problem.failed} == failed
 
 
+def test_a_plan_made_ahead_is_not_lost_because_durations_were_measured_anew() -> None:
+    planning, cancelled, failed = Planning(), threading.Event(), frozenset({"1:1"})
+    description = {**DESCRIPTION, "cap": 3, "planner_budget": 1.0}
+    planning.improve(description, frozenset(), planning.plan(description, frozenset()), cancelled)
+    assert planning.ahead is not None
+    planning.ahead.join(60)
+    for name in [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]:
+        planning.measured(profile(name, 0.022))
+    other = Planning()
+    other._measurements.known = planning._measurements.known
+    plan = Plan.from_json(planning.plan(description, failed))
+    assert plan.problem.costs.forward == (22000, 22000) and violations(plan) == []
+    assert plan.objective_value <= Plan.from_json(other.plan(description, failed)).objective_value
+
+
 def profile(worker: str, forward: float) -> dict[str, object]:
     return {"worker": worker, "iterations": [{"F": forward, "B": 0.022, "W": 0.018}] * 3}
 
