@@ -168,7 +168,8 @@ def _join(args: argparse.Namespace, command: list[str], config: RecycleConfig) -
 
 def _tell(launcher: Launcher) -> None:
     """The closing table."""
-    rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in launcher.workers.values()]
+    lives = sorted(launcher.lives, key=lambda worker: worker.rank)
+    rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]
     print_table(launcher.summary, rows, launcher.message)
 
 

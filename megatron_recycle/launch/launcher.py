@@ -103,6 +103,9 @@ class Launcher:
     ) -> None:
         self.job = job
         self.workers: dict[int, Worker] = {}
+        """Each rank's process, the latest of several."""
+        self.lives: list[Worker] = []
+        """All processes, in the order in which they were started."""
         self.summary = Summary()
         self.restarts = Restarts(say, lambda rank: self._link.send(_stays_out(rank)))
         self._starts = Starts({rank: index for index, rank in enumerate(job.ranks)})
@@ -183,6 +186,7 @@ class Launcher:
             self.workers[rank].child.release()
         child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
         self.workers[rank] = Worker(rank, child, out=out, move=move)
+        self.lives.append(self.workers[rank])
         self._selector.register(child.pidfd, selectors.EVENT_READ, self.workers[rank])
 
     def _ended(self, worker: Worker) -> None:

@@ -14,6 +14,11 @@ _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
     "joined", "join_failed", "moving", "move_failed", "finished",
 )
+_AGAIN: Mapping[str, tuple[str, ...]] = {
+    "started": (), "suspected": ("rank", "pid", "generation", "kind"), "joined": ("rank", "pid", "generation"),
+    "moving": ("number", "to"),
+}
+"""Events that are told again after a reconnect, and the fields that make each the same."""
 _EVERY = 1.0
 """Seconds between two lines about committed iterations."""
 
@@ -24,8 +29,8 @@ class Failure:
 
     worker: str
     rank: int
+    pid: int
     kind: str
-    generation: int
     iteration: int
     detected_ms: float
     resumed_ms: float | None = None
@@ -33,25 +38,25 @@ class Failure:
 
 
 class Summary:
-    """Collects events; `add` returns the line to show now, if any."""
+    """Collects events, some of which are told again after a reconnect; `add` returns the line to show now, if any."""
 
     def __init__(self) -> None:
         self.failures: list[Failure] = []
         self.joined = 0
+        self.moved = 0
         self.committed = 0
         self.loss: float | str | None = None
         self.names: dict[int, str] = {}
         self._last = 0.0
+        self._seen: set[tuple[Any, ...]] = set()
 
     def add(self, event: Mapping[str, Any]) -> str | None:
         name = event["event"]
+        if self._known(event):
+            return None
         if name == "started":
-            if self.names:
-                return None  # told again after a reconnect
             self.names = {rank: name for name, rank in event["ranks"].items()}
         elif name == "suspected" and event.get("removed", True):
-            if any((f.rank, f.generation) == (event["rank"], event["generation"]) for f in self.failures):
-                return None
             self._suspected(event)
         elif name == "planned":
             for failure in self._open():
@@ -60,7 +65,8 @@ class Summary:
             for failure in self._open():
                 failure.resumed_ms = event.get("ms")
         elif name == "joined":
-            self.joined += 1
+            self.joined += "moved_from" not in event
+            self.moved += "moved_from" in event
         elif name == "committed":
             self.committed += 1
             self.loss = event.get("loss", self.loss)
@@ -71,13 +77,23 @@ class Summary:
         moved = name == "left" and event.get("kind") == "move"
         return format_event(dict(event)) if moved or name in _TOLD else None
 
+    def _known(self, event: Mapping[str, Any]) -> bool:
+        """Whether this is told again."""
+        name = event["event"]
+        if name not in _AGAIN:
+            return False
+        key = (name, *(event.get(field) for field in _AGAIN[name]))
+        again = key in self._seen
+        self._seen.add(key)
+        return again
+
     def _suspected(self, event: Mapping[str, Any]) -> None:
         self.failures.append(
             Failure(
                 event["worker"],
                 event["rank"],
+                event["pid"],
                 event["kind"],
-                event["generation"],
                 event["iteration"],
                 event.get("ms", 0.0),
                 event.get("ms", 0.0) if event.get("spare") else None,  # training did not stop for it
@@ -89,7 +105,8 @@ class Summary:
 
 
 def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str) -> None:
-    """The closing table on standard output: `rows` are (rank, pid, end), `closing` is the last line."""
+    """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
+    line."""
     from rich.console import Console
     from rich.table import Table
 
@@ -97,9 +114,9 @@ def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing:
     width = None if sys.stdout.isatty() else 100
     console = Console(file=sys.stdout, highlight=False, width=width)
     table = Table("rank", "worker", "pid", "end", "failure", "iteration", "detected", "training again", "plan")
-    by_rank = {failure.rank: failure for failure in summary.failures}
+    failures = {(failure.rank, failure.pid): failure for failure in summary.failures}
     for rank, pid, end in rows:
-        failure = by_rank.get(rank)
+        failure = failures.get((rank, pid))
         cells = [""] * 5
         if failure is not None:
             resumed = "never" if failure.resumed_ms is None else f"{failure.resumed_ms:.0f} ms"
@@ -108,7 +125,8 @@ def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing:
         table.add_row(str(rank), summary.names.get(rank, ""), str(pid), end, *cells)
     console.print(table)
     loss = "" if summary.loss is None else f", last loss {summary.loss}"
-    survived = sum(failure.resumed_ms is not None for failure in summary.failures)
-    lost = f"{len(summary.failures)} workers lost, {survived} of them survived"
+    again = sum(failure.resumed_ms is not None for failure in summary.failures)
+    lost = f"{len(summary.failures)} workers lost, after {again} of them training went on"
     lost += f", {summary.joined} joined" if summary.joined else ""
+    lost += f", {summary.moved} moved" if summary.moved else ""
     print(f"recycle: {closing} ({summary.committed} iterations committed{loss}; {lost})", flush=True)

@@ -152,7 +152,9 @@ class Coordinator:
         self._launchers: set[Connection] = set()
         self._connections: set[Connection] = set()
         self._progress: dict[str, Any] = {}
+        told = list(told)
         self._failures = [dict(event) for event in told if event["event"] in _KEPT]
+        self._hints = {_hint_key(event) for event in told if event["event"] == "hint"}
         self._watch = Watch(self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout)
         self._refusals: RateLimit[str] = RateLimit(60.0)
         self._cancelled = threading.Event()
@@ -269,7 +271,7 @@ class Coordinator:
             self._passed_on(incarnation, message["event"], message["fields"])
         elif kind == "hint":
             fields = {"generation": message["generation"], "error": message["error"][:500]}
-            self._passed_on(incarnation, "hint", fields)
+            self._hint(incarnation, fields)
             self._feed(Hinted(incarnation, fields["generation"], fields["error"]))
         elif kind == "ending":
             self._vanished(incarnation, message["t"])
@@ -312,6 +314,14 @@ class Coordinator:
             self._emit(event)
         else:
             self._tell_event(event)
+
+    def _hint(self, incarnation: str, fields: Mapping[str, Any]) -> None:
+        """Workers repeat their last hint after a reconnect; it is passed on once."""
+        member = self.state.known.get(incarnation)
+        key = _hint_key({**fields, "worker": member.worker}) if member is not None else None
+        if key is not None and key not in self._hints:
+            self._hints.add(key)
+            self._passed_on(incarnation, "hint", fields)
 
     def _vanished(self, incarnation: str, since: float) -> None:
         """A process is about to end, or has: without a launcher the end of a connection is the end of the process."""
@@ -494,6 +504,11 @@ class Coordinator:
         if plan is None or cancelled.is_set():
             return None
         return Improved(order.generation, plan, (time.monotonic() - began) * 1000)
+
+
+def _hint_key(event: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes two hints the same."""
+    return event.get("worker"), event.get("generation"), event.get("error")
 
 
 _INPUTS: Mapping[str, Callable[[str, Message], Input]] = {

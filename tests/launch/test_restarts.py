@@ -36,7 +36,7 @@ def test_a_worker_that_was_started_again_does_not_spoil_the_jobs_exit_status(tmp
         assert job.event("joined")["worker"] == "1:1"
     output = job.output.read_text()
     assert "rank 4 is started again in 1 s (restart 1 of 1)" in output
-    assert "1 workers lost, 1 of them survived, 1 joined" in output
+    assert "1 workers lost, after 1 of them training went on, 1 joined" in output
 
 
 def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) -> None:

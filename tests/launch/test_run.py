@@ -50,7 +50,7 @@ def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path)
         assert job.event("reconciled")["iteration"] == 2
         _no_process_is_left(job)
     output = job.output.read_text()
-    assert "signal SIGKILL" in output and "1 workers lost, 1 of them survived" in output
+    assert "signal SIGKILL" in output and "1 workers lost, after 1 of them training went on" in output
 
 
 def test_two_workers_of_different_stages_killed_at_once(tmp_path: Path) -> None:

@@ -161,6 +161,22 @@ def test_a_lost_connection_comes_back_and_hears_what_it_missed(running: Service)
     _close(agents)
 
 
+def test_a_hint_is_repeated_after_a_reconnect_and_recorded_once(running: Service) -> None:
+    agents = _all_ready(running)
+    agents["0:0"].hint(1, "connection reset")
+    running.await_event("hint")
+    connection = running.coordinator._workers["0:0/0"]
+    running.call(connection._transport.abort)
+    limit = time.monotonic() + LIMIT
+    while running.coordinator._workers.get("0:0/0", connection) is connection:
+        assert time.monotonic() < limit
+        os.sched_yield()
+    agents["0:0"].event("again")
+    running.await_event("again")
+    assert [event["event"] for event in running.events].count("hint") == 1
+    _close(agents)
+
+
 def test_different_descriptions_end_the_job_everywhere(running: Service) -> None:
     ends: queue.Queue[Ended] = queue.Queue()
     one = agent(running.address, "0:0", on_end=ends.put)

@@ -69,7 +69,7 @@ def test_the_launcher_starts_a_dead_worker_again_and_it_joins(tmp_path: Path):
     assert run.returncode == 0, output + errors
     check(read_events(tmp_path / "run/events.jsonl"))
     assert "rank 2 is started again in 1 s (restart 1 of 1)" in errors
-    assert "1 workers lost, 1 of them survived, 1 joined" in output
+    assert "1 workers lost, after 1 of them training went on, 1 joined" in output
     log = (tmp_path / "run/worker-2.log").read_text()
     assert "a bug of the first life" in log and "terminate called" not in log
 
