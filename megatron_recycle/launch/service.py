@@ -59,19 +59,25 @@ class Service:
     restarts: int = 0
 
     def restart(self) -> Service:
-        """Start the coordinator of the same job again, at the same addresses, after it has died. This one is
-        released in any case.
+        """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until
+        it listens: those that connect try until they can. This one is released in any case.
 
         Raises:
-            RecycleError: it does not start, or has died too often.
+            RecycleError: it has refused to start, or has died too often.
         """
+        refused = self.restarts and not self._spoke() and (self.child.status() or 0) > 0
         self.child.release()
+        if refused:
+            raise RecycleError(_not_started(self.child.log))
         if self.restarts >= _MAX_RESTARTS:
             raise RecycleError(f"the coordinator has died {self.restarts + 1} times: see {self.child.log}")
-        port = int(self.control.rpartition(":")[2])
-        again = start(dataclasses.replace(self.order, port=port, resume=True))
-        again.restarts = self.restarts + 1
-        return again
+        order = dataclasses.replace(self.order, port=int(self.control.rpartition(":")[2]), resume=True)
+        return Service(_spawn(order), self.control, order, self.restarts + 1)
+
+    def _spoke(self) -> bool:
+        """Of a process that has ended, and whose line nobody has read: whether it had got as far as to listen."""
+        assert self.child.stdout is not None
+        return bool(self.child.stdout.read(1))
 
     def end(self) -> None:
         """It ends by itself once nobody is connected any more; what does not is killed."""
@@ -87,17 +93,25 @@ def start(order: Order) -> Service:
     Raises:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
-    environ = {**order.environ, "RECYCLE_TOKEN": order.token, "OMP_NUM_THREADS": "1"}
-    log = order.run_dir / "coordinator.log"
-    child = Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied)
+    child = _spawn(order)
     line = _first_line(child)
     if line is None:
         child.signal(signal.SIGKILL)
         child.wait(_END_LIMIT)
         child.release()
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
-        raise RecycleError(f"the coordinator did not start; the end of {log}:\n{tail}")
+        raise RecycleError(_not_started(child.log))
     return Service(child, json.loads(line)["control"], order)
+
+
+def _spawn(order: Order) -> Child:
+    environ = {**order.environ, "RECYCLE_TOKEN": order.token, "OMP_NUM_THREADS": "1"}
+    log = order.run_dir / "coordinator.log"
+    return Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied)
+
+
+def _not_started(log: Path) -> str:
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
+    return f"the coordinator did not start; the end of {log}:\n{tail}"
 
 
 def _first_line(child: Child) -> bytes | None:

@@ -83,8 +83,8 @@ class Running:
             raise AssertionError(f"the job hangs\n{self.where()}") from None
 
     def coordinator(self) -> int:
-        """Pid of the coordinator's process."""
-        return next(pid for pid in self.children() if b"launch.coordinate" in _command(pid))
+        """Pid of the coordinator's process; 0: there is none."""
+        return next((pid for pid in self.children() if b"launch.coordinate" in _command(pid)), 0)
 
     def store(self) -> int:
         """Pid of the process of torch's store."""

@@ -35,6 +35,22 @@ def test_training_goes_on_when_the_coordinator_is_killed_in_the_middle_of_it(tmp
         assert job.children() == []
 
 
+def test_the_next_coordinator_may_be_killed_before_it_listens(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"pause": {"0": 2}}) as job:
+        job.paused(0)
+        job.event("committed", iteration=1)
+        for _ in range(3):
+            pid = job.until(job.coordinator, "coordinator")
+            os.kill(pid, signal.SIGKILL)
+            job.until(lambda pid=pid: job.coordinator() not in (pid, 0), "next coordinator")
+        job.event("restarted", generation=1)
+        job.go_on(0)
+        assert job.wait() == 0, job.where()
+        assert _committed(job) == [0, 1, 2, 3]
+        assert job.output.read_text().count("has died; starting it again") == 3
+        assert job.children() == []
+
+
 def test_a_worker_that_dies_while_there_is_no_coordinator_is_found_by_the_next_one(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"4": 2}}) as job:
         (victim,) = job.paused(4)
