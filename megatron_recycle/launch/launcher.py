@@ -325,7 +325,7 @@ class Launcher:
         worker = self.workers.get(event.get("rank", -1))
         if event.get("event") == "started":
             self.restarts.most = 0 if self._over() else event.get("max_restarts", 0)
-        if event["event"] == "move_failed":
+        if event["event"] == "move_failed" and event["number"] == self._starts.number(event["to_rank"]):
             self._end_move(event["to_rank"], well=False)
         if worker is None or worker.child.pid != event.get("pid"):
             return

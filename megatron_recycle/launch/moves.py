@@ -50,8 +50,8 @@ class Starts:
             self._moving.add(rank)
 
     def number(self, rank: int) -> int:
-        """Which move it is that this rank's process is started for."""
-        return self._numbers[rank]
+        """Which move it is that this rank's process is started for; 0 for none."""
+        return self._numbers.get(rank, 0)
 
     def due(self) -> list[int]:
         """The ranks to be started now, each named once."""

@@ -16,7 +16,7 @@ _TOLD = (
 )
 _AGAIN: Mapping[str, tuple[str, ...]] = {
     "started": (), "suspected": ("rank", "pid", "generation", "kind"), "joined": ("rank", "pid", "generation"),
-    "moving": ("number", "to"),
+    "moving": ("number", "to"), "move_failed": ("number", "to"),
 }
 """Events that are told again after a reconnect, and the fields that make each the same."""
 _EVERY = 1.0

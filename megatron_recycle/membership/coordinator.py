@@ -75,7 +75,7 @@ Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event]
 Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
 """(description, failed) -> which members had better take which empty positions; runs in a thread."""
 
-_KEPT = ("started", "suspected", "joined")
+_KEPT = ("started", "suspected", "joined", "move_failed")
 """Events that a launcher is told again when it comes back."""
 _SPARE_STRANGERS = 64
 """Connections without a hello, beside one for each worker; more of them would only cost memory."""

@@ -136,7 +136,7 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
     mover = state.known[state.moves[to]]
     fails = reason.startswith(_PROCESS)
     event = {"event": "move_failed", "t": now, "generation": state.generation, "worker": mover.worker, "to": to,
-             "reason": reason, "to_rank": state.ranks[to]}
+             "reason": reason, "to_rank": state.ranks[to], "number": state.move}
     left = {other: who for other, who in state.moves.items() if other != to}
     state = state.with_(moves=left, fruitless=state.fruitless + fails, moves_due=True)
     decisions: tuple[Decision, ...] = (_record(state, [event]), Emit(event))

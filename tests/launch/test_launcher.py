@@ -79,6 +79,24 @@ def test_a_process_that_a_worker_moves_to_fails_while_that_one_lives(tmp_path: P
         assert not made.restarts.pending() and not made.restarts.given_up
 
 
+def test_an_earlier_move_that_failed_is_told_again_and_this_ones_process_lives(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(tmp_path, said, range(1)) as made:
+        moves = {"worker": "0:1", "to": "0:0", "to_rank": 7}
+        for number in (1, 2):
+            made._receive({"type": "event", "event": {"event": "moving", "rank": 0, **moves, "number": number,
+                                                      "pid": made.workers[0].child.pid}})
+            made._wait()
+            if number == 1:
+                made._receive({"type": "event", "event": {"event": "move_failed", **moves, "number": 1}})
+                until_ended(made, made.workers[7])
+        made._receive({"type": "event", "event": {"event": "move_failed", **moves, "number": 1}})
+        assert made.workers[7].move == 2 and made.workers[7].child.status() is None
+        made._receive({"type": "event", "event": {"event": "move_failed", **moves, "number": 2}})
+        until_ended(made, made.workers[7])
+    assert len([line for line in said if "move_failed" in line]) == 2
+
+
 def test_an_interrupt_is_told_again_after_a_reconnect(tmp_path: Path) -> None:
     with launcher(tmp_path, [], range(1)) as made:
         made._interrupt(signal.SIGTERM)
