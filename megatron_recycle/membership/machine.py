@@ -98,6 +98,8 @@ def _came_back(state: State, happened: Hello, now: float) -> Step:
         told.append(Tell(to, state.go))
     if state.switch:
         told.append(Tell(to, joining.switch_message(state)))
+    elif state.offered is not None:
+        told.append(Tell(to, state.offered))
     return state, tuple(told)
 
 
@@ -246,6 +248,8 @@ def _regenerate(
         resumed={},
         finished=frozenset(),
         adopted={},
+        offered=None,
+        better=None,
         returned=frozenset(),
         hints={},
         spared=frozenset(),

@@ -134,19 +134,21 @@ def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]
 
 def improved(state: State, happened: Improved, now: float) -> Step:
     """A better plan is offered; the workers adopt it together at a boundary. Not while a switch is on offer: that
-    begins with the best plan that is known anyway."""
+    begins with the best plan that is known anyway. While another plan is being adopted it waits."""
     if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.switch:
         return state, ()
+    if state.offered is not None:
+        return state.with_(better=happened), ()
     number = state.offers + 1
     offer = {"type": "offer", "generation": state.generation, "number": number, "plan": happened.plan}
     event = planned_event(state, happened.plan, happened.plan_ms, now)
-    state = state.with_(offers=number, plan=happened.plan, adopted={})
+    state = state.with_(offers=number, plan=happened.plan, adopted={}, offered=offer, better=None)
     record = {"kind": "offer", "generation": state.generation, "number": number, "events": []}
     return state, (Store(record), Emit(event), Tell(tuple(state.incarnations().values()), offer))
 
 
 def adopted(state: State, happened: Adopted, now: float) -> Step:
-    """One event when all members use the offered plan."""
+    """One event when all members use the offered plan; then the next one, if one was found meanwhile."""
     member = state.member(happened.incarnation)
     if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
         return state, ()
@@ -161,4 +163,6 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
         "iteration": happened.iteration,
         "digest": happened.digest,
     }
-    return state, (Emit(event),)
+    state = state.with_(offered=None)
+    state, more = (state, ()) if state.better is None else improved(state, state.better, now)
+    return state, (Emit(event), *more)

@@ -120,6 +120,10 @@ class State:
     """Members that have not committed the iteration after `committed` yet; 0: to be counted again."""
     losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     adopted: Mapping[str, str] = field(default_factory=dict)
+    offered: Message | None = None
+    """The offer of a plan that not all members are known to have adopted."""
+    better: Improved | None = None
+    """The plan that is offered when they have."""
     offers: int = 0
     hints: Mapping[str, str] = field(default_factory=dict)
     """Who met a communication error in this generation, and which."""

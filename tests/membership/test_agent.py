@@ -317,6 +317,22 @@ def test_a_planner_that_fails_ends_the_job(tmp_path: Path) -> None:
             item.close()
 
 
+def test_a_search_ends_the_one_before(tmp_path: Path) -> None:
+    asked: queue.Queue[threading.Event] = queue.Queue()
+
+    def improve(description: Any, failed: Any, plan: Any, stop: threading.Event) -> None:
+        asked.put(stop)
+
+    with service(tmp_path, improve=improve) as running:
+        agents = _all_ready(running)
+        searches = [asked.get(timeout=LIMIT)]
+        for _ in range(3):
+            running.call(running.coordinator.search_again)
+            searches.append(asked.get(timeout=LIMIT))
+        assert [stop.is_set() for stop in searches] == [True, True, True, False]
+        _close(agents)
+
+
 def test_a_better_plan_reaches_the_workers_and_a_failure_cancels_the_search(tmp_path: Path) -> None:
     cancelled: queue.Queue[bool] = queue.Queue()
 

@@ -242,6 +242,24 @@ def test_a_better_plan_is_offered_once_and_adopted_by_all() -> None:
     assert cluster.feed(st.Improved(1, better, 900.0)) == []
 
 
+def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> None:
+    cluster = Cluster().train()
+    first, second, third = ({"source": "cpsat", "digest": f"sha256:{number}"} for number in (2, 3, 4))
+    assert told(cluster.feed(st.Improved(1, first, 900.0)), "offer")
+    *all_but_one, last = cluster.names
+    for name in all_but_one:
+        cluster.feed(st.Adopted(f"{name}/0", 1, 5, "sha256:2"))
+    assert cluster.feed(st.Improved(1, second, 900.0)) == cluster.feed(st.Improved(1, third, 900.0)) == []
+    # Who may have missed the offer hears it again.
+    ((to, offer),) = told(cluster.feed(st.Hello(cluster.state.members[last], 1)), "offer")
+    assert to == {last} and offer["number"] == 1
+    ((to, offer),) = told(cluster.feed(st.Adopted(f"{last}/0", 1, 5, "sha256:2")), "offer")
+    assert to == set(cluster.names) and (offer["number"], offer["plan"]) == (2, third)
+    cluster.feed(st.Improved(1, second, 900.0))
+    cluster.exit("0:0")
+    assert cluster.state.offered is None and cluster.state.better is None, "it was for other members"
+
+
 def test_a_failed_planner_ends_the_job_with_its_message() -> None:
     cluster = Cluster().train()
     cluster.exit("1:1")
