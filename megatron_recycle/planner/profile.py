@@ -17,7 +17,7 @@ SPEED_STEP = 0.05
 
 KINDS = ("F", "B", "W", "S")
 
-_CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 1.0  # the latter: of one micro-batch in each of three iterations, together
+_CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # the latter: of one micro-batch in each of three iterations, together
 
 
 class Profile:
