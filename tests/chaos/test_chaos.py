@@ -142,7 +142,7 @@ def test_a_script_that_makes_no_sense_is_refused_at_the_start(tmp_path: Path, ca
     script = tmp_path / "bad.chaos"
     script.write_text("kill everybody\n")
     for chaos_file, why in ((script, "line 1"), (tmp_path / "none.chaos", "No such file")):
-        assert cli.main(["run", "--run-dir", str(tmp_path / "run"), "--chaos", str(chaos_file), "train.py"]) == 2
+        assert cli.main(["run", "--run-dir", str(tmp_path / "run"), "--chaos", str(chaos_file), __file__]) == 2
         assert why in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
