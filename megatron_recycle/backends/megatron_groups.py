@@ -19,7 +19,14 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_recycle.runtime.groups import abort_group, meet, new_group, rendezvous, retire
+from megatron_recycle.runtime.groups import (
+    abort_group,
+    meet,
+    new_group,
+    rendezvous,
+    retire,
+    unless_interrupted,
+)
 from megatron_recycle.runtime.place import Place
 
 _TIMEOUT_SECONDS = 600.0
@@ -62,8 +69,11 @@ class Detached:
         if not self._first and self._prefix != prefix:
             # What spanned all before is of no use since one of them died, or came.
             if self._prefix:
-                retire(list({id(group): group for group in self._spanning.values()}.values()))
-            self._spanning, self._prefix = _spanning(self._place, prefix, interrupted), prefix
+                _retire(self._spanning)
+            self._prefix = ""
+            self._spanning = unless_interrupted(
+                interrupted, lambda: _spanning(self._place, prefix, interrupted), _retire)
+            self._prefix = prefix
         _use(self._spanning)
         try:
             yield
@@ -110,6 +120,10 @@ def _spanning(place: Place, prefix: str, interrupted: Callable[[], bool]) -> dic
 
     data = group(f"data{place.me.stage}.{place.part}", replicas)
     return {**dict.fromkeys(_SHARED, data), "_MODEL_PARALLEL_GROUP": group(f"model{place.me.pipeline}", model)}
+
+
+def _retire(groups: Mapping[str, dist.ProcessGroup]) -> None:
+    retire(list({id(group): group for group in groups.values()}.values()))
 
 
 def _alone(place: Place) -> dist.ProcessGroup:

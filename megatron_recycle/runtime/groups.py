@@ -16,9 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_any
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,10 @@ _POLL_SECONDS = 0.002
 _LONGEST_ABSENCE = 60.0  # of torch's store, in seconds
 RETIRING = "recycle-retire"
 """Name of the threads that tear handles down."""
+CONNECTING = "recycle-connect"
+"""Name of the threads that build handles."""
+
+Connected = TypeVar("Connected")
 
 
 def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: str, timeout: float,
@@ -183,17 +190,50 @@ def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
             get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
 
 
+def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[], Connected],
+                       discard: Callable[[Connected], None]) -> Connected:
+    """What ``connect()`` returns, or TransportAborted as soon as ``interrupted()`` becomes true.
+
+    gloo cannot be interrupted while it connects, and waits up to five times its limit for a peer that has died, or is
+    frozen, just after it had said where it listens. So ``connect`` runs in a thread of its own, which is left behind
+    then; what it still brings about goes to ``discard``.
+    """
+    outcome: Future[Connected] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(connect())
+        except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
+            outcome.set_exception(error)
+
+    def throw_away(late: Future[Connected]) -> None:
+        if late.exception() is None:
+            discard(late.result())
+
+    threading.Thread(target=run, name=CONNECTING, daemon=True).start()
+    while not wait_for_any([outcome], _POLL_SECONDS).done:
+        if interrupted():
+            outcome.add_done_callback(throw_away)
+            raise TransportAborted("a newer generation was announced while this one was being built")
+    return outcome.result()
+
+
 def build_groups(*, generation: int, prefix: str, place: Place, members: Sequence[Worker], timeout: float,
                  connect_timeout: float, interrupted: Callable[[], bool]) -> Groups:
     """Build the handles of ``generation`` together with all parts of all ``members``.
 
-    ``prefix`` is unique per generation and membership. First all members meet at the store, which can be
-    interrupted; only then do they connect, so that a member that dies while another is still busy does not
-    block the rest inside the connection.
+    ``prefix`` is unique per generation and membership.
 
     Raises:
         TransportAborted: ``interrupted()`` became true, or a member vanished while connecting.
     """
+    return unless_interrupted(interrupted, lambda: _build_groups(
+        generation, prefix, place, members, timeout, connect_timeout, interrupted), Groups.retire)
+
+
+def _build_groups(generation: int, prefix: str, place: Place, members: Sequence[Worker], timeout: float,
+                  connect_timeout: float, interrupted: Callable[[], bool]) -> Groups:
+    # First all members meet at the store, which takes as long as the slowest of them; what follows has a limit.
     me, part, ranks_of = place.me, place.part, place.ranks
     ordered = tuple(sorted(members, key=lambda worker: ranks_of[worker][part]))
     everyone = sorted(rank for worker in members for rank in ranks_of[worker])

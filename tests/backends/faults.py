@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_recycle.backends.deepspeed import DeepSpeedStage
+from megatron_recycle.runtime import groups, recovery
 from megatron_recycle.runtime.data import DatasetSource
 from megatron_recycle.runtime.transport import Transport
 from megatron_recycle.runtime.worker import StageWorker
@@ -22,7 +25,8 @@ class Fault:
     """``kind`` happens to ``worker`` at its ``nth`` (from 0) arrival at ``phase`` of ``iteration``.
 
     Kinds: ``abort`` (all its connections break), ``swallow`` (its next activation or gradient never leaves it),
-    ``flip`` (one bit of a parameter), ``nan`` (a parameter is not a number any more).
+    ``flip`` (one bit of a parameter), ``nan`` (a parameter is not a number any more), ``vanish`` and ``freeze``
+    (when it connects next, and has told the others where it listens).
     """
 
     worker: str
@@ -34,7 +38,7 @@ class Fault:
 
 def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Fault] = (),
           hosts: Mapping[int, str] | None = None, slow: Mapping[str, tuple[int, float]] | None = None, hop: float = 0.0,
-          **arguments: Any) -> Any:
+          connecting: float | None = None, **arguments: Any) -> Any:
     """As `gpt_job.train`; the result has "forwards" too, how many this worker ran in each attempt at an iteration.
 
     Args:
@@ -42,12 +46,15 @@ def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Faul
         hosts: name of the host that a rank says it is on.
         slow: worker -> from which iteration on each of its forwards takes how many seconds longer.
         hop: seconds that each message is under way, besides what it takes.
+        connecting: seconds that it may take to connect, instead of the usual.
     """
     if hosts is not None:
         os.environ["RECYCLE_HOST"] = hosts[rank]
     _install(faults)
     _show_data_loading()
     _stretch_forwards(slow or {})
+    if connecting is not None:
+        recovery._LONGEST_CONNECT = connecting
     if hop:
         _stretch_transfers(hop)
     forwards = _count_forwards()
@@ -103,7 +110,40 @@ def _nan(worker: StageWorker) -> None:
     worker.stage.parameters[0].data.view(-1)[0] = float("nan")
 
 
-_DO: Mapping[str, Callable[[StageWorker], None]] = {"abort": _abort, "swallow": _swallow, "flip": _flip, "nan": _nan}
+class _LastWords(dist.Store):
+    """Tells the others what it is given, and is hit by a signal when it waits for what they tell."""
+
+    def __init__(self, store: dist.Store, hit: signal.Signals) -> None:
+        super().__init__()
+        self._store, self._hit = store, hit
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def wait(self, keys: list[str], timeout: Any = None) -> None:
+        if not keys[0].endswith("/0"):  # the first of the others is connecting to it by now
+            os.kill(os.getpid(), self._hit)
+        self._store.wait(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+
+def _hit_connecting(hit: signal.Signals) -> Callable[[StageWorker], None]:
+    def install(worker: StageWorker) -> None:
+        new_group = groups.new_group
+
+        def hit_group(name: str, ranks: Any, store: dist.Store, **options: Any) -> Any:
+            return new_group(name, ranks, _LastWords(store, hit), **options)
+
+        groups.new_group = hit_group
+
+    return install
+
+
+_DO: Mapping[str, Callable[[StageWorker], None]] = {
+    "abort": _abort, "swallow": _swallow, "flip": _flip, "nan": _nan,
+    "vanish": _hit_connecting(signal.SIGKILL), "freeze": _hit_connecting(signal.SIGSTOP)}
 
 
 def _show_data_loading() -> None:

@@ -3,6 +3,7 @@ the same bits."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from typing import Any
@@ -52,6 +53,25 @@ def test_connections_that_break_again_and_again_end_the_job_with_a_report():
         finished = job.wait_event("finished")
     assert "1:1" in finished["message"] and "network" in finished["message"]
     assert [result.status for result in results.values()] == [1] * SIZE
+
+
+# ---- in the middle of connecting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["vanish", "freeze"])
+def test_a_second_worker_fails_while_the_survivors_connect(kind, undisturbed):
+    """They know where it listens and wait for its answer, for ten minutes here if nothing ended that."""
+    first = Hold("0:1", "backward", AT, 1)
+    arguments = {**QUICK, "settings": {**QUICK["settings"], "report_timeout": 1200.0},
+                 "faults": [Fault("1:0", kind, "recovering", AT)], "connecting": 600.0}
+    with Job(faults.train, SIZE, arguments, [first]) as job:
+        job.wait_held()
+        job.kill(first)
+        job.wait_event("resumed")
+        if kind == "freeze":
+            os.kill(job.processes[1].pid, signal.SIGKILL)
+        check_survivors(job, {"0:1", "1:0"}, undisturbed)
 
 
 # ---- only the training thread is stuck
