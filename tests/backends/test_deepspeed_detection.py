@@ -58,8 +58,7 @@ def test_connections_that_break_again_and_again_end_the_job_with_a_report():
 # ---- in the middle of connecting
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["vanish", "freeze"])
+@pytest.mark.parametrize("kind", ["vanish", pytest.param("freeze", marks=pytest.mark.slow)])
 def test_a_second_worker_fails_while_the_survivors_connect(kind, undisturbed):
     """They know where it listens and wait for its answer, for ten minutes here if nothing ended that."""
     first = Hold("0:1", "backward", AT, 1)
