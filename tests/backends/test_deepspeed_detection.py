@@ -35,7 +35,8 @@ def undisturbed() -> dict[int, Result]:
 
 @pytest.mark.parametrize(("fault", "reason"), [
     pytest.param(Fault("1:0", "swallow", "forward", AT, 1), "all workers wait", id="a message is lost"),
-    pytest.param(Fault("1:1", "abort", "backward", AT, 1), "failed", id="connections break")])
+    pytest.param(Fault("1:1", "abort", "backward", AT, 1), "failed", id="connections break",
+                 marks=pytest.mark.slow)])
 def test_without_a_failure_the_same_members_go_on(fault, reason, undisturbed):
     with Job(faults.train, SIZE, {**QUICK, "faults": [fault]}) as job:
         check_survivors(job, set(), undisturbed)
@@ -109,8 +110,8 @@ def test_a_frozen_worker_that_wakes_up_after_it_was_declared_out_changes_nothing
     assert {event["generation"] for event in job.events if event["event"] == "decided"} == {2}
 
 
-@pytest.mark.parametrize("whole", [
-    pytest.param(True, id="all of its workers"), pytest.param(False, id="one of two", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False], ids=["all of its workers", "one of two"])
 def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
     holds = [Hold("2:0", "backward", AT, 1), Hold("1:1", "backward", AT, 1)]
     hosts = {rank: "far" if rank in (2, 4) else "near" for rank in range(SIZE)}  # 2:0 and 1:1
@@ -164,6 +165,7 @@ def longer() -> dict[int, Result]:
     return run(gpt_job.train, SIZE, LONGER)
 
 
+@pytest.mark.slow
 def test_a_slow_worker_is_reported_and_gets_less_work(longer):
     settings = {**SETTINGS, "planner_budget": 0.5}
     with Job(faults.train, SIZE, {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.25)}}, profiled=True) as job:
@@ -189,6 +191,7 @@ def test_a_worker_that_becomes_slow_is_removed_if_the_user_asks(longer):
     assert removed["iteration"] <= began + 3
 
 
+@pytest.mark.slow
 def test_the_time_of_a_transfer_is_measured():
     seconds = 0.05
     with Job(faults.train, 4, {**EXACT, "pipelines": 2, "hop": seconds}, profiled=True) as job:

@@ -33,7 +33,9 @@ def check(value: dict[str, Any]) -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("hold", [None, Hold("1:1", "backward", 2, 1)], ids=["whole", "after a death"])
+@pytest.mark.parametrize("hold", [
+    pytest.param(None, marks=pytest.mark.slow, id="whole"),
+    pytest.param(Hold("1:1", "backward", 2, 1), id="after a death")])
 def test_workers_hold_what_the_plan_says(hold):
     arguments = {"stages": 2, "pipelines": 3, "iterations": 6, "settings": {"cap": 3}}
     with Job(memory_job.train, 6, arguments, [hold] if hold else []) as job:

@@ -93,9 +93,9 @@ def test_a_healthy_worker_moves_to_the_stage_that_lost_two(pipelines, undisturbe
     assert [event["redone"] for event in job.events if event["event"] == "reconciled"][1:] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [
-    Hold(MOVER, "backward", KILLED_IN + 2),
-    pytest.param(Hold(MOVER, "forward", BOUNDARY), marks=pytest.mark.slow)], ids=["before", "after"])
+    Hold(MOVER, "backward", KILLED_IN + 2), Hold(MOVER, "forward", BOUNDARY)], ids=["before", "after"])
 def test_the_mover_is_killed_before_or_after_its_new_process_has_come_in(dies, undisturbed):
     """Its device is the new process's alone then."""
     with job_of(3, dies) as job:
@@ -115,6 +115,7 @@ def test_the_mover_is_killed_before_or_after_its_new_process_has_come_in(dies, u
     assert names(job) == ["moving", "waiting", "joined"]
 
 
+@pytest.mark.slow
 def test_the_new_process_dies_before_it_comes_in_and_the_mover_stays(undisturbed):
     with job_of(3) as job:
         lose_two(job)

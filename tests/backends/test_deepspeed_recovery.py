@@ -136,6 +136,7 @@ def test_random_campaign(seed, undisturbed):
 # ---- without failures
 
 
+@pytest.mark.slow
 def test_a_worker_may_pause_for_longer_than_connecting_may_take():
     """Here half a second: nobody has failed, so nobody gives up."""
     paused = Hold("1:1", "backward", 1, 1)

@@ -37,7 +37,8 @@ def waiting() -> Mapping[tuple[str, ...], dict[int, Result]]:
     return Runs()
 
 
-@pytest.mark.parametrize("reading", [(), pytest.param(("--log-every", "1"), marks=pytest.mark.slow)], ids=" ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize("reading", [(), ("--log-every", "1")], ids=" ".join)
 def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(reading, waiting):
     """``reading``: one worker waits for each norm, and undoes its step, after the loop has set the next rate."""
     with Job(megatron_job.train, 4, arguments(*ALWAYS, *reading)) as job:

@@ -84,6 +84,7 @@ def test_without_listening_workers_an_iteration_is_told_from_the_events(tmp_path
         assert [act["event"] for act in done(job)] == ["missed", "kill"]
 
 
+@pytest.mark.slow
 def test_a_frozen_worker_is_found_and_one_thawed_in_time_stays(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
         job.paused(0)

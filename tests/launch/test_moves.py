@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megatron_recycle.launch.moves import Starts, moves_of
 from megatron_recycle.launch.planning import problem_of
 from tests.launch.running import Running, launched
@@ -52,6 +54,7 @@ def test_a_worker_moves_on_its_own_device_and_its_old_process_ends_well(tmp_path
     assert "recycle: moving generation" in output and "worker=1:1 kind=move" in output, output
 
 
+@pytest.mark.slow
 def test_the_coordinator_is_killed_while_the_new_process_waits(tmp_path: Path) -> None:
     with launched(tmp_path / "run", ORDERS) as job:
         lose_two(job)
@@ -76,6 +79,7 @@ def test_the_coordinator_is_killed_while_the_new_process_starts(tmp_path: Path) 
         assert {event["number"] for event in job.events if event["event"] == "moving"} == {number}
 
 
+@pytest.mark.slow
 def test_a_worker_moves_to_the_place_of_one_that_stands_still(tmp_path: Path) -> None:
     frozen = {**ORDERS, "description": {**MOVES, "heartbeat_timeout": 3.0}}
     with launched(tmp_path / "run", frozen) as job:
@@ -99,6 +103,7 @@ def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) ->
         check(job, {"0:0": "exit", "1:0": "exit", "0:1": "exit"})
 
 
+@pytest.mark.slow
 def test_max_restarts_comes_first_and_a_rank_that_stays_out_is_moved_to(tmp_path: Path) -> None:
     description = {**MOVES, "max_restarts": 1}
     orders = {"iterations": ITERATIONS, "pause": {"0": 2, "1": 2, "2": 5}, "description": description}

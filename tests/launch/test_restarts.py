@@ -6,6 +6,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from megatron_recycle.launch.restarts import Restarts
 from tests.launch.running import Running, launched
 
@@ -39,6 +41,7 @@ def test_a_worker_that_was_started_again_does_not_spoil_the_jobs_exit_status(tmp
     assert "1 workers lost, after 1 of them training went on, 1 joined" in output
 
 
+@pytest.mark.slow
 def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) -> None:
     with launched(tmp_path / "run", JOINS) as job:
         lose_and_wait(job)
@@ -49,6 +52,7 @@ def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) 
         check(job)
 
 
+@pytest.mark.slow
 def test_the_coordinator_is_killed_while_a_worker_is_being_taken_in(tmp_path: Path) -> None:
     """Generation 3 has it, and rank 2 does not report for that: so nobody was told to go."""
     with launched(tmp_path / "run", {**JOINS, "iterations": 80, "pause_report": {"2": 3}}) as job:

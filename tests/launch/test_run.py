@@ -95,6 +95,7 @@ def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_eff
         _no_process_is_left(job)
 
 
+@pytest.mark.slow
 def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) -> None:
     orders = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 1.0}}
     with launched(tmp_path / "run", orders) as job:
@@ -103,6 +104,7 @@ def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) ->
         _no_process_is_left(job)
 
 
+@pytest.mark.slow
 def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
     orders = {"pause": {"4": 2}, "mute": [2], "description": {"report_timeout": 0.5}}
     with launched(tmp_path / "run", orders) as job:

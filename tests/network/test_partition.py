@@ -124,6 +124,7 @@ def test_of_two_halves_that_could_both_train_only_the_coordinators_does():
         assert all(job.results[rank].status not in (0, None) for rank in (2, 3, 6, 7))
 
 
+@pytest.mark.slow
 def test_a_link_that_flaps_costs_time_and_nobody(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("2:1", "forward", AT, 1)
     with job_on(net, hold) as job:
@@ -138,6 +139,7 @@ def test_a_link_that_flaps_costs_time_and_nobody(net: Hosts, undisturbed: dict[i
         assert not [event for event in job.events if event["event"] == "decided"]
 
 
+@pytest.mark.slow
 def test_a_host_that_comes_back_after_it_was_declared_out_has_no_effect(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("1:0", "forward", AT)
     with job_on(net, hold) as job:
