@@ -221,7 +221,7 @@ async def launcher(address: tuple[str, int]) -> Any:
     def lose(client: Client) -> float:
         now = time.time()
         writer.write(session.seal({"type": "exit", "rank": client.number, "pid": 10_000 + client.number, "status": -9,
-                                   "t": now, "log": ""}))
+                                   "t": now, "log": "", "move": 0}))
         client.dead = True
         client.transport.close()
         return now
