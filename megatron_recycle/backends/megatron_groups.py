@@ -72,7 +72,7 @@ class Detached:
                 _retire(self._spanning)
             self._prefix = ""
             self._spanning = unless_interrupted(
-                interrupted, lambda: _spanning(self._place, prefix, interrupted), _retire)
+                interrupted, lambda over: _spanning(self._place, prefix, over), _retire)
             self._prefix = prefix
         _use(self._spanning)
         try:

@@ -190,19 +190,21 @@ def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
             get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
 
 
-def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[], Connected],
+def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Callable[[], bool]], Connected],
                        discard: Callable[[Connected], None]) -> Connected:
-    """What ``connect()`` returns, or TransportAborted as soon as ``interrupted()`` becomes true.
+    """What ``connect`` returns, or TransportAborted as soon as ``interrupted()`` becomes true.
 
     gloo cannot be interrupted while it connects, and waits up to five times its limit for a peer that has died, or is
     frozen, just after it had said where it listens. So ``connect`` runs in a thread of its own, which is left behind
-    then; what it still brings about goes to ``discard``.
+    then; what it still brings about goes to ``discard``. It is given what tells whether that has happened, which stays
+    true when ``interrupted()`` is about the next generation already.
     """
     outcome: Future[Connected] = Future()
+    left_behind = threading.Event()
 
     def run() -> None:
         try:
-            outcome.set_result(connect())
+            outcome.set_result(connect(lambda: left_behind.is_set() or interrupted()))
         except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
             outcome.set_exception(error)
 
@@ -213,6 +215,7 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[], Co
     threading.Thread(target=run, name=CONNECTING, daemon=True).start()
     while not wait_for_any([outcome], _POLL_SECONDS).done:
         if interrupted():
+            left_behind.set()
             outcome.add_done_callback(throw_away)
             raise TransportAborted("a newer generation was announced while this one was being built")
     return outcome.result()
@@ -227,8 +230,8 @@ def build_groups(*, generation: int, prefix: str, place: Place, members: Sequenc
     Raises:
         TransportAborted: ``interrupted()`` became true, or a member vanished while connecting.
     """
-    return unless_interrupted(interrupted, lambda: _build_groups(
-        generation, prefix, place, members, timeout, connect_timeout, interrupted), Groups.retire)
+    return unless_interrupted(interrupted, lambda over: _build_groups(
+        generation, prefix, place, members, timeout, connect_timeout, over), Groups.retire)
 
 
 def _build_groups(generation: int, prefix: str, place: Place, members: Sequence[Worker], timeout: float,

@@ -9,10 +9,11 @@ under torchrun, the plugin with `reduction: fast` and `reduction: exact` under `
 in the training process (DeepSpeed would start two loader processes per worker otherwise), with one thread each.
 
 Per side: the median time of an iteration, and the processor time that all workers together spend on one (without
-the coordinator and the launchers). Processor time hardly depends on what else the machine does, iteration time
-does. For the plugin's sides also the memory that a worker keeps besides parameters and optimizer: sums of gradients
-(`exact` keeps several apart), the reduced gradient, and the copy to undo a step. Prints a table and writes
-runs/bench/overhead.json with every iteration's numbers.
+the coordinator and the launchers), each beside stock's of the same round; the ratio is the median over rounds.
+Processor time depends less on what else the machine does than iteration time. For the plugin's sides also the memory
+that a worker keeps besides parameters and optimizer: sums of gradients (`exact` keeps several apart), the reduced
+gradient, and the copy to undo a step. Prints a table and writes runs/bench/overhead.json with every iteration's
+numbers.
 """
 
 from __future__ import annotations
@@ -104,10 +105,15 @@ def of_run(workers: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[f
     }
 
 
+def each_round(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], side: str, key: str) -> list[float]:
+    """A side's median divided by stock's, round by round: a shared machine may be half as fast minutes later."""
+    return [statistics.median(own[key]) / statistics.median(stock[key])
+            for own, stock in zip(runs[side], runs["stock"])]
+
+
 def ratios(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], key: str) -> dict[str, float]:
-    """Each side's median over all iterations, divided by stock's."""
-    medians = {side: statistics.median(value for run in runs[side] for value in run[key]) for side in runs}
-    return {side: median / medians["stock"] for side, median in medians.items()}
+    """The median over rounds, for each side."""
+    return {side: statistics.median(each_round(runs, side, key)) for side in runs}
 
 
 def show(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], console: Console) -> None:
@@ -116,8 +122,8 @@ def show(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], console: Conso
         cells = [side]
         for key in ("seconds", "processor_seconds"):
             median = statistics.median(value for run in own for value in run[key])
-            each = [statistics.median(one[key]) / statistics.median(base[key]) for one, base in zip(own, runs["stock"])]
-            cells += [f"{median * 1000:.0f} ms", f"{ratios(runs, key)[side]:.3f}", " ".join(f"{e:.2f}" for e in each)]
+            cells += [f"{median * 1000:.0f} ms", f"{ratios(runs, key)[side]:.3f}",
+                      " ".join(f"{ratio:.2f}" for ratio in each_round(runs, side, key))]
         table.add_row(*cells)
     console.print(table)
 

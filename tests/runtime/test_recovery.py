@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed import HashStore
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership.agent import Ended
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.groups import meet
+from megatron_recycle.runtime.groups import meet, unless_interrupted
 from megatron_recycle.runtime.recovery import await_stop
 from megatron_recycle.runtime.worker import StageWorker
 
@@ -63,3 +64,23 @@ def test_a_coordinator_that_never_comes_back_is_not_waited_for_for_ever():
     with pytest.raises(TransportAborted, match="broken"):
         await_stop(alone, TransportAborted("broken"))
     assert 1.0 < time.monotonic() - begun < 10.0
+
+
+def test_what_is_still_connecting_when_the_generation_ends_is_left_behind_and_thrown_away():
+    """However long it takes; and it is told, though the next generation is nothing to be interrupted by."""
+    ends, answers, thrown_away = threading.Event(), threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    def connect(over: Callable[[], bool]) -> str:
+        told.append(over())
+        ends.set()
+        answers.wait()
+        told.append(over())
+        return "handles"
+
+    with pytest.raises(TransportAborted):
+        unless_interrupted(ends.is_set, connect, lambda handles: thrown_away.set())
+    ends.clear()
+    answers.set()
+    assert thrown_away.wait(10)
+    assert told == [False, True]
