@@ -23,7 +23,7 @@ from megatron_recycle.runtime.budget import announce
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
 from megatron_recycle.runtime.data import DataSource
 from megatron_recycle.runtime.evaluate import Evaluations, run_pass
-from megatron_recycle.runtime.groups import RETIRING, Groups
+from megatron_recycle.runtime.groups import CONNECTING, RETIRING, Groups
 from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
@@ -43,7 +43,8 @@ from megatron_recycle.runtime.verify import inside, verify_boundary
 from megatron_recycle.runtime.world import World
 
 _POLL_SECONDS = 0.001
-_LONGEST_CLOSE = 5.0
+_LONGEST_CLOSE = {RETIRING: 5.0, COMMITTING: 5.0, CONNECTING: 30.0}
+"""Seconds that the end waits for threads, by name; gloo gives up connecting after five times its limit."""
 
 
 class StageWorker:
@@ -183,8 +184,8 @@ class StageWorker:
         self.stepper.close()
         self.agent.close()
         for thread in threading.enumerate():
-            if thread.name in (RETIRING, COMMITTING):
-                thread.join(_LONGEST_CLOSE)
+            if thread.name in _LONGEST_CLOSE:
+                thread.join(_LONGEST_CLOSE[thread.name])
 
     def _run_to(self, iteration: int, commit: bool = False) -> float:
         # More than one iteration to run: a failure has undone a step that train() had already returned from.

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_recycle.backends.deepspeed import DeepSpeedStage
 from megatron_recycle.runtime import groups, recovery
+from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.data import DatasetSource
 from megatron_recycle.runtime.transport import Transport
 from megatron_recycle.runtime.worker import StageWorker
@@ -55,6 +56,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Faul
     _stretch_forwards(slow or {})
     if connecting is not None:
         recovery._LONGEST_CONNECT = connecting
+        worker_module._LONGEST_CLOSE = {}  # it would wait for that at the end, too
     if hop:
         _stretch_transfers(hop)
     forwards = _count_forwards()

@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership.agent import Ended
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.groups import meet, unless_interrupted
+from megatron_recycle.runtime.groups import CONNECTING, meet, unless_interrupted
 from megatron_recycle.runtime.recovery import await_stop
 from megatron_recycle.runtime.worker import StageWorker
 
@@ -84,3 +84,15 @@ def test_what_is_still_connecting_when_the_generation_ends_is_left_behind_and_th
     answers.set()
     assert thrown_away.wait(10)
     assert told == [False, True]
+
+
+def test_the_end_waits_for_what_was_left_behind():
+    """An interpreter that ends while a thread comes back from the communication library aborts the process."""
+    ends = threading.Event()
+    left = threading.Thread(target=ends.wait, name=CONNECTING, daemon=True)
+    left.start()
+    threading.Timer(0.2, ends.set).start()
+    made = SimpleNamespace(uninstall=lambda: None, stepper=SimpleNamespace(close=lambda: None),
+                           agent=SimpleNamespace(close=lambda: None))
+    MethodType(StageWorker.close, made)()
+    assert not left.is_alive()
