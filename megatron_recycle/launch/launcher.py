@@ -338,6 +338,8 @@ class Launcher:
         elif removed:
             worker.out = event.get("kind")
             if self._end is None and worker.out == "exit":  # that comes by itself, unless it hangs on the way
+                if worker.status is None:
+                    self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed: see {worker.child.log}")
                 worker.kill_at = worker.kill_at or time.monotonic() + self.job.grace.ending
             elif self._end is not None or self.restarts.most:
                 worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
@@ -349,9 +351,11 @@ class Launcher:
         self.restarts.cancel()
         grace = self.job.grace.failed if message["status"] else self.job.grace.well
         self._deadline(grace, signal.SIGTERM)
+        soon = time.monotonic() + self.job.grace.terminated
         for worker in self.workers.values():
-            # What was declared out may be stopped for good; nobody waits for it.
-            if worker.out is not None:
+            if worker.kill_at is not None and not message["status"]:  # it is about to end, with a status of its own
+                worker.kill_at = min(worker.kill_at, soon)
+            elif worker.out is not None:  # it may be stopped for good; nobody waits for it
                 worker.child.signal(signal.SIGKILL)
 
     def _interrupt(self, number: int) -> None:

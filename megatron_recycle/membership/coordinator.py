@@ -327,7 +327,8 @@ class Coordinator:
         """A process is about to end, or has: without a launcher the end of a connection is the end of the process."""
         member = self.state.known.get(incarnation)
         if member is not None and incarnation not in self.state.fenced:
-            self._feed(Exited(member.rank, member.pid, None, since))
+            log = f"worker-{member.rank}.log in the run's folder" if self._launched else ""
+            self._feed(Exited(member.rank, member.pid, None, since, log))
 
     # Clocks
 

@@ -131,4 +131,5 @@ def exited_early(state: State, member: Member | None, happened: Exited, now: flo
 
 def _left_early(rank: int, status: int | None, log: str) -> str:
     where = f": see {log}" if log else ""
-    return f"rank {rank} ended with {notices.describe_status(status)} before training began{where}"
+    ended = "has ended" if status is None else f"ended with {notices.describe_status(status)}"
+    return f"rank {rank} {ended} before training began{where}"

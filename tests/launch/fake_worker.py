@@ -3,8 +3,8 @@
 Workers agree through files in the run directory, as a real job does through its groups: a worker holds k when
 all members have computed it, and steps k when all members hold it. Told what to do by RECYCLE_FAKE (JSON):
 `iterations`; `pause`: {rank: iteration} and `pause_report`: {rank: generation}, where a worker says so in a file
-and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks; `patience`: seconds that a
-waiting one bears a coordinator out of reach.
+and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks; `fail_when_connected`: ranks;
+`patience`: seconds that a waiting one bears a coordinator out of reach.
 """
 
 from __future__ import annotations
@@ -84,6 +84,11 @@ class FakeWorker:
 
     def train(self) -> None:
         self.agent.start()
+        if self.rank in self.orders.get("fail_when_connected", ()):
+            self.agent.ending()
+            self.agent.close()
+            time.sleep(1.0)
+            sys.exit(1)
         go = self.enter()
         while True:
             if go is not None:

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 @contextmanager
-def launcher(folder: Path, said: list[str], ranks: range = range(2)) -> Iterator[Launcher]:
+def launcher(
+    folder: Path, said: list[str], ranks: range = range(2), command: Sequence[str] = SLEEP, ending: float = 0.2
+) -> Iterator[Launcher]:
     """With `max_restarts` 1 and a process for each rank."""
-    job = Job(SLEEP, os.environ, folder, ranks, len(ranks), show="none", grace=Grace(ending=0.2))
+    job = Job(command, os.environ, folder, ranks, len(ranks), show="none", grace=Grace(ending=ending))
     made = Launcher(job, "127.0.0.1:1", "token", said.append)
     made.restarts.most = 1
     for rank in ranks:
@@ -49,7 +51,18 @@ def test_a_process_that_has_failed_and_hangs_is_killed_and_started_again(tmp_pat
         assert worker.child.status() is None, "it may need a moment"
         until_ended(made, worker)
         assert worker.status == -signal.SIGKILL and made.restarts.pending() and made.workers[1].status is None
+    assert f"rank 0 (pid {worker.child.pid}) has failed: see {tmp_path / 'worker-0.log'}" in said
     assert "has failed and does not end: SIGKILL" in "".join(said)
+
+
+def test_a_process_that_has_failed_ends_with_its_own_status_though_the_job_is_over(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys, time; time.sleep(0.5); sys.exit(7)"]
+    with launcher(tmp_path, [], range(1), command, ending=20.0) as made:
+        worker = made.workers[0]
+        tell(made, "suspected", worker, worker="0:0", kind="exit", generation=1, iteration=3)
+        made._receive({"type": "end", "status": 0, "message": "the job has finished"})
+        until_ended(made, worker)
+        assert worker.status == 7
 
 
 def test_a_worker_fails_while_the_process_that_it_moves_to_lives(tmp_path: Path) -> None:

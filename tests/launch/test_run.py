@@ -141,6 +141,12 @@ def test_a_worker_that_fails_at_the_start_ends_the_job_and_its_log_is_named(tmp_
     assert str(job.folder / "worker-3.log") in output
 
 
+def test_the_log_is_named_too_of_one_that_says_so_before_it_ends(tmp_path: Path) -> None:
+    with launched(tmp_path / "run", {"fail_when_connected": [3]}) as job:
+        assert job.wait() == 1, job.where()
+    assert "rank 3 has ended before training began: see worker-3.log in the run's folder" in job.output.read_text()
+
+
 def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
     for _ in range(2):
         with launched(tmp_path / "run", {"iterations": 1}, nproc=2) as job:
