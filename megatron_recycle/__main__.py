@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     """Run the script `arguments[0]` with the other arguments; returns 0 if it ended well.
 
     Statuses: the script's own where it calls `sys.exit`; 1 for an uncaught exception (as python does); 2 if the
-    script or a supported framework is not there; a JobEnded's own.
+    script or a supported framework is not there, or a setting is refused; a JobEnded's own.
 
     Raises:
         SystemExit: the script's.
@@ -53,6 +53,10 @@ def main(arguments: list[str]) -> int:
         print(f"megatron-recycle: {end}", file=sys.stderr)
         _mark_failed(end)
         return end.status
+    except ConfigError as error:  # settings in the framework's own configuration, which is read late
+        print(f"megatron-recycle: {error}", file=sys.stderr)
+        _mark_failed(error)
+        return USAGE_ERROR
     except SystemExit as end:
         if end.code not in (None, 0):
             _mark_failed(end)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle import __main__ as entry
-from megatron_recycle.errors import JobEnded
+from megatron_recycle.errors import ConfigError, JobEnded
 
 
 @pytest.fixture
@@ -60,6 +60,13 @@ def test_a_job_that_ended_gives_its_own_status(tmp_path: Path, enabled: list[str
     assert entry.main([path]) == 7
     assert capsys.readouterr().err == "megatron-recycle: stage 1 is gone\n"
     assert sys.last_type is JobEnded
+
+
+def test_a_setting_that_is_refused_late_is_one_line(tmp_path: Path, enabled: list[str], capsys):
+    path = script(tmp_path, "from megatron_recycle.errors import ConfigError\nraise ConfigError('no such key')\n")
+    assert entry.main([path]) == 2
+    assert capsys.readouterr().err == "megatron-recycle: no such key\n"
+    assert sys.last_type is ConfigError
 
 
 def test_a_missing_script_and_a_missing_framework_are_told_in_one_line(
