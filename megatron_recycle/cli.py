@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -28,7 +30,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: that of the process) and return the exit status.
 
-    2 is a usage error: bad arguments, settings or plan files, told in one line on standard error.
+    2 is a usage error: bad arguments, settings or plan files, told in one line on standard error. 130: Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
@@ -38,7 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"recycle {name}", description=COMMANDS[name][1])
     module.add_arguments(parser)
     try:
-        return int(module.run(parser.parse_args(arguments[1:])))
+        status = int(module.run(parser.parse_args(arguments[1:])))
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:  # whoever read the output has enough of it, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it would be complained about
+        return 128 + signal.SIGPIPE
     except JobEnded as error:
         print(f"recycle {name}: {error}", file=sys.stderr)
         return error.status

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from types import ModuleType
 
@@ -46,6 +47,22 @@ def test_an_expected_error_is_one_line_and_a_status(
     command.run = run  # type: ignore
     assert cli.main(["try"]) == status
     assert capsys.readouterr().err == f"recycle try: {error}\n"
+
+
+def test_ctrl_c_leaves_no_trace(command: ModuleType, capsys: pytest.CaptureFixture[str]):
+    def run(args: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    command.run = run  # type: ignore
+    assert cli.main(["try"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_has_enough_gets_no_complaint():
+    plan = "plan --pipelines 4 --stages 4 --microbatches 64 --budget 0 --json"
+    command = f"{sys.executable} -m megatron_recycle.cli {plan} | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 141 and done.stderr == ""
 
 
 def test_an_unexpected_error_keeps_its_trace(command: ModuleType):

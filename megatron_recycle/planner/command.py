@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         else:
             plan, extra = _plan(args)
         _show(plan, extra, args)
+    except BrokenPipeError:
+        raise  # nobody reads what is printed
     except (PlanError, OSError) as error:
         print(f"recycle plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
