@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron_recycle.observe.timeline import draw, draw_pair
-from megatron_recycle.plan import Plan
+from megatron_recycle.plan import Plan, PlanError, check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draw and return 0. Raises PlanError or ConfigError, which the dispatcher tells in one line."""
     if args.after is None:
-        draw(Plan.load(args.plan), args.output)
+        draw(_legal(args.plan), args.output)
     else:
-        draw_pair(Plan.load(args.plan), Plan.load(args.after), args.output, (args.plan, args.after))
+        draw_pair(_legal(args.plan), _legal(args.after), args.output, (args.plan, args.after))
     print(args.output)
     return 0
+
+
+def _legal(path: str) -> Plan:
+    """The plan of a file: a picture of one that breaks the rules would show what cannot be."""
+    try:
+        return check(Plan.load(path))
+    except PlanError as error:
+        text = str(error)
+        raise PlanError(text if path in text else f"{path}: {text}") from None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from .errors import PlanError
 
 KINDS = ("F", "B", "W", "S")
-_ACTION = re.compile(r"([FBW])(\d+)\.(\d+)\Z")
+_ACTION = re.compile(r"([FBW])([0-9]{1,9})\.([0-9]{1,9})\Z")
 
 
 class Action(NamedTuple):

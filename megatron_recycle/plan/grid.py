@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .errors import PlanError
 
-_WORKER = re.compile(r"(\d+):(\d+)\Z")
+_WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})\Z")
 
 
 class Worker(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class Plan:
         numbers: dict[str, Any] = {}
         for name in ("period", "makespan", "lower_bound"):
             number = value.get(name)
-            if isinstance(number, bool) or not isinstance(number, (int, float)) or number < 0:
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < math.inf:
                 raise PlanError(f"plan file: {name} must be a non-negative number, not {number!r}")
             numbers[name] = number
         source = value.get("source")

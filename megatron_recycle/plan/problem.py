@@ -159,9 +159,15 @@ class Problem:
             before_b=tuple(_member(held, "before_b", list, [])),
             after_b=tuple(_member(held, "after_b", list, [])),
             block=value.get("block", 0),
-            tied=tuple(tuple(group) for group in _member(value, "tied", list, [])),
+            tied=_tied(_member(value, "tied", list, [])),
             split_backward=split,
             objective=value.get("objective", "period"))
+
+
+def _tied(groups: list[Any]) -> tuple[tuple[int, ...], ...]:
+    if not all(isinstance(group, list) for group in groups):
+        raise PlanError("plan file: tied must be a list of lists of stages")
+    return tuple(map(tuple, groups))
 
 
 _NEEDED: Any = object()

@@ -12,7 +12,7 @@ import pytest
 from megatron_recycle import cli
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.timeline import COLOURS, FAILED, boxes, draw, draw_pair
-from megatron_recycle.plan import DeadlockError, Worker, replay
+from megatron_recycle.plan import DeadlockError, Worker, lower_bound, replay
 from tests.observe.plans import simple_plan
 
 
@@ -107,7 +107,8 @@ def test_a_plan_that_deadlocks_and_an_unknown_ending_are_refused(tmp_path: Path)
 
 def test_recycle_timeline_draws_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     plan = tmp_path / "plan.json"
-    simple_plan(2, 2, 2).save(plan)
+    made = simple_plan(2, 2, 2)
+    dataclasses.replace(made, lower_bound=lower_bound(made.problem)).save(plan)
     assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "one.svg")]) == 0
     assert cli.main(["timeline", str(plan), str(plan), "-o", str(tmp_path / "two.svg")]) == 0
     assert len((tmp_path / "two.svg").read_text()) > len((tmp_path / "one.svg").read_text()) > 1000
@@ -116,3 +117,13 @@ def test_recycle_timeline_draws_a_plan_file(tmp_path: Path, capsys: pytest.Captu
     assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "x.svg")]) == 2
     message = capsys.readouterr().err
     assert message.startswith("recycle timeline: ") and message.count("\n") == 1 and str(plan) in message
+
+
+def test_recycle_timeline_draws_no_plan_that_breaks_the_rules(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "plan.json"
+    made = simple_plan(2, 2, 2)
+    broken = dataclasses.replace(made, workers={**made.workers, Worker(9, 9): made.workers[Worker(0, 0)]})
+    broken.save(path)
+    assert cli.main(["timeline", str(path), "-o", str(tmp_path / "x.svg")]) == 2
+    assert capsys.readouterr().err.startswith(f"recycle timeline: {path}: illegal plan: listed: worker 9:9")
+    assert not (tmp_path / "x.svg").exists()

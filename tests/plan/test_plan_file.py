@@ -53,8 +53,11 @@ def test_file_has_the_documented_form():
     ({"grid": {"stages": 2, "microbatches": []}}, "pipeline"),
     ({"source": "magic"}, "magic"),
     ({"period": -1}, "period"),
+    ({"period": float("nan")}, "period"),
     ({"objective": "speed"}, "objective"),
     ({"tied": [[0, 0]]}, "tied"),
+    ({"tied": [0]}, "tied"),
+    ({"workers": {"0:0": [f"F{'9' * 5000}.0"]}}, "F9"),
 ])
 def test_malformed_file_is_refused_with_its_fault(change, fault):
     value = {**quick(small()).to_json(), **change}
