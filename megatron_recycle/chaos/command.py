@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dice.add_argument("--count", type=int, metavar="N", help="how many (default: as many as the job bears)")
     dice.add_argument("--kinds", type=_kinds, default=None, metavar="A,B",
                       help=f"of {','.join(KINDS)} (default: all that the job's workers listen for)")
+    for act in acts.choices.values():  # it may also stand behind the act
+        act.add_argument("--run-dir", type=Path, metavar="DIR", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,14 +59,16 @@ def _orders(args: argparse.Namespace) -> list:
     if args.act != "script":
         return [order_of(args)]
     try:
-        return read_script(args.file.read_text().splitlines(), str(args.file))
+        return read_script(args.file.read_text(errors="replace").splitlines(), str(args.file))
     except OSError as error:
         raise ConfigError(f"{args.file}: {error.strerror}") from error
 
 
 def _random(director: Director, args: argparse.Namespace) -> int:
-    if args.rate <= 0:
+    if not 0 < args.rate < math.inf:
         raise ConfigError(f"random: --rate is {args.rate:g}; give more than 0 acts in a minute")
+    if args.count is not None and args.count < 1:
+        raise ConfigError(f"random: --count is {args.count}; give 1 or more")
     director.await_start()
     observed = (director.job.run_dir / holds.FOLDER).is_dir()
     kinds = args.kinds or [kind for kind in KINDS if observed or kind != "stall"]

@@ -28,7 +28,10 @@ class Director:
 
     def __init__(self, run_dir: Path, say: Callable[[str], None], wait: float = 600.0) -> None:
         self.job = TargetJob(run_dir)
-        self._log = EventLog(run_dir / "chaos.jsonl", log=False)
+        try:
+            self._log = EventLog(run_dir / "chaos.jsonl", log=False)
+        except OSError as error:
+            raise ChaosError(f"{run_dir / 'chaos.jsonl'} cannot be written ({error.strerror})") from error
         self._say = say
         self._wait = wait
         self._acts: list[Act] = []

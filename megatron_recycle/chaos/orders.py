@@ -185,7 +185,10 @@ def _lasting(text: str) -> float:
 
 
 def _factor(text: str) -> float:
-    factor = float(text)
+    try:
+        factor = float(text)
+    except ValueError:
+        factor = 0.0
     if not 1.0 < factor <= 100.0:
-        raise argparse.ArgumentTypeError(f"{text}: give more than 1 and at most 100")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a FACTOR of more than 1 and at most 100")
     return factor

@@ -23,7 +23,7 @@ def check_script(chaos: str) -> None:
     if chaos == ALLOW:
         return
     try:
-        read_script(Path(chaos).read_text().splitlines(), chaos)
+        read_script(Path(chaos).read_text(errors="replace").splitlines(), chaos)
     except OSError as error:
         raise ConfigError(f"--chaos {chaos}: {error.strerror}; give a script, or `{ALLOW}`") from error
 

@@ -33,6 +33,8 @@ def test_a_script_is_the_acts_of_the_command_line_one_a_line():
     ("kill 1:2 --phase lunch", "invalid choice"),
     ("kill 1:2 --nth 3", "--phase"),
     ("slow 1:2 0.5", "more than 1"),
+    ("slow 1:2 much", "'much': give a FACTOR"),
+    ("slow 1:2", "required: FACTOR"),
     ("coordinator --for 3", "--freeze"),
     ("partition h1 --link --one-way", "both ways"),
     ("kill '1:2", "quotation"),
