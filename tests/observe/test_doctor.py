@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -42,6 +43,15 @@ def test_impossible_settings_and_a_foreign_interface_are_failures(
     monkeypatch.delenv("RECYCLE_TRANSPORT_TIMEOUT")
     assert cli.main(["doctor", "--recycle-interface", "192.0.2.7"]) == 1
     assert "cannot listen on 192.0.2.7" in capsys.readouterr().out
+
+
+def test_a_kernel_that_tells_of_no_exits_is_a_failure(monkeypatch: pytest.MonkeyPatch):
+    def missing(pid: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
+    found = {check.name: check for check in doctor.check_system(RecycleConfig())}
+    assert found["process exits"].state == "fail"
 
 
 def test_listening_everywhere_is_pointed_out():
