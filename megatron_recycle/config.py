@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
@@ -29,6 +30,8 @@ RESERVED_VARIABLES = frozenset(
     {"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", JOINING, "RECYCLE_HOST", "RECYCLE_CHAOS"}
 )
 """Variables that the launcher hands to its workers; they are not settings."""
+
+_COSTS = re.compile(r"TRIPLE(;TRIPLE)*".replace("TRIPLE", r" *\d+ *, *\d+ *, *\d+ *"))
 
 AUTO = "auto"
 """Word for `None` in flags and variables (in JSON: `null` or `"auto"`)."""
@@ -59,7 +62,8 @@ class RecycleConfig:
     )
     step: str = _option(
         "staggered",
-        "staggered: each stage steps when its own gradient is complete; barrier: when all of them are",
+        "staggered: each stage steps when its own gradient is complete; barrier: when all of them are, which is "
+        "Megatron's default",
         choices=("staggered", "barrier"),
     )
     split_backward: bool = _option(
@@ -95,7 +99,8 @@ class RecycleConfig:
     costs: str | None = _option(
         None,
         "what the planner takes a micro-batch's forward, input-gradient and weight-gradient backward to cost, in any "
-        "integer unit, e.g. 20,22,18; per stage: triples separated by ;; auto: all the same",
+        "integer unit, e.g. 20,22,18, or one such triple per stage with semicolons between them; auto: all the same, "
+        "until they are measured",
     )
     planner_budget: float = _option(2.0, "time for the background search after a change; 0: none", unit="s")
     planner_threads: int = _option(1, "threads of that search")
@@ -137,9 +142,15 @@ class RecycleConfig:
         unit="s",
     )
     run_dir: str | None = _option(
-        None, "folder for events, logs, pictures; auto: runs/ and the time of the start"
+        None,
+        "folder for events, logs and plans; auto: runs/ and the time of the start. `recycle run` makes it before JSON "
+        "and the script's flags are read: there its own --run-dir or the variable counts",
     )
-    interface: str = _option("127.0.0.1", "address that the control services listen on, and no other")
+    interface: str = _option(
+        "127.0.0.1",
+        "address that the control services listen on, and no other. `recycle run` listens before JSON and the script's "
+        "flags are read: there its own --master-addr or the variable counts",
+    )
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Where each value came from, e.g. `{"seed": "RECYCLE_SEED"}`; defaults are not in it."""
@@ -149,6 +160,11 @@ class RecycleConfig:
             object.__setattr__(self, option.name, _checked(option, getattr(self, option.name), option.name))
         self._check_ranges()
         self._check_timeouts()
+        if self.costs is not None and not _COSTS.fullmatch(self.costs):
+            raise ConfigError(f"{_where(self, 'costs')} is {self.costs!r}; give three integers, e.g. 20,22,18, or such "
+                              "a triple for each stage with semicolons between them")
+        if not self.interface:
+            raise ConfigError(f"{_where(self, 'interface')} is empty, which would mean every address; name one")
         if self.slow_factor_out and not self.slow_factor_out > 1:
             raise ConfigError(f"{_where(self, 'slow_factor_out')} is {self.slow_factor_out:g}: a worker may not be "
                               "removed for being as fast as its peers; give more than 1, or 0 for never")

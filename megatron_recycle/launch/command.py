@@ -178,6 +178,8 @@ def _check(args: argparse.Namespace) -> None:
         check_script(args.chaos)
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
+    if args.nnodes < 1:
+        raise ConfigError(f"--nnodes is {args.nnodes}; give 1 or more")
     if not 0 <= args.node_rank < args.nnodes:
         raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes} give 0 to {args.nnodes - 1}")
     if not 0 <= args.master_port <= _HIGHEST_PORT:

@@ -1,4 +1,4 @@
-"""What a user meets when settings are given, mistyped or impossible (design section 7)."""
+"""What a user meets when settings are given, mistyped or impossible."""
 
 from __future__ import annotations
 
@@ -61,6 +61,8 @@ def test_every_setting_has_a_key_a_flag_a_variable_and_a_row_in_the_docs():
 
 def other_value(option: config.Option) -> Any:
     """An allowed value of `option` that is not its default."""
+    if option.name == "costs":
+        return "20,22,18; 4,5,6"
     if option.kind is bool:
         return not option.default
     if option.choices:
@@ -138,6 +140,9 @@ def test_other_programs_variables_and_the_launchers_own_are_let_through():
         ({"heartbeat_interval": 0}, "above 0"),
         ({"transport_timeout": float("inf")}, "above 0"),
         ({"planner_budget": -1}, "above 0"),
+        ({"interface": ""}, "every address"),
+        ({"costs": "1,2"}, "give three integers"),
+        ({"costs": "1,2,3;4,5"}, "a triple for each stage"),
         ({"policy": "lossy_forward"}, "give reroute"),
         ([], "give an object"),
     ],

@@ -27,6 +27,8 @@ TAKEN = "a port in use"
         (["--master-addr", "1.2.3.4", SCRIPT], {}, "nobody can listen on 1.2.3.4"),
         (["--master-port", "99999", SCRIPT], {}, "--master-port is 99999"),
         (["--master-port", "-5", SCRIPT], {}, "--master-port is -5"),
+        (["--nnodes", "0", SCRIPT], {}, "--nnodes is 0; give 1 or more"),
+        ([SCRIPT], {"RECYCLE_INTERFACE": ""}, "every address"),
         (["--master-addr", "no.such.host.invalid", SCRIPT], {}, "nobody can listen on no.such.host.invalid"),
         (["--master-port", TAKEN, SCRIPT], {}, "in use"),
     ],
