@@ -1,8 +1,8 @@
 """Who is in and what happens next: a pure function from state and input to state and decisions.
 
 Nothing here reads a clock, a socket or a file, so that every interleaving can be tested without processes.
-The protocol is design section 6. Inputs of processes that are not members (fenced, unknown) and inputs of
-generations that are over change nothing.
+Inputs and decisions are defined in `state`. Inputs of processes that are not members (fenced, unknown) and inputs
+of generations that are over change nothing.
 """
 
 from __future__ import annotations

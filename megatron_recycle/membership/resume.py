@@ -1,4 +1,4 @@
-"""Where training goes on after a failure: a pure function of what the survivors hold (design section 6.6)."""
+"""Where training goes on after a failure: a pure function of what the survivors hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recovery, step by step (design section 6): one function per step.
+"""A recovery, step by step: one function per step.
 
 The coordinator decides who is in and where training goes on; this is what every survivor does about it.
 The steps run in the training thread. Whatever goes wrong on the way (another death, say) ends in another

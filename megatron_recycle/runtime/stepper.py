@@ -1,4 +1,4 @@
-"""When a stage steps, and when the step is final (design section 6).
+"""When a stage steps, and when the step is final.
 
 A worker that holds an iteration's reduced gradient steps at once, with the coefficient (clipping) that its own
 numbers suggest, and goes on to the next iteration. The verdict arrives meanwhile. If every stage guessed

@@ -1,4 +1,4 @@
-"""The whole state of a stage, from its workers to one that comes in (design section 6, "Coming back").
+"""The whole state of a stage, from its workers to one that comes in.
 
 Raw tensors and JSON travel, no pickle. The stage's tensors, laid end to end, are cut into pieces; each giving peer
 sends an equal share of them, and the CRC-32 of each piece after it. The first one sends what else there is: names,
