@@ -166,7 +166,11 @@ class Launcher:
     @property
     def message(self) -> str:
         """How the job ended, in words."""
-        return "the coordinator did not say how the job ended" if self._end is None else self._end["message"]
+        if self._end is not None:
+            return self._end["message"]
+        if self.job.joining:
+            return "this host has left the job"
+        return "the coordinator did not say how the job ended"
 
     # Workers
 
@@ -303,7 +307,7 @@ class Launcher:
             return False
         if self.restarts.pending():
             return True
-        if self.job.joining and all(worker.out is not None for worker in self.workers.values()):
+        if self.job.joining and (self._interrupted or all(worker.out is not None for worker in self.workers.values())):
             return False  # the job goes on without this host
         lost = self._link.lost_since
         return lost is None or time.monotonic() - lost < self.job.grace.failed
@@ -359,9 +363,16 @@ class Launcher:
                 worker.child.signal(signal.SIGKILL)
 
     def _interrupt(self, number: int) -> None:
-        """The first signal asks the workers to end, the second does not ask."""
+        """The first signal asks the workers to end, and with them the job, unless these have only joined it; the second
+        does not ask."""
         name = signal.Signals(number).name
-        if not self._interrupted:
+        if not self._interrupted and self.job.joining:
+            self._interrupted = True
+            self.restarts.cancel()
+            self._say(f"{name}: the workers of this host leave the job; a second one ends them at once")
+            self._signal_all(signal.SIGTERM)
+            self._deadline(self.job.grace.well, signal.SIGKILL)
+        elif not self._interrupted:
             self._interrupted = True
             self.restarts.cancel()
             self._say(f"{name}: ending all workers")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import sys
@@ -114,3 +115,13 @@ def test_an_interrupt_is_told_again_after_a_reconnect(tmp_path: Path) -> None:
     with launcher(tmp_path, [], range(1)) as made:
         made._interrupt(signal.SIGTERM)
         assert made._hello()[-1]["type"] == "interrupt"
+
+
+def test_an_interrupt_of_a_host_that_has_joined_does_not_end_the_job(tmp_path: Path) -> None:
+    with launcher(tmp_path, [], range(1)) as made:
+        made.job = dataclasses.replace(made.job, joining=True)
+        made._interrupt(signal.SIGINT)
+        assert [message["type"] for message in made._hello()] == ["hello"]
+        until_ended(made, made.workers[0])
+        assert made.workers[0].status == -signal.SIGTERM, "asked to leave; this one does not know how"
+        assert not made._awaits_end() and made.message == "this host has left the job"
