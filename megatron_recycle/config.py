@@ -103,7 +103,6 @@ class RecycleConfig:
         "until they are measured",
     )
     planner_budget: float = _option(2.0, "time for the background search after a change; 0: none", unit="s")
-    planner_threads: int = _option(1, "threads of that search")
     verify: str = _option(
         "none", "peers: compare digests of peers' parameters after a recovery", choices=("none", "peers")
     )
@@ -234,7 +233,7 @@ class RecycleConfig:
         return "\n".join(lines)
 
     def _check_ranges(self) -> None:
-        least_values = {"block": 1, "cap": 1, "planner_threads": 1, "max_restarts": 0, "verify_every": 0, "seed": 0}
+        least_values = {"block": 1, "cap": 1, "max_restarts": 0, "verify_every": 0, "seed": 0}
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:
