@@ -311,6 +311,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error(f"--iterations is {args.iterations}; give {LEAST_ITERATIONS} or more")
     if args.data is not None:
         args.data = args.data.absolute()
+        if not args.data.exists():
+            parser.error(f"--data: there is no {args.data}")
     if args.output is None:
         args.output = Path("runs") / ("quickstart" if args.backend == "deepspeed" else f"quickstart-{args.backend}")
     return args

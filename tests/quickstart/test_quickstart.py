@@ -120,3 +120,11 @@ def _processes_of(folder: Path) -> list[str]:
         if entry.name.isdigit() and str(folder).encode() in command and entry.name != str(os.getpid()):
             found.append(f"{entry.name}: {command.decode(errors='replace')}")
     return found
+
+
+def test_a_text_that_is_not_there_is_told_before_anything_starts(
+    quickstart: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit):
+        quickstart.parse(["--data", str(tmp_path / "nowhere")])
+    assert "there is no" in capsys.readouterr().err
