@@ -91,6 +91,10 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
         quickly = first[0].stats["first_seconds"] * 1000
         extra = {"time to first plan": f"{quickly:.1f} ms (orders; its {problem.objective}"
                                        f" {first[0].objective_value:g})", **extra}
+    gone = [str(stage) for stage in range(problem.grid.stages)
+            if all(Worker(pipeline, stage) in problem.failed for pipeline in range(problem.grid.pipelines))]
+    if gone:
+        extra["parameters"] = f"nobody holds those of stage {', '.join(gone)}: a running job ends here"
     if plan.stats.get("cut"):
         extra["cut"] = "the clock ended the search before its work was done"
     return plan, extra

@@ -99,6 +99,14 @@ def test_moves_are_part_of_the_plan(capsys):
     assert moved.period < stayed.period and violations(moved) == []
 
 
+def test_a_stage_that_only_moves_could_fill_is_pointed_out(capsys):
+    arguments = ["--pipelines", "2", "--stages", "2", "--microbatches", "2", "--budget", "0"]
+    _, out, _ = recycle_plan(capsys, *arguments, "--failed", "0:0", "1:0")
+    assert "nobody holds those of stage 0: a running job ends here" in out
+    _, out, _ = recycle_plan(capsys, *arguments, "--failed", "0:0", "1:1")
+    assert "nobody holds" not in out
+
+
 @pytest.mark.parametrize(("arguments", "fault"), [
     (["--failed", "7:2"], "7:2 is outside the grid"),
     (["--failed", "x"], "'x'"),
