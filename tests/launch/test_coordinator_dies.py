@@ -47,7 +47,8 @@ def test_the_next_coordinator_may_be_killed_before_it_listens(tmp_path: Path) ->
         job.go_on(0)
         assert job.wait() == 0, job.where()
         assert _committed(job) == [0, 1, 2, 3]
-        assert job.output.read_text().count("has died; starting it again") == 3
+        # Once more if the last one has served all workers, and ended, before the launcher is back.
+        assert job.output.read_text().count("has died; starting it again") in (3, 4)
         assert job.children() == []
 
 
