@@ -45,6 +45,9 @@ class Listener(Protocol):
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """A block in which the training thread waits for other workers."""
 
+    def stepping(self) -> AbstractContextManager[None]:
+        """A block in which the training thread steps; what it was in before goes on afterwards."""
+
     def committed(self, verdict: Verdict, adopt: bool) -> None:
         """The iteration is final; ``adopt``: every worker has the plan on offer."""
 
@@ -179,14 +182,15 @@ class Stepper:
         """One update of the held iteration; nothing interrupts it."""
         assert self.held is not None
         iteration = self.held.iteration
-        self.listener.observe("step", iteration)
-        views = [self.layout.view(self.held.gradient, parameter) for parameter in self.layout.parameters]
-        if coefficient != 1.0 and self.pending is not None and self._early:
-            views = [view.clone() for view in views]  # the raw gradient may be needed again
-        with torch.no_grad(), self.stopwatch.measure("step"):
-            self.stage.step(views, coefficient)
-        self._used, self.ledger.stepped = coefficient, iteration
-        self.listener.observe("stepped", iteration)
+        with self.listener.stepping():
+            self.listener.observe("step", iteration)
+            views = [self.layout.view(self.held.gradient, parameter) for parameter in self.layout.parameters]
+            if coefficient != 1.0 and self.pending is not None and self._early:
+                views = [view.clone() for view in views]  # the raw gradient may be needed again
+            with torch.no_grad(), self.stopwatch.measure("step"):
+                self.stage.step(views, coefficient)
+            self._used, self.ledger.stepped = coefficient, iteration
+            self.listener.observe("stepped", iteration)
 
     def _is_wrong(self, commit: Commit) -> bool:
         try:

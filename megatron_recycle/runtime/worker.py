@@ -18,7 +18,7 @@ from megatron_recycle.membership import Agent
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.actions import Actions
-from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, Activity
+from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.budget import announce
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
 from megatron_recycle.runtime.data import DataSource
@@ -45,6 +45,7 @@ from megatron_recycle.runtime.world import World
 _POLL_SECONDS = 0.001
 _LONGEST_CLOSE = {RETIRING: 5.0, COMMITTING: 5.0, CONNECTING: 30.0}
 """Seconds that the end waits for threads, by name; gloo gives up connecting after five times its limit."""
+_NO_WORK = ("recovering", "joining", "boundary", "step", "stepped")  # phases that are no work, or told by `stepping`
 
 
 class StageWorker:
@@ -157,6 +158,11 @@ class StageWorker:
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """A block in which the training thread waits for other workers or the coordinator."""
         return self.activity.during(WAITING, what)
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """A block of work inside a wait: who steps in a recovery waits for the others again afterwards, for as long as
+        they take."""
+        return self.activity.during(WORKING, "step")
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""
@@ -272,7 +278,7 @@ class StageWorker:
         return self.agent.stop_generation > self.generation or self.agent.ended is not None
 
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
-        if phase not in ("recovering", "joining", "boundary"):
+        if phase not in _NO_WORK:
             self.activity.work(phase)
         self.agent.progress = {"iteration": iteration, "attempt": self.ledger.attempt, "phase": phase,
                                "action": str(action) if action else None}

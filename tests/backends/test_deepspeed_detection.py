@@ -74,6 +74,22 @@ def test_a_second_worker_fails_while_the_survivors_connect(kind, undisturbed):
         check_survivors(job, {"0:1", "1:0"}, undisturbed)
 
 
+@pytest.mark.slow
+def test_who_has_made_its_step_in_a_recovery_only_waits_for_the_others(undisturbed):
+    """The other one is found frozen long after the time that a step may take."""
+    first, second = Hold("0:1", "reduced", AT), Hold("1:0", "step", AT)
+    settings = {**SETTINGS, "step": "barrier", "heartbeat_timeout": 8.0, "stall_floor": 2.0}
+    with Job(faults.train, SIZE, {**EXACT, "settings": settings}, [first, second]) as job:
+        job.wait_held(first)
+        job.kill(first)
+        job.wait_held(second)
+        job.kill(second, with_signal=signal.SIGSTOP)
+        found = job.wait_event("decided", generation=3)
+        assert found["out"] == {"0:1": "exit", "1:0": "frozen"}
+        job.kill(second)
+        check_survivors(job, {"0:1", "1:0"}, undisturbed)
+
+
 # ---- only the training thread is stuck
 
 
