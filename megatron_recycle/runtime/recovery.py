@@ -16,7 +16,7 @@ from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
-from megatron_recycle.runtime.activity import WORKING
+from megatron_recycle.runtime.activity import COPY, WORKING
 from megatron_recycle.runtime.description import description, standing
 from megatron_recycle.runtime.groups import Groups, build_groups, is_broken
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
@@ -195,7 +195,7 @@ def reconcile(worker: StageWorker, go: Go) -> None:
 
 def _copying(worker: StageWorker) -> AbstractContextManager[None]:
     """A stage's state may take minutes to copy: that nobody trains meanwhile is no sign of a lost message."""
-    return worker.activity.during(WORKING, "copy")
+    return worker.activity.during(WORKING, COPY)
 
 
 def resume(worker: StageWorker, go: Go) -> None:

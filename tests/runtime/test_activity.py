@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 
 from megatron_recycle.membership.detectors import Doing
-from megatron_recycle.runtime.activity import HANDLES, OUTSIDE, RECOVERY, REDUCE, WAITING, WORKING, Activity
+from megatron_recycle.runtime.activity import COPY, HANDLES, OUTSIDE, RECOVERY, REDUCE, WAITING, WORKING, Activity
 
 
 class Clock:
@@ -110,3 +110,10 @@ def test_new_handles_may_take_as_long_as_a_recovery_since_the_store_may_have_to_
             clock.now += 0.5
     assert limit(activity, WAITING, "F0.1") == pytest.approx(13.0)
     assert limit(activity, WAITING, HANDLES) == limit(activity, WAITING, RECOVERY) == pytest.approx(70.0)
+
+
+def test_who_gives_its_state_to_others_is_not_stuck_however_long_they_take():
+    """One of them may be frozen, or its host gone, which takes longer to find out than a stall."""
+    activity, clock = made()
+    act(activity, clock, COPY, *[1.0] * 5)
+    assert limit(activity, WORKING, COPY) is None
