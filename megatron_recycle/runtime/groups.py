@@ -186,7 +186,8 @@ def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
     for group in groups:
         try:
             dist.destroy_process_group(group)
-        except RuntimeError as error:  # what cannot be torn down must not keep the others
+        except (RuntimeError, ValueError) as error:
+            # What cannot be torn down, or was by a script that destroys all in the end, must not keep the others.
             get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
 
 

@@ -96,7 +96,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           tied: bool = False, bf16: bool = False, mistake: str | None = None,
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
-          load: tuple[str, dict[str, Any]] | None = None) -> Any:
+          load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters"} of this worker.
 
     Args:
@@ -105,6 +105,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         save: folder, and iterations after which a checkpoint is written there.
         save_every: folder, and after how many iterations again and again.
         load: folder of a checkpoint to begin with, and further arguments of load_checkpoint().
+        tidy: whether the script ends with torch.distributed.destroy_process_group().
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
@@ -174,5 +175,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine._worker.live()]
+        if tidy:
+            torch.distributed.destroy_process_group()
         engine._finish()
     return result

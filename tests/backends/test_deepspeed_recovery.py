@@ -96,6 +96,22 @@ def test_a_worker_killed_in_the_last_iteration(hold, undisturbed):
     assert [event["generation"] for event in job.events if event["event"] == "resumed"] == [2]
 
 
+def test_a_worker_killed_when_the_scripts_of_others_have_destroyed_their_process_groups(undisturbed):
+    """As many scripts end: torch does not know any group then, and the recovery makes new ones all the same."""
+    hold = Hold("0:1", "stepped", ITERATIONS - 1)
+    others = {rank for rank in range(PIPELINES * STAGES) if rank != PIPELINES}
+    with Job(gpt_job.train, PIPELINES * STAGES, {**EXACT, "tidy": True}, [hold]) as job:
+        job.wait_held()
+        for position in set(POSITIONS) - {hold.worker}:
+            job.wait_event("left", worker=position)
+        job.kill(hold)
+        results = job.wait()
+        assert {rank for rank, result in results.items() if result.status == 0} == others, job.where()
+        assert all(not differences(results[rank], undisturbed[rank]) for rank in others)
+        logs = [(job.folder / f"worker-{rank}.log").read_text() for rank in others]
+        assert not any("Traceback" in log for log in logs), job.where()
+
+
 @pytest.mark.slow
 def test_two_workers_of_different_stages_killed_at_once(undisturbed):
     kill_and_compare([Hold("0:0", "backward", KILLED_IN, 1), Hold("2:1", "forward", KILLED_IN, 3)], undisturbed)
