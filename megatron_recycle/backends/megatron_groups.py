@@ -19,6 +19,7 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
+from megatron_recycle.errors import TransportAborted
 from megatron_recycle.runtime.groups import (
     abort_group,
     meet,
@@ -74,6 +75,8 @@ class Detached:
             self._spanning = unless_interrupted(
                 interrupted, lambda over: _spanning(self._place, prefix, over), _retire)
             self._prefix = prefix
+            if interrupted():  # too early for `abort` to have found these groups
+                raise TransportAborted("a newer generation was announced while Megatron's groups were being made")
         _use(self._spanning)
         try:
             yield
