@@ -18,7 +18,7 @@ import torch
 
 from megatron_recycle.errors import DataError, VerificationError
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.activity import WORKING
+from megatron_recycle.runtime.activity import COPY, WORKING
 from megatron_recycle.runtime.data import digest
 from megatron_recycle.runtime.reduce import all_reduce
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
@@ -93,11 +93,16 @@ def _exchange(worker: StageWorker) -> dict[Worker, int]:
 
 
 def _heal(worker: StageWorker, odd: Sequence[Worker], digests: dict[Worker, int]) -> None:
-    """Those of ``odd`` take the whole state from the others."""
-    groups, me, iteration = worker.current_groups(), worker.place.me, worker.ledger.committed
-    if me not in odd:
-        give(groups, odd, stage_tensors(worker.stage), worker.stepper.facts())
-        return
+    """Those of ``odd`` take the whole state from the others. That may take minutes, for which everybody else waits."""
+    with worker.activity.during(WORKING, COPY):
+        if worker.place.me in odd:
+            _take_over(worker, odd, digests)
+        else:
+            give(worker.current_groups(), odd, stage_tensors(worker.stage), worker.stepper.facts())
+
+
+def _take_over(worker: StageWorker, odd: Sequence[Worker], digests: dict[Worker, int]) -> None:
+    groups, iteration = worker.current_groups(), worker.ledger.committed
     began = time.monotonic()
     worker.agent.event("suspected", kind="corrupt", removed=False, iteration=iteration + 1, pid=os.getpid(),
                        digests={str(peer): f"{value:08x}" for peer, value in digests.items()})

@@ -1,0 +1,35 @@
+"""A worker that holds other parameters than its peers is brought back by them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime import verify
+from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
+
+PEERS = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
+
+
+@pytest.mark.parametrize("me", PEERS[:2])
+def test_a_copy_that_takes_long_is_no_lost_message_though_all_others_wait(me, monkeypatch):
+    states: list[str] = []
+    activity = Activity(10.0)
+
+    def copied(*_: Any) -> Any:
+        states.append(activity.told()["state"])
+        return {}, {}, SimpleNamespace(bytes=1)
+
+    for name in ("give", "take"):
+        monkeypatch.setattr(verify, name, copied)
+    monkeypatch.setattr(verify, "stage_tensors", lambda stage: {})
+    worker: Any = SimpleNamespace(
+        activity=activity, place=SimpleNamespace(me=me), ledger=SimpleNamespace(committed=3),
+        stage=SimpleNamespace(device="cpu"), agent=SimpleNamespace(event=lambda *_, **__: None),
+        stepper=SimpleNamespace(facts=dict, enter=lambda *_: None), current_groups=lambda: None)
+    with activity.during(WAITING, "a check"):
+        verify._heal(worker, [PEERS[1]], dict.fromkeys(PEERS, 7))
+    assert states == [WORKING]
