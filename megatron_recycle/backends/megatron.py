@@ -215,7 +215,7 @@ class RecycleSchedule:
         """In the agent's thread."""
         if self._worker is not None:
             self._worker.abort(generation)
-            if self._agent.missing and self._detached is not None:
+            if self._agent.breaks_off and self._detached is not None:
                 self._detached.abort()
 
     def finish(self) -> None:

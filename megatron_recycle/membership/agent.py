@@ -152,6 +152,12 @@ class Agent:
         return 0 if self._go is None else self._go.generation
 
     @property
+    def breaks_off(self) -> bool:
+        """Whether what all ranks do together outside of training is to be given up: one of them is gone, or has left it
+        for a newer generation. Not at the end of the job, when the script may still go on."""
+        return self.missing > 0 or self.ended is None
+
+    @property
     def out_of_reach(self) -> bool:
         """Whether there is no connection to the coordinator at present."""
         return self._link.lost_since is not None

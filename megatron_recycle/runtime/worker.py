@@ -347,7 +347,7 @@ class StageWorker:
             groups = self.groups
         if groups is not None and groups.generation < generation:
             groups.abort()
-        if self.agent.missing:
+        if self.agent.breaks_off:
             self._world.abort()
 
     def discard_attempt(self) -> None:

@@ -25,9 +25,9 @@ from tests.backends import gpt_job
 class Fault:
     """``kind`` happens to ``worker`` at its ``nth`` (from 0) arrival at ``phase`` of ``iteration``.
 
-    Kinds: ``abort`` (all its connections break), ``swallow`` (its next activation or gradient never leaves it),
-    ``flip`` (one bit of a parameter), ``nan`` (a parameter is not a number any more), ``vanish`` and ``freeze``
-    (when it connects next, and has told the others where it listens).
+    Kinds: ``abort`` (all its connections break), ``apart`` (those of torch's WORLD do), ``swallow`` (its next
+    activation or gradient never leaves it), ``flip`` (one bit of a parameter), ``nan`` (a parameter is not a number
+    any more), ``vanish`` and ``freeze`` (when it connects next, and has told the others where it listens).
     """
 
     worker: str
@@ -80,6 +80,10 @@ def _install(faults: Sequence[Fault]) -> None:
 
 def _abort(worker: StageWorker) -> None:
     worker.current_groups().abort()
+
+
+def _apart(worker: StageWorker) -> None:
+    groups.abort_group(dist.group.WORLD)
 
 
 class _Sent:
@@ -144,7 +148,7 @@ def _hit_connecting(hit: signal.Signals) -> Callable[[StageWorker], None]:
 
 
 _DO: Mapping[str, Callable[[StageWorker], None]] = {
-    "abort": _abort, "swallow": _swallow, "flip": _flip, "nan": _nan,
+    "abort": _abort, "apart": _apart, "swallow": _swallow, "flip": _flip, "nan": _nan,
     "vanish": _hit_connecting(signal.SIGKILL), "freeze": _hit_connecting(signal.SIGSTOP)}
 
 

@@ -56,6 +56,18 @@ def test_connections_that_break_again_and_again_end_the_job_with_a_report():
     assert [result.status for result in results.values()] == [1] * SIZE
 
 
+@pytest.mark.slow
+def test_connections_that_break_in_a_checkpoint_cost_the_checkpoint_and_no_worker(undisturbed, tmp_path):
+    """Some get an error, some wait at a barrier over all ranks for those that have left it."""
+    settings = {**QUICK["settings"], "report_timeout": 5.0}
+    arguments = {**QUICK, "settings": settings, "save": (str(tmp_path), AT)}
+    with Job(faults.train, SIZE, {**arguments, "faults": [Fault("1:0", "apart", "stepped", AT - 1)]}) as job:
+        check_survivors(job, set(), undisturbed)
+    decided = [event for event in job.events if event["event"] == "decided"]
+    assert [event["generation"] for event in decided] == [2]
+    assert not [event for event in job.events if event["event"] == "suspected"]
+
+
 # ---- in the middle of connecting
 
 
