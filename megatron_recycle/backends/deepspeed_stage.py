@@ -42,6 +42,7 @@ class DeepSpeedStage:
     def __init__(self, engine: RecyclePipelineEngine) -> None:
         self._engine = engine
         self.device = engine.device
+        self.module: nn.Module = engine.module
         self.parameters: Sequence[nn.Parameter] = [
             parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
         masters = engine.masters.masters if engine.masters is not None else {}

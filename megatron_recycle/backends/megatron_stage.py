@@ -54,7 +54,7 @@ class MegatronStage:
         self.forward_step: ForwardStep
         self.result: tuple[Any, ...] = (True, None, None)
         """What `optimizer.step()` returns: success, gradient norm, number of zeros (None: not counted)."""
-        self._model = model
+        self._model = self.module = model
         self._config = get_model_config(model)
         self._microbatches = microbatches
         self._keys: list[tuple[str, int]] = []

@@ -52,6 +52,8 @@ class Stage(Protocol):
     """One stage of the model with its optimizer, at home on this worker; implemented by the backends."""
 
     device: torch.device
+    module: nn.Module
+    """The stage's part of the model."""
     averaging: Averaging
     gradient_dtype: torch.dtype | None
     """What gradients are summed in; None: the parameters' own."""

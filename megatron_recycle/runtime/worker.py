@@ -28,6 +28,7 @@ from megatron_recycle.runtime.interpreter import Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.memory import ActivationMemory
+from megatron_recycle.runtime.modes import Modes
 from megatron_recycle.runtime.offers import Offers, number_of
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.profiling import Profiling
@@ -82,6 +83,7 @@ class StageWorker:
         self._lock = threading.Lock()
         self._stopwatch = watch = Stopwatch(stage.device)
         self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
+        self._modes = Modes(stage.module)
         self.evaluations = Evaluations(place.grid, stage.report_width)
         self._world = World()
         self._passes = 0  # of evaluation that the script has asked for
@@ -110,6 +112,7 @@ class StageWorker:
             DataError: first and last stage read different data.
         """
         with self._inside():
+            self._modes.remember()
             self.begin(iteration)
             return self._through_failures(lambda: self._run_to(iteration))
 
@@ -168,7 +171,7 @@ class StageWorker:
         """Wait until the last iteration is committed on this worker."""
         last = self.ledger.stepped
         if self.ledger.committed < last:
-            with self._inside():
+            with self._inside(), self._modes.of_training():
                 self._through_failures(lambda: self._run_to(last, commit=True))
 
     def finish(self) -> None:

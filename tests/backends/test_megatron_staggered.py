@@ -3,6 +3,7 @@ between steps that may still be undone, and ends with the bits of stages that wa
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,6 +59,27 @@ def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(reading, wait
 def test_a_worker_killed_while_stages_are_a_step_apart(options, hold, waiting):
     with Job(megatron_job.train, 4, arguments(*options), [hold]) as job:
         job.wait_held()
+        job.kill(hold)
+        check_survivors(job, {hold.worker}, waiting[options])
+
+
+def settles(job: Job, iteration: int, stage: int) -> None:
+    """Until all workers of ``stage`` have stepped ``iteration`` and wait for its verdict: no event tells of that."""
+    coordinator, limit = job._coordinator, time.monotonic() + 20
+    members = [member for member in coordinator.state.members.values() if member.worker.endswith(f":{stage}")]
+    while any((told["iteration"], told["phase"], told["doing"]["what"]) != (iteration, "stepped", "a verdict")
+              for told in (coordinator._progress[member.incarnation] for member in members)):
+        assert time.monotonic() < limit, coordinator._progress
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_an_iteration_that_is_redone_when_the_script_has_turned_to_evaluation_is_one_of_training(waiting):
+    """The last stage has stepped it, and its script has switched dropout and gradients off, when all undo it."""
+    options, hold = ("--clip", "0", "--untied", "--eval-every", "2"), Hold("0:0", "reduce", 1)
+    with Job(megatron_job.train, 4, arguments(*options), [hold]) as job:
+        job.wait_held()
+        settles(job, 1, stage=1)
         job.kill(hold)
         check_survivors(job, {hold.worker}, waiting[options])
 
