@@ -78,7 +78,10 @@ def abort_group(group: dist.ProcessGroup) -> None:
     fails all operations of the group's context: so one receive with a 1 ms limit is posted per peer.
     """
     if group.name() == "nccl":
-        group.abort()
+        try:
+            group.abort()
+        except RuntimeError as error:  # the other groups are to be aborted all the same
+            get_logger().warning("megatron-recycle: NCCL did not abort a group: %s", error)
         return
     scratch = torch.zeros(1)
     for peer in range(group.size()):
