@@ -73,6 +73,7 @@ class StageWorker:
         agent.doing = self.activity.told
         self.generation = 0
         self.groups: Groups | None = None
+        self._members: tuple[Worker, ...] = ()
         self.prefix = ""
         self.next_attempt = 1
         self.verified = -1
@@ -296,8 +297,8 @@ class StageWorker:
         return self._plan
 
     def live(self) -> tuple[Worker, ...]:
-        """The live workers, in the order of their ranks."""
-        return self.current_groups().members
+        """The live workers, in the order of their ranks; between two generations, those of the last one."""
+        return self._members
 
     # ---- actions
 
@@ -372,6 +373,7 @@ class StageWorker:
         """Use other handles of the same generation, with the same plan. Raises as `install`."""
         with self._lock:
             self.groups = groups
+        self._members = groups.members
         self._transport = Transport(groups, {}, self.stage.device)
         self.use_plan(self._plan)
         self._world.become(groups.everybody)

@@ -159,6 +159,23 @@ def test_a_worker_killed_about_an_overflow(clipping, hold, waiting):
 
 @pytest.mark.processes
 @pytest.mark.slow
+def test_a_worker_that_hears_of_a_failure_before_it_has_read_the_verdict_skips_the_step_too(waiting):
+    """It says what is said once, and does so while it has no handles: it is the first live worker."""
+    dies, hears = Hold("1:2", "forward", 2), Hold("0:0", "forward", 2)
+    overflowed = [Hold("0:1", "reduced", 1), Hold("1:1", "reduced", 1)]
+    with Job(gpt_job.train, 6, arguments("staggered"), [dies, hears, *overflowed]) as job:
+        job.wait_held()
+        for hold in overflowed:
+            job.release(hold)
+        job.wait_event("rolled_back", worker="1:0")
+        job.kill(dies)
+        job.wait_event("suspected", worker="1:2")
+        job.release(hears)
+        check_survivors(job, {dies.worker}, waiting[0.0])
+
+
+@pytest.mark.processes
+@pytest.mark.slow
 def test_a_scale_that_is_too_large_comes_down_by_itself_tied_weights_included():
     wanted = arguments("staggered", 1.0, iterations=8)
     wanted["engine_settings"]["fp16"]["initial_scale_power"] = 22
