@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.fused import fused_kernel
-from megatron_recycle.runtime.split import Splitter, WeightQueue
+from megatron_recycle.runtime.split import WeightQueue
+from megatron_recycle.runtime.splitter import Splitter
 
 
 class Conv1D(nn.Module):
@@ -74,14 +77,23 @@ class Model(nn.Module):
             return Triple.apply(x, self.scale).float().square().mean()
 
 
+def run(splitter: Splitter, model: nn.Module, tokens: torch.Tensor) -> WeightQueue:
+    """F and B of one micro-batch; returns what is left for W."""
+    with splitter.recording() as tape:
+        loss = model(tokens)
+    queue = WeightQueue()
+    with splitter.into(queue, tape):
+        splitter.backward([loss], None, list(model.parameters()))
+    return queue
+
+
 def gradients(model: nn.Module, split: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     tokens = torch.randint(11, (2, 5))
     splitter = Splitter(model)
-    queue = WeightQueue()
-    loss = model(tokens)
-    with splitter.into(queue if split else None):
-        loss.backward()
+    queue = run(splitter, model, tokens) if split else WeightQueue()
+    if not split:
+        model(tokens).backward()
     later = queue.identities()
     queue.formed = [(p, p.grad) for p in model.parameters() if id(p) in later and p.grad is not None]
     for parameter, gradient in queue.contributions():
@@ -122,10 +134,7 @@ def test_without_a_queue_nothing_is_delayed():
 
 def test_b_computes_no_weight_gradient_of_a_linear_layer():
     model = build()
-    splitter, queue = Splitter(model), WeightQueue()
-    loss = model(torch.randint(11, (2, 5)))
-    with splitter.into(queue):
-        loss.backward()
+    queue = run(Splitter(model), model, torch.randint(11, (2, 5)))
     assert model.up.weight.grad is None and model.conv.weight.grad is None
     assert model.embedding.weight.grad is not None and model.norm.weight.grad is not None
     assert len(queue.deferred) == 5, "up, down, twice two times, conv"
@@ -202,6 +211,154 @@ def test_what_cannot_be_split_runs_whole_and_is_named():
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
+class Around(nn.Module):
+    """Two linear layers, and between the embedding and the loss whatever ``between(first, second, x)`` does."""
+
+    def __init__(self, between: Callable[..., torch.Tensor], trained: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 8).requires_grad_(trained)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.between = between
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.between(self, self.embedding(tokens)).square().mean()
+
+
+def written_to(model: Around, x: torch.Tensor) -> torch.Tensor:
+    y = model.first(x)
+    y.mul_(2)
+    y[0].add_(1)
+    z = functional.relu(model.first(y[:, :3]), inplace=True) + 1
+    z = model.second(z)
+    return functional.relu(z, inplace=True)
+
+
+def detached(model: Around, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.second(x)
+    return model.second(model.first(x)) - target
+
+
+def checkpointed_without_linear(model: Around, x: torch.Tensor) -> torch.Tensor:
+    return model.second(checkpoint(model.norm, model.first(x), use_reentrant=True))
+
+
+def checkpointed_beside(model: Around, x: torch.Tensor) -> torch.Tensor:
+    x = checkpoint(lambda y: model.first(model.norm(y)), model.first(x), use_reentrant=True)
+    return model.second(checkpoint(model.second, x, use_reentrant=False))
+
+
+def offloaded(model: Around, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        x = model.first(x)
+    return model.second(x)
+
+
+def looked_at(model: Around, x: torch.Tensor) -> torch.Tensor:
+    y = model.first(x)
+    with torch.enable_grad():
+        inside = torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+    return model.second(y) + inside
+
+
+BETWEEN = {
+    "in a row": lambda model, x: model.second(model.first(x)),
+    "columns": lambda model, x: model.second(model.first(x[0].t()).t()[:8].contiguous().t().t()),
+    "transposed": lambda model, x: model.second(model.first(x.transpose(0, 1)).transpose(0, 1)[..., :8]),
+    "vector": lambda model, x: model.second(model.first(x[0, 0])),
+    "unused": lambda model, x: (model.second(x), model.first(x))[1],
+    "written to": written_to, "detached": detached, "looked at": looked_at, "offloaded": offloaded,
+    "checkpointed without linear": checkpointed_without_linear, "checkpointed beside": checkpointed_beside,
+}
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["", "first has no gradient before it"])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_whatever_is_done_around_a_linear_layer_gradients_have_autograds_bits(between, trained):
+    if not trained and between in ("looked at", "checkpointed without linear", "checkpointed beside"):
+        pytest.skip("needs a gradient")
+    stock, model = Around(BETWEEN[between], trained), Around(BETWEEN[between], trained)
+    splitter = Splitter(model)
+    for number in range(3):
+        tokens = torch.randint(11, (8, 8), generator=torch.Generator().manual_seed(number))
+        stock.zero_grad()
+        stock(tokens).backward()
+        model.zero_grad()
+        queue = run(splitter, model, tokens)
+        expected = {name: parameter.grad for name, parameter in stock.named_parameters() if parameter.grad is not None}
+        later = queue.identities()
+        queue.formed = [(p, p.grad) for p in model.parameters() if id(p) in later and p.grad is not None]
+        whole = {id(p) for p, _ in queue.formed}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and id(p) not in whole}
+        found |= {names[id(parameter)]: gradient for parameter, gradient in queue.contributions()}
+        assert set(found) == set(expected) and later
+        for name, gradient in expected.items():
+            if between == "transposed":  # autograd sums a bias's gradient over both dimensions in their own order
+                torch.testing.assert_close(found[name], gradient)
+            else:
+                assert torch.equal(found[name], gradient), (number, name)
+
+
+def test_no_python_runs_in_the_backward_of_a_linear_layer():
+    model = Around(BETWEEN["in a row"])
+    nodes, waiting = set(), []
+    with Splitter(model).recording():
+        waiting.append(model(torch.randint(11, (4, 4))).grad_fn)
+    while waiting:
+        node = waiting.pop()
+        nodes.add(type(node).__name__)
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    assert "AddmmBackward0" in nodes and not any("Split" in name for name in nodes)
+
+
+def test_an_input_that_was_written_to_is_refused_as_autograd_refuses_it():
+    def between(model: Around, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        y = model.first(x)
+        x.mul_(2)
+        return model.second(y)
+
+    tokens = torch.randint(11, (4, 4))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Around(between)(tokens).backward()
+    model = Around(between)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        run(Splitter(model), model, tokens)
+
+
+def test_a_model_that_differentiates_its_own_gradients_is_refused_at_its_first_micro_batch():
+    def between(model: Around, x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(model.first(x).square().sum(), x, create_graph=True)[0]
+
+    model = Around(between)
+    with pytest.raises(UnsupportedError, match='"split_backward": false'):
+        run(Splitter(model), model, torch.randint(11, (4, 4)))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+def test_hooks_on_a_linear_layers_parameters_run(checkpointing):
+    def double(parameter: nn.Parameter) -> None:
+        parameter.grad.mul_(2)
+
+    expected, found = build(checkpointing=checkpointing), build(checkpointing=checkpointing)
+    for model in (expected, found):
+        model.up.weight.register_hook(lambda gradient: 3 * gradient)
+        model.twice.bias.register_post_accumulate_grad_hook(double)
+    expected, found = plain(expected), gradients(found, split=True)
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_hooks_on_what_was_accumulated_run():
+    model, ran = Around(BETWEEN["in a row"]), []
+    model.embedding.weight.register_post_accumulate_grad_hook(lambda parameter: ran.append(parameter.grad.clone()))
+    queue = run(Splitter(model), model, torch.randint(11, (4, 4)))
+    assert len(ran) == 1 and torch.equal(ran[0], model.embedding.weight.grad) and len(queue.deferred) == 2
+
+
 def test_apexs_kernel_adds_up_what_it_can():
     """A stand-in kernel; the weight that is used twice is formed first, so that its uses are summed before."""
     calls = []
@@ -218,9 +375,7 @@ def test_apexs_kernel_adds_up_what_it_can():
     expected = build()
     for number in range(3):
         tokens = torch.randint(11, (2, 5), generator=torch.Generator().manual_seed(number))
-        queue = WeightQueue()
-        with splitter.into(queue):
-            model(tokens).backward()
+        queue = run(splitter, model, tokens)
         later = queue.identities()
         sums.add(0, number, [(p, p.grad) for p in layout.parameters if id(p) not in later])
         model.zero_grad()
