@@ -103,8 +103,8 @@ class Agent:
         self.incarnation = incarnation
         self.stop_generation = 0
         """Highest generation announced by a stop; the training thread polls it between actions."""
-        self.progress: Mapping[str, Any] | None = None
-        """What the training thread does, told with every sign of life; assign new dicts, never change one."""
+        self.progress: Callable[[], Mapping[str, Any]] | None = None
+        """Says where the training thread is, with every sign of life; asked in the agent's thread."""
         self.doing: Callable[[], Mapping[str, Any]] | None = None
         """Says what the training thread is in and for how long (`detectors.Doing`); asked in the agent's thread."""
         self.ended: Ended | None = None
@@ -309,8 +309,9 @@ class Agent:
         if self._leave_asked and not self._leave_told:
             self._leave_told = True
             self._send_kept({"type": "leave"})
+        where = {} if self.progress is None else self.progress()
         doing = {} if self.doing is None else {"doing": self.doing()}
-        return {"type": "heartbeat", "progress": {**(self.progress or {}), **doing} or None}
+        return {"type": "heartbeat", "progress": {**where, **doing} or None}
 
     def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
         limit = None if timeout is None else time.monotonic() + timeout

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 import torch
 from torch import nn
+from torch._utils import _unflatten_dense_tensors
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.split import AddTo, Contribution
@@ -44,6 +45,10 @@ class Layout:
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Every parameter's part of a flat buffer, in the parameters' order."""
+        return _unflatten_dense_tensors(flat, self.parameters)
 
     def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         start, end = self._range[id(parameter)]
@@ -86,8 +91,10 @@ class _Sum:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._flat: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+        """Each parameter's part of the buffer: a view costs as much as an addition."""
         self._views: dict[int, torch.Tensor] = {}
-        """Each parameter's part of the buffer, once it has a sum: a view costs as much as an addition."""
+        """Those of them that have a sum."""
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that have a sum."""
@@ -101,9 +108,8 @@ class _Sum:
             else:
                 gradient(view)
             return
-        if self._flat is None:
-            self._flat = self._layout.empty()
-        view = self._views[id(parameter)] = self._layout.view(self._flat, parameter)
+        self._make()
+        view = self._views[id(parameter)] = self._parts[id(parameter)]
         if isinstance(gradient, torch.Tensor):
             view.copy_(gradient)
         else:
@@ -114,11 +120,17 @@ class _Sum:
         return self._views.pop(id(parameter))
 
     def complete(self) -> torch.Tensor:
+        flat = self._make()
+        for number, part in self._parts.items():
+            if number not in self._views:
+                part.zero_()
+        return flat
+
+    def _make(self) -> torch.Tensor:
         if self._flat is None:
             self._flat = self._layout.empty()
-        for parameter in self._layout.parameters:
-            if id(parameter) not in self._views:
-                self._layout.view(self._flat, parameter).zero_()
+            self._parts = {id(parameter): part for parameter, part in
+                           zip(self._layout.parameters, self._layout.views(self._flat), strict=True)}
         return self._flat
 
 

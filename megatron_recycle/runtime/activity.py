@@ -95,9 +95,11 @@ class Activity:
     def _learn(self, key: str, seconds: float) -> None:
         seen = self._seen[key] = self._seen.get(key, 0) + 1
         if seen > _WARM_UP:
-            taken = self._taken.setdefault(key, deque(maxlen=_WINDOW))
+            taken, longest = self._taken.setdefault(key, deque(maxlen=_WINDOW)), self._longest.get(key, 0.0)
+            lost = taken[0] if len(taken) == _WINDOW else 0.0
             taken.append(seconds)
-            self._longest[key] = max(taken)
+            # The longest of them, which most of the time is the one that it was.
+            self._longest[key] = seconds if seconds >= longest else max(taken) if lost >= longest else longest
 
 
 def _key(state: str, what: str) -> str:

@@ -184,7 +184,7 @@ class Stepper:
         iteration = self.held.iteration
         with self.listener.stepping():
             self.listener.observe("step", iteration)
-            views = [self.layout.view(self.held.gradient, parameter) for parameter in self.layout.parameters]
+            views = self.layout.views(self.held.gradient)
             if coefficient != 1.0 and self.pending is not None and self._early:
                 views = [view.clone() for view in views]  # the raw gradient may be needed again
             with torch.no_grad(), self.stopwatch.measure("step"):

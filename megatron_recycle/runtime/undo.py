@@ -50,6 +50,7 @@ class Undo:
 
 
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]) -> None:
+    if not source:  # a stage without parameters
+        return
     with torch.no_grad():
-        for name, tensor in source.items():
-            target[name].copy_(tensor)
+        torch._foreach_copy_([target[name] for name in source], list(source.values()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ class StageWorker:
         self.config = config
         self.ledger = Ledger()
         self.activity = Activity(config.stall_floor)
-        agent.doing = self.activity.told
+        agent.doing, agent.progress = self.activity.told, self._where
         self.generation = 0
         self.groups: Groups | None = None
         self._members: tuple[Worker, ...] = ()
@@ -80,6 +81,7 @@ class StageWorker:
         """The iteration before which the peers of this stage were last found to be equal."""
         self._data = data
         self._observer = observer
+        self._observed: tuple[int, int, str, Action | None] | None = None
         self.layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
         self._stopwatch = watch = Stopwatch(stage.device)
@@ -284,12 +286,18 @@ class StageWorker:
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
         if phase not in _NO_WORK:
             self.activity.work(phase)
-        self.agent.progress = {"iteration": iteration, "attempt": self.ledger.attempt, "phase": phase,
-                               "action": str(action) if action else None}
+        self._observed = iteration, self.ledger.attempt, phase, action
         if action is not None:
             self.tell_resumed()
         if self._observer is not None:
             self._observer.on(phase, iteration, action)
+
+    def _where(self) -> dict[str, Any]:
+        """What was observed last, for the agent."""
+        if self._observed is None:
+            return {}
+        iteration, attempt, phase, action = self._observed
+        return {"iteration": iteration, "attempt": attempt, "phase": phase, "action": str(action) if action else None}
 
     @property
     def plan(self) -> Plan:
@@ -322,7 +330,7 @@ class StageWorker:
             fold_ties(self.stage.ties, self.layout, gradient, groups)
         with self.waiting("the loss"):
             loss, weight = now.relay.wait()
-        views = [self.layout.view(gradient, parameter) for parameter in self.layout.parameters]
+        views = self.layout.views(gradient)
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, now.digests,
                     now.relay.reports, self.stage.zeros(views))
         self.stepper.hold(held, groups, self._offers.promise(self.generation), self._plan_number)
