@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """What the plugin costs while nothing fails: iterations of the quickstart's job against the stock engine.
 
-    python scripts/bench/overhead.py                      # 3 rounds of stock, fast, exact
+    python scripts/bench/overhead.py                      # 3 rounds of 40 iterations of stock, fast, exact
     python scripts/bench/overhead.py --backend megatron   # stock is megatron-core's own 1F1B
 
-Each round runs the backend's script once per side, in turn and in another order each time: the stock framework
-under torchrun, the plugin with `reduction: fast` and `reduction: exact` under `recycle run`. All read their data
-in the training process (DeepSpeed would start two loader processes per worker otherwise), with one thread each.
+Each round starts the backend's script three times: the stock framework under torchrun, the plugin with `reduction:
+fast` and with `reduction: exact` under `recycle run`. All read their data in the training process (DeepSpeed would
+start two loader processes per worker otherwise), with one thread each. Then they train in turns, one iteration of one
+job at a time: a shared machine may be half as fast a minute later, but hardly a second later.
 
-Per side: the median time of an iteration, and the processor time that all workers together spend on one (without
-the coordinator and the launchers), each beside stock's of the same round; the ratio is the median over rounds.
-Processor time depends less on what else the machine does than iteration time. For the plugin's sides also the memory
-that a worker keeps besides parameters and optimizer: sums of gradients (`exact` keeps several apart), the reduced
-gradient, and the copy to undo a step. Prints a table and writes runs/bench/overhead.json with every iteration's
-numbers.
+Per side: the median time of an iteration, and of the processor time that all workers together spend on one (without
+the coordinator and the launchers). The ratio to stock is the median, over all turns, of the ratio to stock's iteration
+of the same turn; half of the turns lie between the quartiles. For the plugin's sides also the memory that a worker
+keeps besides parameters and optimizer: sums of gradients (`exact` keeps several apart), the reduced gradient, and the
+copy to undo a step. Prints a table and writes runs/bench/overhead.json with every iteration's numbers.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import argparse
 import json
 import os
 import signal
+import socket
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -43,51 +45,104 @@ WORKERS = PIPELINES * STAGES
 SIDES = ("stock", "fast", "exact")
 TRAINING = {"deepspeed": "gpt_deepspeed.py", "megatron": "pretrain_gpt_megatron.py"}
 """Backend -> the training script that runs on it."""
+IN_TURNS = Path(__file__).resolve().parent / "in_turns.py"
 SKIPPED = 5
-"""First iterations of a run that do not count."""
-
+"""First iterations of a round that do not count."""
+KEYS = {"seconds": "iteration", "processor_seconds": "processor time"}
 
 Kept = dict[str, int]
 """Most bytes that a worker keeps, by what for."""
 
+Taken = dict[str, list[float]]
+"""Of each iteration of a side: its seconds, and the processor seconds of all workers."""
 
-def run(side: str, args: argparse.Namespace, folder: Path) -> tuple[list[list[tuple[float, float]]], Kept]:
-    """One run; for each worker and iteration (seconds, processor seconds), and what the plugin keeps."""
-    import torch
 
-    folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("worker-*.pt"):
-        old.unlink()
-    arguments = ["--iterations", str(args.iterations + SKIPPED), "--stages", str(STAGES), "--dump", str(folder)]
-    arguments += ["--microbatches", str(MICROBATCHES), "--width", str(args.width), "--batch", str(args.batch)]
-    script = TRAINING[args.backend]
-    kept: Kept = {}
-    if side == "stock":
+class Turns:
+    """Tells the workers of all sides when to run their next iteration, and hears what it took."""
+
+    def __init__(self, limit: float) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._server.settimeout(limit)
+        self._limit = limit
+        self._workers: dict[str, list[tuple[socket.socket, IO[bytes]]]] = {}
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+
+    def gather(self, sides: Sequence[str]) -> None:
+        """Wait until all workers of all sides are there. Raises JobFailed."""
+        for _ in range(len(sides) * WORKERS):
+            try:
+                line, _ = self._server.accept()
+            except TimeoutError:
+                there = {side: len(workers) for side, workers in self._workers.items()}
+                raise JobFailed(f"not all workers have come: {there}") from None
+            line.settimeout(self._limit)
+            reader = line.makefile("rb")
+            self._workers.setdefault(reader.readline().decode().strip(), []).append((line, reader))
+
+    def give(self, side: str) -> tuple[float, float]:
+        """One iteration of a side: its seconds (the slowest worker's), and all workers' processor seconds. Raises
+        JobFailed."""
+        for line, _ in self._workers[side]:
+            line.sendall(b"!")
+        try:
+            took = [json.loads(reader.readline()) for _, reader in self._workers[side]]
+        except (ValueError, OSError) as error:
+            raise JobFailed(f"a worker of {side} has ended, or takes too long: {error}") from None
+        return max(wall for wall, _ in took), sum(processor for _, processor in took)
+
+    def close(self) -> None:
+        for line, _ in [connection for workers in self._workers.values() for connection in workers]:
+            line.close()
+        self._server.close()
+
+
+def one_round(number: int, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Taken], dict[str, Kept]]:
+    """One start of all sides; what each side's iterations took, and what the plugin keeps. Raises JobFailed."""
+    arguments = ["--iterations", str(args.iterations + SKIPPED), "--stages", str(STAGES), "--microbatches",
+                 str(MICROBATCHES), "--width", str(args.width), "--batch", str(args.batch)]
+    script = str(SCRIPTS / TRAINING[args.backend])
+    taken: dict[str, Taken] = {side: {key: [] for key in KEYS} for side in SIDES}
+    with ExitStack() as stack:
+        turns = Turns(args.limit)
+        stack.callback(turns.close)
         extra = ["--in-process-data"] if args.backend == "deepspeed" else []
-        run_stock([str(SCRIPTS / script), *arguments, *extra], folder, args.limit)
-    else:
-        settings = {"reduction": side, "step": args.step}
-        with Job(script, arguments, folder, WORKERS, settings, args.limit) as job:
-            for event in job.events():
-                for own in event.get("kept", {}).values():
-                    kept = {name: max(size, kept.get(name, 0)) for name, size in own.items()}
-            job.check_ended_well()
-    dumps = sorted(folder.glob("worker-*.pt"))
-    if len(dumps) != WORKERS:
-        raise JobFailed(f"{len(dumps)} of {WORKERS} workers left their times in {folder}")
-    return [torch.load(path, weights_only=True)["times"][SKIPPED:] for path in dumps], kept
+        stock = stack.enter_context(
+            under_torchrun([str(IN_TURNS), turns.address, "stock", script, *arguments, *extra], folder / "stock"))
+        jobs = {side: stack.enter_context(Job(
+            str(IN_TURNS), [turns.address, side, script, *arguments], folder / side, WORKERS,
+            {"reduction": side, "step": args.step}, args.limit)) for side in SIDES if side != "stock"}
+        turns.gather(SIDES)
+        for turn in range(args.iterations + SKIPPED):
+            first = (turn + number) % len(SIDES)
+            for side in SIDES[first:] + SIDES[:first]:
+                found = turns.give(side)
+                if turn >= SKIPPED:
+                    for key, value in zip(KEYS, found):
+                        taken[side][key].append(value)
+        if status := stock.wait(args.limit):
+            raise JobFailed(f"stock ended with {status}: see {stock.log}")
+        return taken, {side: kept_by(job) for side, job in jobs.items()}
 
 
-def run_stock(arguments: Sequence[str], folder: Path, limit: float) -> None:
-    """The script under torchrun, without the plugin."""
+def kept_by(job: Job) -> Kept:
+    """What the workers of a job that is about to end have said that they keep. Raises JobFailed."""
+    kept: Kept = {}
+    for event in job.events():
+        for own in event.get("kept", {}).values():
+            kept = {name: max(size, kept.get(name, 0)) for name, size in own.items()}
+    job.check_ended_well()
+    return kept
+
+
+@contextmanager
+def under_torchrun(arguments: Sequence[str], folder: Path) -> Iterator[Child]:
+    """The script without the plugin."""
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
     environ = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
-    log = folder / "torchrun.log"
-    child = Child([*command, *arguments], environ, log)
+    child = Child([*command, *arguments], environ, folder / "torchrun.log")
     try:
-        status = child.wait(limit)
-        if status != 0:
-            raise JobFailed(f"stock {'takes too long' if status is None else f'ended with {status}'}: see {log}")
+        yield child
     finally:
         if child.status() is None:
             child.signal(signal.SIGTERM)  # torchrun ends its workers
@@ -97,33 +152,23 @@ def run_stock(arguments: Sequence[str], folder: Path, limit: float) -> None:
         child.release()
 
 
-def of_run(workers: Sequence[Sequence[tuple[float, float]]]) -> dict[str, list[float]]:
-    """Per iteration: its time (the first worker's), and the processor time of all workers."""
-    return {
-        "seconds": [wall for wall, _ in workers[0]],
-        "processor_seconds": [sum(worker[k][1] for worker in workers) for k in range(len(workers[0]))],
-    }
+def each_turn(runs: Sequence[Mapping[str, Taken]], side: str, key: str) -> list[float]:
+    """A side's iterations divided by stock's of the same turn."""
+    return [own / stock for run in runs for own, stock in zip(run[side][key], run["stock"][key], strict=True)]
 
 
-def each_round(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], side: str, key: str) -> list[float]:
-    """A side's median divided by stock's, round by round: a shared machine may be half as fast minutes later."""
-    return [statistics.median(own[key]) / statistics.median(stock[key])
-            for own, stock in zip(runs[side], runs["stock"])]
+def ratios(runs: Sequence[Mapping[str, Taken]], key: str) -> dict[str, float]:
+    return {side: statistics.median(each_turn(runs, side, key)) for side in SIDES}
 
 
-def ratios(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], key: str) -> dict[str, float]:
-    """The median over rounds, for each side."""
-    return {side: statistics.median(each_round(runs, side, key)) for side in runs}
-
-
-def show(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], console: Console) -> None:
-    table = Table("", "iteration", "ratio", "each round", "processor time", "ratio", "each round")
-    for side, own in runs.items():
+def show(runs: Sequence[Mapping[str, Taken]], console: Console) -> None:
+    table = Table("", *[head for name in KEYS.values() for head in (name, "ratio", "quartiles")])
+    for side in SIDES:
         cells = [side]
-        for key in ("seconds", "processor_seconds"):
-            median = statistics.median(value for run in own for value in run[key])
-            cells += [f"{median * 1000:.0f} ms", f"{ratios(runs, key)[side]:.3f}",
-                      " ".join(f"{ratio:.2f}" for ratio in each_round(runs, side, key))]
+        for key in KEYS:
+            median = statistics.median(value for run in runs for value in run[side][key])
+            low, middle, high = statistics.quantiles(each_turn(runs, side, key), n=4)
+            cells += [f"{median * 1000:.0f} ms", f"{middle:.3f}", f"{low:.2f} to {high:.2f}"]
         table.add_row(*cells)
     console.print(table)
 
@@ -131,12 +176,12 @@ def show(runs: Mapping[str, Sequence[Mapping[str, list[float]]]], console: Conso
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--iterations", type=int, default=40, help="that count, in each run")
+    parser.add_argument("--iterations", type=int, default=40, help="that count, of each side in each round")
     parser.add_argument("--width", type=int, default=96, help="of the model")
     parser.add_argument("--batch", type=int, default=4, help="windows per micro-batch")
     parser.add_argument("--backend", choices=tuple(TRAINING), default="deepspeed")
     parser.add_argument("--step", choices=("staggered", "barrier"), help="default: staggered; Megatron: barrier")
-    parser.add_argument("--limit", type=float, default=240.0, metavar="SECONDS", help="for each run")
+    parser.add_argument("--limit", type=float, default=600.0, metavar="SECONDS", help="for each round")
     parser.add_argument("--output", type=Path, help="default: runs/bench/overhead.json, or overhead-megatron.json")
     args = parser.parse_args()
     if args.step is None:
@@ -147,27 +192,24 @@ def main() -> int:
     exit_on_sigterm()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     output = args.output.absolute()
-    runs: dict[str, list[dict[str, list[float]]]] = {side: [] for side in SIDES}
-    load = []
+    runs: list[dict[str, Taken]] = []
     kept: dict[str, Kept] = {}
     for number in range(args.rounds):
-        for side in SIDES[number % len(SIDES):] + SIDES[:number % len(SIDES)]:
-            begin = time.monotonic()
-            load.append(os.getloadavg()[0])
-            try:
-                workers, kept[side] = run(side, args, output.with_suffix("") / f"{side}-{number}")
-                found = of_run(workers)
-            except JobFailed as error:
-                print(f"overhead.py: {error}", file=sys.stderr)
-                return 1
-            runs[side].append(found)
-            median, processor = (statistics.median(found[key]) * 1000 for key in ("seconds", "processor_seconds"))
-            console.print(f"round {number + 1}, {side}: {median:.0f} ms an iteration, {processor:.0f} ms of processor "
-                          f"time ({time.monotonic() - begin:.0f} s)")
+        begin = time.monotonic()
+        try:
+            taken, kept = one_round(number, args, output.with_suffix("") / str(number))
+        except JobFailed as error:
+            print(f"overhead.py: {error}", file=sys.stderr)
+            return 1
+        runs.append(taken)
+        medians = ", ".join(f"{side} {statistics.median(each_turn([taken], side, 'processor_seconds')):.3f}"
+                            for side in SIDES[1:])
+        console.print(f"round {number + 1}: processor time against stock's: {medians} "
+                      f"({time.monotonic() - begin:.0f} s)")
     record: dict[str, Any] = {
         "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
         "backend": args.backend, "width": args.width, "batch": args.batch, "step": args.step,
-        "processors": os.cpu_count(), "load_before_each_run": load,
+        "processors": os.cpu_count(),
         "ratio": ratios(runs, "seconds"), "processor_ratio": ratios(runs, "processor_seconds"), "kept_bytes": kept,
         "runs": runs,
     }
@@ -175,11 +217,10 @@ def main() -> int:
     output.write_text(json.dumps(record, indent=2) + "\n")
     show(runs, console)
     for side, own in kept.items():
-        if own:
-            sizes = ", ".join(f"{name} {size / 2**20:.2f}" for name, size in own.items())
-            print(f"{side} keeps on a worker, in MiB: {sizes}")
-    print(f"fast takes {record['ratio']['fast']:.3f} times stock's iteration time, exact "
-          f"{record['ratio']['exact']:.3f}; every number in {args.output}")
+        sizes = ", ".join(f"{name} {size / 2**20:.2f}" for name, size in own.items())
+        print(f"{side} keeps on a worker, in MiB: {sizes}")
+    print(f"fast takes {record['processor_ratio']['fast']:.3f} times stock's processor time, exact "
+          f"{record['processor_ratio']['exact']:.3f}; every number in {args.output}")
     return 0
 
 
