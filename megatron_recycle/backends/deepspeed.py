@@ -39,7 +39,7 @@ from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
-from megatron_recycle.runtime.splitter import Splitter
+from megatron_recycle.runtime.split import Splitter
 from megatron_recycle.runtime.worker import StageWorker
 
 _STOCK = "recycle_stock_initialize"
@@ -95,7 +95,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._options = options
         self._stage = DeepSpeedStage(self)
         layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
-        self.splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
+        self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
         place = _place(self)
         if self.global_rank == 0:
             get_logger().info(settings.describe())
@@ -107,7 +107,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._agent = connect(place, settings, options.embed, self._abort_transport)
         atexit.register(self._finish)
         if place.me.pipeline == 0:
-            get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self.splitter.describe())
+            get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
         # Whoever asks for the state wants it as it stays.
         self.module.register_state_dict_pre_hook(lambda *_: self.settle())
         torch_optimizer(self).register_state_dict_pre_hook(lambda *_: self.settle())
@@ -128,7 +128,7 @@ class RecyclePipelineEngine(PipelineEngine):
                 "or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an iterator that gives "
                 "that pipeline's micro-batches in the same order each time it is called")
         if self._worker is None:
-            self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self.splitter,
+            self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
                                        data=self._data_source(), agent=self._agent, config=self._recycle,
                                        observer=self._options.observer)
         begin = time.monotonic()

@@ -79,18 +79,16 @@ class DeepSpeedStage:
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         engine = self._engine
         inputs, outputs = forward.saved
-        leaves = [*inputs, *self.parameters]
         engine._running_engine_backward = True  # keeps DeepSpeed's hooks for direct .backward() calls quiet
         try:
             if engine.is_last_stage():
                 loss = outputs[0] / engine.gradient_accumulation_steps()
-                scaled = loss if self._scaled is None else loss.float() * self._scaled.loss_scale
-                engine.splitter.backward([scaled], None, leaves)
+                (loss if self._scaled is None else loss.float() * self._scaled.loss_scale).backward()
             else:
                 floating = [tensor for tensor in outputs if tensor.is_floating_point()]
                 pairs = [(tensor, gradient) for tensor, gradient in zip(floating, gradients, strict=True)
                          if tensor.requires_grad]
-                engine.splitter.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs], leaves)
+                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         finally:
             engine._running_engine_backward = False
         return [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)

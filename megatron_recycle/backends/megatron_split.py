@@ -10,14 +10,14 @@ kernel adds them to the runtime's accumulators, when W runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
-from megatron_recycle.runtime.split import DeferredLinear, Tape, WeightQueue
+from megatron_recycle.runtime.split import DeferredLinear, WeightQueue
 
 _STOCK = "recycle_stock_function"
 
@@ -35,12 +35,8 @@ class MegatronSplitter:
         """Where a backward that runs now puts its weight gradients; None: compute them at once."""
         return self._queue
 
-    def recording(self) -> AbstractContextManager[None]:
-        """A forward leaves everything to its autograd functions."""
-        return nullcontext()
-
     @contextmanager
-    def into(self, queue: WeightQueue, tape: Tape | None) -> Iterator[None]:
+    def into(self, queue: WeightQueue | None) -> Iterator[None]:
         """Backwards inside the block defer into ``queue``."""
         self._queue = queue
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,7 +16,7 @@ from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.memory import ActivationMemory
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.random_state import seed_of, seeded
-from megatron_recycle.runtime.split import Deferring, Tape, WeightQueue
+from megatron_recycle.runtime.split import Deferring, WeightQueue
 from megatron_recycle.runtime.stage import Forward, Stage
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.transport import Message, Transport
@@ -30,7 +29,6 @@ class Attempt:
     sums: Accumulators
     relay: LossRelay
     forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
-    tapes: dict[tuple[int, int], Tape | None] = field(default_factory=dict)
     queues: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
     losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
     digests: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -111,8 +109,7 @@ class Actions:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(("F", pipeline, microbatch)))
         with (seeded(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage), self._stage.device),
-              self._groups.together(), self._watch.measure("F"), self._memory.forward((pipeline, microbatch), inputs),
-              self._recording() as tape):
+              self._groups.together(), self._watch.measure("F"), self._memory.forward((pipeline, microbatch), inputs)):
             forward = self._stage.forward(inputs, batch)
         if forward.loss is not None:
             self.now.losses[pipeline, microbatch] = forward.loss.detach()
@@ -120,11 +117,7 @@ class Actions:
         if not place.last:
             self._transport.send(("F", pipeline, microbatch), forward.outputs)
         self.now.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
-        self.now.tapes[pipeline, microbatch] = tape
         self._share_losses_if_complete()
-
-    def _recording(self) -> AbstractContextManager[Tape | None]:
-        return self._splitter.recording() if self._split else nullcontext()
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises TransportAborted."""
@@ -138,9 +131,7 @@ class Actions:
         gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
         self._memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
-        tape = self.now.tapes.pop((pipeline, microbatch))
-        splitting = self._splitter.into(queue, tape) if self._split else nullcontext()
-        with splitting, self._groups.together(), self._watch.measure("B"):
+        with self._splitter.into(queue if self._split else None), self._groups.together(), self._watch.measure("B"):
             for_inputs = self._stage.backward(forward, gradients)
         if not self._place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)

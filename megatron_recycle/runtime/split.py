@@ -1,21 +1,24 @@
 """Split backward: input gradients at once (B), weight gradients of linear layers later (W).
 
-A linear layer's backward normally computes both gradients. In B it computes the input gradient and puts what the
-weight gradient needs into a queue: the layer's input and the gradient of its output. The queue of a micro-batch is
-emptied by that micro-batch's W. What fills it is in `runtime.splitter`, and Megatron's in its backend.
+A linear layer's backward normally computes both gradients. Here it computes the input gradient and, while
+a queue is open, puts what the weight gradient needs into that queue: the layer's input and the gradient
+of its output. The queue of a micro-batch is emptied by that micro-batch's W.
+
+The parameter itself is kept on the autograd context, not among the saved tensors: checkpointing replaces
+saved tensors by detached copies, and the gradient would be computed for those.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.nn import functional
 
 AddTo = Callable[[torch.Tensor], None]
 """Adds a gradient to a sum of the parameter's shape, in place."""
@@ -46,7 +49,7 @@ class DeferredLinear(NamedTuple):
         """Add the weight's gradient to ``sum_``, by ``fused``."""
         assert self.fused is not None
         gradient = _rows(self.output_gradient)
-        inputs = cast(_rows(self.inputs), gradient.dtype)
+        inputs = _cast(_rows(self.inputs), gradient.dtype)
         # The kernel's sum is (columns of the second, columns of the first).
         self.fused(*((gradient, inputs) if self.transposed else (inputs, gradient)), sum_)
 
@@ -54,12 +57,12 @@ class DeferredLinear(NamedTuple):
         """Both gradients, formed."""
         gradient = _rows(self.output_gradient)
         if self.bias is not None:  # first: it reads in the order in which memory lies
-            yield self.bias, cast(gradient.sum(0), self.bias.dtype)
+            yield self.bias, _cast(gradient.sum(0), self.bias.dtype)
         if self.weight is not None:
             # Under autocast the layer ran in the gradient's type, whatever its inputs' own.
-            inputs = cast(_rows(self.inputs), gradient.dtype)
+            inputs = _cast(_rows(self.inputs), gradient.dtype)
             product = inputs.t().mm(gradient) if self.transposed else gradient.t().mm(inputs)
-            yield self.weight, cast(product, self.weight.dtype)
+            yield self.weight, _cast(product, self.weight.dtype)
 
 
 @dataclass
@@ -102,49 +105,126 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-class Call(NamedTuple):
-    """One call of a linear layer in a forward: its ``inputs``, which had this ``version`` then; ``node`` of autograd's
-    graph, at whose only output the gradient of the layer's output arrives. The rest is as in `DeferredLinear`, or None
-    where a parameter needs no gradient."""
-
-    inputs: torch.Tensor
-    version: int
-    node: Node
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
-    transposed: bool
-
-    def deferred(self, output_gradient: torch.Tensor, fused: Kernel | None) -> DeferredLinear:
-        """What W has to do for it. Raises RuntimeError, as autograd does, if the inputs have been written to since."""
-        inputs, version, _, weight, bias, transposed = self
-        if inputs._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
-                f"input of a linear layer, {tuple(inputs.shape)}, is at version {inputs._version}; expected version "
-                f"{version} instead")
-        return DeferredLinear(inputs, output_gradient, weight, bias, transposed, fused)
-
-
-@dataclass
-class Tape:
-    """What the linear layers of one micro-batch's forward recorded for its backward.
-
-    ``interrupted``: a part of the forward ran without gradients, as under a reentrant checkpoint.
-    """
-
-    calls: list[Call] = field(default_factory=list)
-    interrupted: bool = False
 
 
 class Deferring(Protocol):
     """What the runtime asks of whatever makes a framework's linear layers defer."""
 
-    def recording(self) -> AbstractContextManager[Tape | None]:
-        """Around the forward of a micro-batch whose backward is going to be split; gives what that one needs."""
+    def into(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
+        """Backwards inside the block put their weight gradients into ``queue``; None: compute them at once."""
 
-    def into(self, queue: WeightQueue, tape: Tape | None) -> AbstractContextManager[None]:
-        """Around that backward, whose forward gave ``tape``: its weight gradients are put into ``queue``."""
+
+class Splitter:
+    """Makes the linear layers of one model defer their weight gradients on demand.
+
+    Everything else (embeddings, norms, a user's own autograd functions, layers with hooks on their parameters) runs
+    whole in B. What is deferred is added up by ``kernel``, if given.
+    """
+
+    def __init__(self, model: nn.Module, kernel: Kernel | None = None) -> None:
+        self._model = model
+        self.kernel = kernel
+        self._queue: WeightQueue | None = None
+        self.layers = [module for module in model.modules() if _splittable(module)]
+        for layer in self.layers:
+            layer.forward = _forward_of(layer, self)
+
+    @property
+    def queue(self) -> WeightQueue | None:
+        """Where a backward that runs now puts its weight gradients; None: compute them at once."""
+        return self._queue
+
+    @contextmanager
+    def into(self, queue: WeightQueue | None) -> Iterator[None]:
+        """Backwards inside the block defer into ``queue``."""
+        self._queue = queue
+        try:
+            yield
+        finally:
+            self._queue = None
+
+    def describe(self) -> str:
+        """One line: how much of the model's backward is split, and which modules run whole in B."""
+        total = sum(parameter.numel() for parameter in self._model.parameters() if parameter.requires_grad)
+        split = {parameter for layer in self.layers for parameter in layer.parameters(recurse=False)}
+        whole = []
+        for name, module in self._model.named_modules():
+            count = sum(parameter.numel() for parameter in module.parameters(recurse=False)
+                        if parameter.requires_grad and parameter not in split)
+            if count:
+                whole.append((count, f"{name or 'model'} ({type(module).__name__}, {100 * count / total:.1f} %)"))
+        share = 100 * (1 - sum(count for count, _ in whole) / total) if total else 0.0
+        text = f"weight gradients of {len(self.layers)} linear layers ({share:.1f} % of the parameters) can be delayed"
+        if whole:
+            largest = sorted(whole, key=lambda item: -item[0])
+            text += "; whole in B: " + ", ".join(line for _, line in largest[:_NAMED])
+            text += f" and {len(whole) - _NAMED} smaller ones" if len(whole) > _NAMED else ""
+        return text + ("" if self.kernel is None else "; apex's kernel adds them up")
+
+
+_NAMED = 6  # modules that a description lists
+
+
+def _splittable(module: nn.Module) -> bool:
+    # A subclass may compute something else, and a parametrised weight is no leaf: both run whole in B.
+    return (type(module) is nn.Linear or _is_conv1d(module)) and isinstance(
+        module._parameters.get("weight"), nn.Parameter)
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """GPT-2's linear layer with an (in, out) weight, as in the transformers package, which need not be installed."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "bias", None) is not None
+
+
+def _forward_of(layer: nn.Module, splitter: Splitter) -> Any:
+    stock, transposed = type(layer).forward, _is_conv1d(layer)
+
+    def forward(inputs: torch.Tensor) -> torch.Tensor:
+        weight, bias = layer.weight, layer.bias
+        if not torch.is_grad_enabled() or _watched(weight) or _watched(bias):
+            return stock(layer, inputs)
+        return _SplitLinear.apply(inputs, weight, bias, splitter, transposed)
+    return forward
+
+
+def _watched(parameter: nn.Parameter | None) -> bool:
+    """Whether there are hooks on the gradient of a parameter, which autograd runs only if it computes that itself."""
+    return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+class _SplitLinear(torch.autograd.Function):
+    # A layer that ran as stock on detached parameters, and asked autograd for its output's gradient, would spare the
+    # Python below. But asking skips hooks on that output, checkpoints inside which something else has parameters, and
+    # gradients that the forward itself takes.
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                splitter: Splitter, transposed: bool) -> torch.Tensor:
+        ctx.save_for_backward(inputs)
+        ctx.weight, ctx.bias, ctx.splitter, ctx.transposed = weight, bias, splitter, transposed
+        if transposed:
+            assert bias is not None
+            flat = torch.addmm(bias, inputs.view(-1, inputs.shape[-1]), weight)
+            return flat.view(*inputs.shape[:-1], weight.shape[1]).data
+        return functional.linear(inputs, weight, bias).data  # no view, so that it may be written to
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient, = gradients
+        inputs, = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        item = DeferredLinear(inputs, gradient, ctx.weight if needs_weight else None,
+                              ctx.bias if needs_bias else None, ctx.transposed, ctx.splitter.kernel)
+        for_inputs = None
+        if needs_input:
+            weight = _cast(ctx.weight, gradient.dtype)
+            for_inputs = _cast(gradient.matmul(weight.t() if ctx.transposed else weight), inputs.dtype)
+        queue = ctx.splitter.queue
+        if queue is not None:
+            if needs_weight or needs_bias:
+                queue.deferred.append(item)
+            return for_inputs, None, None, None, None
+        now = dict(item.contributions())
+        return for_inputs, now.get(ctx.weight), now.get(ctx.bias), None, None

@@ -39,7 +39,7 @@ def build(args: argparse.Namespace) -> Any:
     if hasattr(engine, "settle"):
         for stage in engine.module.modules():
             if isinstance(stage, Emulated):
-                stage.find_splitter = lambda: engine.splitter
+                stage.find_splitter = lambda: engine._splitter
     else:
         # As stock's own pipeline loader, without its two loader processes per rank.
         sampler = DistributedSampler(data, args.pipelines, engine.grid.get_data_parallel_id(), shuffle=False)

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_recycle.runtime.budget import kept_bytes, room_on
 from megatron_recycle.runtime.memory import ActivationMemory, nbytes
-from megatron_recycle.runtime.split import WeightQueue
-from megatron_recycle.runtime.splitter import Splitter
+from megatron_recycle.runtime.split import Splitter, WeightQueue
 
 ROWS, WIDTH = 64, 32
 TENSOR = ROWS * WIDTH * 4
@@ -35,13 +34,13 @@ class Stage(nn.Module):
 
 def micro_batch(stage: Stage, splitter: Splitter, memory: ActivationMemory, number: int) -> torch.Tensor:
     inputs = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(number), requires_grad=True)
-    with memory.forward((0, number), [inputs]), splitter.recording() as tape:
+    with memory.forward((0, number), [inputs]):
         outputs = stage(inputs)
     result = outputs.detach().clone()
     memory.begin_backward((0, number), [result])
     queue = WeightQueue()
-    with splitter.into(queue, tape):
-        splitter.backward([outputs], [result], [inputs, *stage.parameters()])
+    with splitter.into(queue):
+        outputs.backward(result)
     memory.end_backward((0, number), queue)
     return result
 
