@@ -36,12 +36,15 @@ def check_survivors(job: Job, victims: set[str], reference: Mapping[int, Result]
     """Everybody but the victims ended well with the reference's bits, and no iteration was lost or made twice."""
     results = job.wait()
     survivors = [rank for rank, result in results.items() if result.status == 0]
+    # The last iteration is the others' as soon as its commit is under way: they may be through before it is missed.
+    late = {hold.worker for hold in job.holds
+            if hold.iteration == job.arguments["iterations"] - 1 and hold.phase in ("step", "stepped")}
     assert len(survivors) == job.size - len(victims), job.where()
     for rank in survivors:
         found = differences(results[rank], reference[rank])
         assert max(found.values(), default=0.0) <= within, (rank, found)
         if not within:
             assert not found, (rank, found)
-        assert not victims & set(results[rank].value["members"])
+        assert not (victims - late) & set(results[rank].value["members"])
     committed = [event["iteration"] for event in job.events if event["event"] == "committed"]
     assert committed == list(range(job.arguments["iterations"]))
