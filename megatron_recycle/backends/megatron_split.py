@@ -10,7 +10,7 @@ kernel adds them to the runtime's accumulators, when W runs.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ _STOCK = "recycle_stock_function"
 class MegatronSplitter:
     """Makes Megatron's linear layers of this process defer their weight gradients on demand."""
 
+    costs = False  # they are autograd functions in Python in any case
+
     def __init__(self) -> None:
         self._queue: WeightQueue | None = None
         now = layers.LinearWithGradAccumulationAndAsyncCommunication
@@ -34,6 +36,10 @@ class MegatronSplitter:
     def queue(self) -> WeightQueue | None:
         """Where a backward that runs now puts its weight gradients; None: compute them at once."""
         return self._queue
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A backward without a queue defers nothing; the forward is the same."""
+        return nullcontext()
 
     @contextmanager
     def into(self, queue: WeightQueue | None) -> Iterator[None]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..plan import Plan, Problem, lower_bound, violations
 from . import background
+from .adjoin import adjoined
 from .align import aligned
 from .cache import Cache
 from .canonical import canonical
@@ -19,7 +20,7 @@ from .instance import Instance, Schedule, build, plan_of, schedule_of
 from .portfolio import TEMPLATES, filled, goal, search
 from .route import route
 
-#: plans of at most so many actions are scheduled by two templates, and the better one is taken
+#: plans of at most so many actions are scheduled by two templates, the better one taken, and its W moved up
 TWICE = 30_000
 
 
@@ -43,6 +44,8 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
+    if instance.actions <= TWICE:
+        best = adjoined(instance, best)
     return plan_of(instance, best, lower_bound(problem), "greedy", {"first_seconds": round(first, 6), "seed": seed})
 
 
@@ -66,7 +69,7 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
     if found is None or schedule is None:
         return None
     stats = {**incumbent.stats, **stats, "best_seconds": round(time.monotonic() - begin, 3), "seed": seed}
-    plan = plan_of(instance, schedule, incumbent.lower_bound, str(found["source"]), stats)
+    plan = plan_of(instance, adjoined(instance, schedule), incumbent.lower_bound, str(found["source"]), stats)
     return plan if plan.objective_value < incumbent.objective_value and not violations(plan) else None
 
 
@@ -109,8 +112,10 @@ def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, 
         instance = build(form.problem)
         found = search(instance, work, seed, cancelled)
         stats = {**plan.stats, "trials": found.trials, "cut": found.cut}
-        better = plan_of(instance, found.best, plan.lower_bound, "portfolio", stats) if found.best else plan
-        plan = better if better.objective_value < plan.objective_value else replace(plan, stats=stats)
+        if found.best and goal(form.problem, found.best) < plan.objective_value:
+            plan = plan_of(instance, adjoined(instance, found.best), plan.lower_bound, "portfolio", stats)
+        else:
+            plan = replace(plan, stats=stats)
     if budget_s and plan.objective_value > plan.lower_bound:
         plan = improve(form.problem, plan, budget_s, seed, cancelled) or plan
     if cache is not None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
@@ -21,6 +24,9 @@ from megatron_recycle.runtime.stage import Forward, Stage
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.transport import Message, Transport
 
+Microbatch = tuple[int, int]
+"""(pipeline, micro-batch)."""
+
 
 @dataclass
 class Attempt:
@@ -28,11 +34,19 @@ class Attempt:
 
     sums: Accumulators
     relay: LossRelay
-    forwards: dict[tuple[int, int], Forward] = field(default_factory=dict)
-    queues: dict[tuple[int, int], WeightQueue] = field(default_factory=dict)
-    losses: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    digests: dict[tuple[int, int], int] = field(default_factory=dict)
-    reports: dict[tuple[int, int], tuple[float, ...]] = field(default_factory=dict)
+    whole: Collection[Microbatch] = ()
+    """Those whose B and W are one backward."""
+    forwards: dict[Microbatch, Forward] = field(default_factory=dict)
+    queues: dict[Microbatch, WeightQueue] = field(default_factory=dict)
+    losses: dict[Microbatch, torch.Tensor] = field(default_factory=dict)
+    digests: dict[Microbatch, int] = field(default_factory=dict)
+    reports: dict[Microbatch, tuple[float, ...]] = field(default_factory=dict)
+
+
+def adjoined(actions: Sequence[Action]) -> frozenset[Microbatch]:
+    """Those whose W follows directly after their B."""
+    return frozenset((b.pipeline, b.microbatch) for b, w in pairwise(actions)
+                     if b.kind == "B" and w == b._replace(kind="W"))
 
 
 class Actions:
@@ -66,6 +80,7 @@ class Actions:
         self._relay_before: LossRelay | None = None
         self._forwards = 0
         self._split = True
+        self._adjoined: frozenset[Microbatch] = frozenset()
         self._groups: Groups
         self._transport: Transport
 
@@ -74,12 +89,16 @@ class Actions:
         self._groups, self._transport = groups, transport
         self._forwards = sum(action.kind == "F" for action in plan.actions(self._place.me))
         self._split = plan.problem.split_backward
+        self._adjoined = adjoined(plan.actions(self._place.me)) if self._place.first else frozenset()
 
-    def begin(self, sums: Accumulators, relay: LossRelay) -> None:
-        """A new attempt, whose gradients go to ``sums`` and whose losses to ``relay``."""
+    def begin(self, sums: Accumulators, relay: LossRelay, whole: bool) -> None:
+        """A new attempt, whose gradients go to ``sums`` and whose losses to ``relay``.
+
+        ``whole``: a B that its own W follows may be one backward with it, where no other worker waits for the B.
+        """
         # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
         self._relay_before = self._attempt.relay if self._attempt is not None else None
-        self._attempt = Attempt(sums, relay)
+        self._attempt = Attempt(sums, relay, self._adjoined if whole and self._splitter.costs else ())
         self._share_losses_if_complete()
 
     def run(self, action: Action) -> None:
@@ -108,8 +127,10 @@ class Actions:
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(("F", pipeline, microbatch)))
+        whole = (pipeline, microbatch) in self.now.whole
         with (seeded(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage), self._stage.device),
-              self._groups.together(), self._watch.measure("F"), self._memory.forward((pipeline, microbatch), inputs)):
+              self._groups.together(), self._splitter.whole() if whole else nullcontext(), self._watch.measure("F"),
+              self._memory.forward((pipeline, microbatch), inputs)):
             forward = self._stage.forward(inputs, batch)
         if forward.loss is not None:
             self.now.losses[pipeline, microbatch] = forward.loss.detach()
@@ -131,7 +152,9 @@ class Actions:
         gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
         self._memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
-        with self._splitter.into(queue if self._split else None), self._groups.together(), self._watch.measure("B"):
+        whole = (pipeline, microbatch) in self.now.whole
+        with (self._splitter.into(queue if self._split and not whole else None), self._groups.together(),
+              self._watch.measure("BW" if whole else "B")):
             for_inputs = self._stage.backward(forward, gradients)
         if not self._place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)
@@ -156,9 +179,11 @@ class Actions:
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
         queue = self.now.queues.pop((pipeline, microbatch))
+        self._memory.weight((pipeline, microbatch))
+        if (pipeline, microbatch) in self.now.whole:
+            return
         with torch.no_grad(), self._watch.measure("W"):
             self.now.sums.add(pipeline, microbatch, queue.contributions())
-        self._memory.weight((pipeline, microbatch))
 
     def _share_losses_if_complete(self) -> None:
         """At the last stage, once its last forward has run: tell everybody the loss."""

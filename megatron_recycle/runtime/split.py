@@ -110,7 +110,17 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Deferring(Protocol):
-    """What the runtime asks of whatever makes a framework's linear layers defer."""
+    """What the runtime asks of whatever makes a framework's linear layers defer.
+
+    Attributes:
+        costs: whether a backward that defers takes more than one that does not.
+    """
+
+    @property
+    def costs(self) -> bool: ...
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Layers that run inside the block never defer. Only asked for where deferring costs."""
 
     def into(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
         """Backwards inside the block put their weight gradients into ``queue``; None: compute them at once."""
@@ -123,10 +133,13 @@ class Splitter:
     whole in B. What is deferred is added up by ``kernel``, if given.
     """
 
+    costs = True
+
     def __init__(self, model: nn.Module, kernel: Kernel | None = None) -> None:
         self._model = model
         self.kernel = kernel
         self._queue: WeightQueue | None = None
+        self._whole = False
         self.layers = [module for module in model.modules() if _splittable(module)]
         for layer in self.layers:
             layer.forward = _forward_of(layer, self)
@@ -135,6 +148,20 @@ class Splitter:
     def queue(self) -> WeightQueue | None:
         """Where a backward that runs now puts its weight gradients; None: compute them at once."""
         return self._queue
+
+    @property
+    def stock(self) -> bool:
+        """Whether layers run as if there were no splitter."""
+        return self._whole
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Layers that run inside the block are stock's."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     @contextmanager
     def into(self, queue: WeightQueue | None) -> Iterator[None]:
@@ -183,7 +210,7 @@ def _forward_of(layer: nn.Module, splitter: Splitter) -> Any:
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.weight, layer.bias
-        if not torch.is_grad_enabled() or _watched(weight) or _watched(bias):
+        if splitter.stock or not torch.is_grad_enabled() or _watched(weight) or _watched(bias):
             return stock(layer, inputs)
         return _SplitLinear.apply(inputs, weight, bias, splitter, transposed)
     return forward

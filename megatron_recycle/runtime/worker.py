@@ -266,7 +266,9 @@ class StageWorker:
         with self.waiting("the last messages"):
             self._transport.begin((iteration, self.ledger.attempt))
         self.memory.begin()
-        self.actions.begin(Accumulators(self.layout, self._reduction.place), relay)
+        # Whole and split backwards may differ in the last bit, which the exact reduction must not.
+        self.actions.begin(Accumulators(self.layout, self._reduction.place), relay,
+                           whole=self.config.reduction == "fast" and self._profiling.learned)
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
                 interrupted=self.interrupted)
 
