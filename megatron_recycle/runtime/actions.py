@@ -153,8 +153,8 @@ class Actions:
         self._memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
         whole = (pipeline, microbatch) in self.now.whole
-        with (self._splitter.into(queue if self._split and not whole else None), self._groups.together(),
-              self._watch.measure("BW" if whole else "B")):
+        into = self._splitter.whole() if whole else self._splitter.into(queue if self._split else None)
+        with into, self._groups.together(), self._watch.measure("BW" if whole else "B"):
             for_inputs = self._stage.backward(forward, gradients)
         if not self._place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)

@@ -120,7 +120,8 @@ class Deferring(Protocol):
     def costs(self) -> bool: ...
 
     def whole(self) -> AbstractContextManager[None]:
-        """Layers that run inside the block never defer. Only asked for where deferring costs."""
+        """Layers that run inside the block do not defer; it is around both F and B of a micro-batch, for the sake of
+        layers that B runs again. Only asked for where deferring costs."""
 
     def into(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
         """Backwards inside the block put their weight gradients into ``queue``; None: compute them at once."""

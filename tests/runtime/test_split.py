@@ -129,6 +129,23 @@ def test_without_a_queue_nothing_is_delayed():
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_whole_backwards_are_autograds_own(checkpointing, autocast):
+    """Also of layers that B runs again."""
+    options = {"checkpointing": checkpointing, "autocast": autocast}
+    expected, model = plain(build(**options)), build(**options)
+    splitter = Splitter(model)
+    torch.manual_seed(1)
+    with splitter.whole():
+        loss = model(torch.randint(11, (2, 5)))
+    with splitter.whole():
+        loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert set(found) == set(expected)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
 def test_b_computes_no_weight_gradient_of_a_linear_layer():
     model = build()
     queue = run(Splitter(model), model, torch.randint(11, (2, 5)))
