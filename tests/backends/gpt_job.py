@@ -176,7 +176,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine._worker.live()]
-        result["whole"] = sorted(engine._worker.actions.now.whole)
+        attempt = engine._worker.actions._attempt  # None: it ended with a recovery
+        result["whole"] = sorted(attempt.whole) if attempt is not None else None
         if tidy:
             torch.distributed.destroy_process_group()
         engine._finish()
