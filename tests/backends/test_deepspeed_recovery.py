@@ -58,9 +58,9 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(position, undistu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed_in", [KILLED_IN, 6], ids=["", "when backwards of the first stage are whole"])
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize(("position", "killed_in"), zip(POSITIONS, (6, 6, KILLED_IN, KILLED_IN, 6, 6)))
 def test_with_the_fast_reduction_results_agree_to_rounding(position, killed_in, undisturbed_fast):
+    """Killed while every backward is split, and when those of the first stage are whole."""
     kill_and_compare([Hold(position, "backward", killed_in, 2)], undisturbed_fast, FAST_SGD, within=1e-5)
 
 
