@@ -25,7 +25,8 @@ _STOCK = "recycle_stock_function"
 class MegatronSplitter:
     """Makes Megatron's linear layers of this process defer their weight gradients on demand."""
 
-    costs = False  # they are autograd functions in Python in any case
+    deferring_costs = False
+    """They are autograd functions in Python in any case."""
 
     def __init__(self) -> None:
         self._queue: WeightQueue | None = None

@@ -19,14 +19,13 @@ def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
     """
     if not instance.problem.split_backward:
         return schedule
-    nodes = len(schedule.route)
+    nodes, first = len(schedule.route), len(instance.jobs)
     trace = []
     for code in schedule.trace:
         kind, node = divmod(code, nodes)
-        first = instance.stage[schedule.route[node]] == 0
-        if not (first and kind == 2):
+        if not (kind == 2 and node < first):
             trace.append(code)
-        if first and kind == 1:
+        if kind == 1 and node < first:
             trace.append(code + nodes)
     if trace == schedule.trace:
         return schedule

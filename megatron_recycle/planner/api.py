@@ -20,7 +20,7 @@ from .instance import Instance, Schedule, build, plan_of, schedule_of
 from .portfolio import TEMPLATES, filled, goal, search
 from .route import route
 
-#: plans of at most so many actions are scheduled by two templates, the better one taken, and its W moved up
+#: plans of at most so many actions are scheduled by two templates, and the better one is taken
 TWICE = 30_000
 
 
@@ -44,9 +44,8 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
-    if instance.actions <= TWICE:
-        best = adjoined(instance, best)
-    return plan_of(instance, best, lower_bound(problem), "greedy", {"first_seconds": round(first, 6), "seed": seed})
+    return plan_of(instance, adjoined(instance, best), lower_bound(problem), "greedy",
+                   {"first_seconds": round(first, 6), "seed": seed})
 
 
 def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,

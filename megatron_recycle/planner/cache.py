@@ -14,7 +14,7 @@ from ..plan import Plan, PlanError, Problem, violations
 from .canonical import Canonical, canonical
 
 #: part of every key: raised when the planner changes so that older plans should not be used any more
-GENERATION = 1
+GENERATION = 2
 
 
 class Cache:

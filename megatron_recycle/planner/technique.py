@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..plan import Plan, Problem, lower_bound
+from .adjoin import adjoined
 from .align import dropped
 from .api import improve, quick
 from .greedy import Rules
@@ -47,7 +48,7 @@ def drop(problem: Problem) -> Plan:
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
-    return plan_of(instance, best, lower_bound(problem), "drop")
+    return plan_of(instance, adjoined(instance, best), lower_bound(problem), "drop")
 
 
 def planned(problem: Problem, technique: str, budget_s: float, seed: int,

@@ -7,7 +7,8 @@ them (promise P3). A piece's first contribution is copied, not added to zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 
 import torch
@@ -39,6 +40,8 @@ class Layout:
         self.dtype, self.device = kinds.pop() if kinds else (dtype or torch.float32, torch.device("cpu"))
         ends = list(accumulate(parameter.numel() for parameter in self.parameters))
         self.numel = ends[-1] if ends else 0
+        self.sums_in_place = all(parameter.dtype == self.dtype for parameter in self.parameters)
+        """Whether autograd can add to sums: a parameter's gradient has the parameter's type."""
         # By identity, here and below: a tensor's own hash is a function call in Python.
         self._range = {id(parameter): (end - parameter.numel(), end)
                        for parameter, end in zip(self.parameters, ends)}
@@ -75,6 +78,11 @@ class Accumulator:
                 self._ahead.add(parameter, self._block.take(parameter))
                 self._block_of[id(parameter)] = block
             self._block.add(parameter, gradient)
+
+    def running(self, block: int) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters to whose sums another gradient of ``block`` can be added in place, and those sums."""
+        return [(parameter, self._block.at(parameter)) for parameter in self._block.parameters()
+                if self._block_of[id(parameter)] == block]
 
     def sum(self) -> torch.Tensor:
         """The flat sum, (numel,); zero where no micro-batch gave a gradient. Nothing can be added afterwards."""
@@ -115,6 +123,10 @@ class _Sum:
         else:
             gradient(view.zero_())
 
+    def at(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This parameter's sum."""
+        return self._views[id(parameter)]
+
     def take(self, parameter: nn.Parameter) -> torch.Tensor:
         """This parameter's sum, which starts anew; valid until the next addition."""
         return self._views.pop(id(parameter))
@@ -150,6 +162,21 @@ class Accumulators:
         if piece not in self._sums:
             self._sums[piece] = Accumulator(self.layout)
         self._sums[piece].add(block, contributions)
+
+    @contextmanager
+    def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
+        """Inside the block autograd itself adds the gradients of this micro-batch to the sums that there are already;
+        only what has no sum yet, or hooks that ask for this micro-batch's gradient, is left on the parameters."""
+        piece, block = self._place(pipeline, microbatch)
+        running = self._sums[piece].running(block) if piece in self._sums else []
+        lent = [(parameter, sum_) for parameter, sum_ in running if not parameter._post_accumulate_grad_hooks]
+        for parameter, sum_ in lent:
+            parameter.grad = sum_
+        try:
+            yield
+        finally:
+            for parameter, _ in lent:
+                parameter.grad = None
 
     def sum(self, piece: Piece) -> torch.Tensor:
         """The flat sum of ``piece``; zeros if nothing was added to it."""

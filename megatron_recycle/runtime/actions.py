@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -34,8 +34,6 @@ class Attempt:
 
     sums: Accumulators
     relay: LossRelay
-    whole: Collection[Microbatch] = ()
-    """Those whose B and W are one backward."""
     forwards: dict[Microbatch, Forward] = field(default_factory=dict)
     queues: dict[Microbatch, WeightQueue] = field(default_factory=dict)
     losses: dict[Microbatch, torch.Tensor] = field(default_factory=dict)
@@ -44,9 +42,13 @@ class Attempt:
 
 
 def adjoined(actions: Sequence[Action]) -> frozenset[Microbatch]:
-    """Those whose W follows directly after their B."""
-    return frozenset((b.pipeline, b.microbatch) for b, w in pairwise(actions)
-                     if b.kind == "B" and w == b._replace(kind="W"))
+    """Those whose W follows directly after their B, from the second W on."""
+    found, summed = [], False
+    for action, after in pairwise(actions):
+        if summed and action.kind == "B" and after == action._replace(kind="W"):
+            found.append((action.pipeline, action.microbatch))
+        summed = summed or action.kind == "W"
+    return frozenset(found)
 
 
 class Actions:
@@ -61,10 +63,17 @@ class Actions:
         seed: of the job.
         ledger: says which iteration is under way.
         activity, watch, memory: told of what goes on, how long it takes, and what is held.
+        exact: whether gradients have to have the same bits whoever computes them.
+
+    Attributes:
+        whole: micro-batches whose B and W are one backward, as in the stock framework. On the first stage nobody waits
+            for a B, so that splitting it gains nothing where its W comes next. Only if gradients of both kinds of
+            backward may differ in the last bit, and only if autograd can add them to the sums itself; so not the first
+            micro-batch, which also shows how long B and W take apart from each other.
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, layout: Layout, seed: int,
-                 ledger: Ledger, activity: Activity, watch: Stopwatch, memory: ActivationMemory) -> None:
+                 ledger: Ledger, activity: Activity, watch: Stopwatch, memory: ActivationMemory, exact: bool) -> None:
         self._place = place
         self._stage = stage
         self._splitter = splitter
@@ -80,7 +89,8 @@ class Actions:
         self._relay_before: LossRelay | None = None
         self._forwards = 0
         self._split = True
-        self._adjoined: frozenset[Microbatch] = frozenset()
+        self._may_be_whole = place.first and not exact and splitter.deferring_costs and layout.sums_in_place
+        self.whole: frozenset[Microbatch] = frozenset()
         self._groups: Groups
         self._transport: Transport
 
@@ -89,21 +99,22 @@ class Actions:
         self._groups, self._transport = groups, transport
         self._forwards = sum(action.kind == "F" for action in plan.actions(self._place.me))
         self._split = plan.problem.split_backward
-        self._adjoined = adjoined(plan.actions(self._place.me)) if self._place.first else frozenset()
+        self.whole = adjoined(plan.actions(self._place.me)) if self._may_be_whole else frozenset()
 
-    def begin(self, sums: Accumulators, relay: LossRelay, whole: bool) -> None:
-        """A new attempt, whose gradients go to ``sums`` and whose losses to ``relay``.
-
-        ``whole``: a B that its own W follows may be one backward with it, where no other worker waits for the B.
-        """
+    def begin(self, sums: Accumulators, relay: LossRelay) -> None:
+        """A new attempt, whose gradients go to ``sums`` and whose losses to ``relay``."""
         # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
         self._relay_before = self._attempt.relay if self._attempt is not None else None
-        self._attempt = Attempt(sums, relay, self._adjoined if whole and self._splitter.costs else ())
+        self._attempt = Attempt(sums, relay)
         self._share_losses_if_complete()
 
     def run(self, action: Action) -> None:
         """One F, B or W. Raises TransportAborted."""
         self._handlers[action.kind](action)
+
+    def is_done(self, action: Action) -> bool:
+        """Whether it is a W that the backward before has done already."""
+        return action.kind == "W" and (action.pipeline, action.microbatch) in self.whole
 
     def forget(self) -> None:
         """The attempt is given up."""
@@ -127,7 +138,7 @@ class Actions:
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(("F", pipeline, microbatch)))
-        whole = (pipeline, microbatch) in self.now.whole
+        whole = (pipeline, microbatch) in self.whole
         with (seeded(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage), self._stage.device),
               self._groups.together(), self._splitter.whole() if whole else nullcontext(), self._watch.measure("F"),
               self._memory.forward((pipeline, microbatch), inputs)):
@@ -152,10 +163,13 @@ class Actions:
         gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
         self._memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
-        whole = (pipeline, microbatch) in self.now.whole
-        into = self._splitter.whole() if whole else self._splitter.into(queue if self._split else None)
-        with into, self._groups.together(), self._watch.measure("BW" if whole else "B"):
-            for_inputs = self._stage.backward(forward, gradients)
+        if (pipeline, microbatch) in self.whole:
+            with self._splitter.whole(), self._groups.together(), self.now.sums.lent(pipeline, microbatch):
+                for_inputs = self._stage.backward(forward, gradients)
+        else:
+            with (self._splitter.into(queue if self._split else None), self._groups.together(),
+                  self._watch.measure("B")):
+                for_inputs = self._stage.backward(forward, gradients)
         if not self._place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)
         self._harvest(pipeline, microbatch, queue)
@@ -179,11 +193,10 @@ class Actions:
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
         queue = self.now.queues.pop((pipeline, microbatch))
+        if not self.is_done(action):
+            with torch.no_grad(), self._watch.measure("W"):
+                self.now.sums.add(pipeline, microbatch, queue.contributions())
         self._memory.weight((pipeline, microbatch))
-        if (pipeline, microbatch) in self.now.whole:
-            return
-        with torch.no_grad(), self._watch.measure("W"):
-            self.now.sums.add(pipeline, microbatch, queue.contributions())
 
     def _share_losses_if_complete(self) -> None:
         """At the last stage, once its last forward has run: tell everybody the loss."""

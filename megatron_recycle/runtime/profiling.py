@@ -28,19 +28,13 @@ class Profiling:
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
         self._commits = 0
-        self._share: float | None = None
         self._untold: list[dict[str, float]] = []
         self._lags: list[dict[str, Any]] = []
-
-    @property
-    def learned(self) -> bool:
-        """Whether enough is known of what B and W take apart from each other."""
-        return self._commits >= _FIRST and self._share is not None
 
     def committed(self, worker: StageWorker, iteration: int, lags: Lags) -> None:
         """``iteration`` is final; ``lags`` has the times of its messages."""
         self._commits += 1
-        medians = self._apart({kind: median(seconds) for kind, seconds in self._watch.take().items()})
+        medians = {kind: round(median(seconds), 7) for kind, seconds in self._watch.take().items()}
         if self._commits > 1:  # the first has much in it that comes once: memory, threads, caches
             self._untold.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:
@@ -52,12 +46,3 @@ class Profiling:
         self._untold, self._lags = [], []
         if self._commits == _FIRST and worker.plan.problem.live(worker.place.me.stage)[0] == worker.place.me:
             announce_profile(worker.place.me, found)
-
-    def _apart(self, medians: dict[str, float]) -> dict[str, float]:
-        """With B and W where only whole backwards ran: in the proportion in which they were last seen apart."""
-        whole = medians.pop("BW", None)
-        if "B" in medians and "W" in medians:
-            self._share = medians["B"] / max(medians["B"] + medians["W"], 1e-9)
-        elif whole is not None and self._share is not None:
-            medians |= {"B": whole * self._share, "W": whole * (1 - self._share)}
-        return {kind: round(seconds, 7) for kind, seconds in medians.items()}

@@ -113,11 +113,11 @@ class Deferring(Protocol):
     """What the runtime asks of whatever makes a framework's linear layers defer.
 
     Attributes:
-        costs: whether a backward that defers takes more than one that does not.
+        deferring_costs: whether a backward takes longer for being split.
     """
 
     @property
-    def costs(self) -> bool: ...
+    def deferring_costs(self) -> bool: ...
 
     def whole(self) -> AbstractContextManager[None]:
         """Layers that run inside the block do not defer; it is around both F and B of a micro-batch, for the sake of
@@ -134,13 +134,12 @@ class Splitter:
     whole in B. What is deferred is added up by ``kernel``, if given.
     """
 
-    costs = True
-
     def __init__(self, model: nn.Module, kernel: Kernel | None = None) -> None:
         self._model = model
         self.kernel = kernel
         self._queue: WeightQueue | None = None
-        self._whole = False
+        self.stock = False
+        """Whether layers run as if there were no splitter."""
         self.layers = [module for module in model.modules() if _splittable(module)]
         for layer in self.layers:
             layer.forward = _forward_of(layer, self)
@@ -151,18 +150,18 @@ class Splitter:
         return self._queue
 
     @property
-    def stock(self) -> bool:
-        """Whether layers run as if there were no splitter."""
-        return self._whole
+    def deferring_costs(self) -> bool:
+        """Python around each layer; but a kernel that adds up what is deferred is worth more than that."""
+        return self.kernel is None
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Layers that run inside the block are stock's."""
-        self._whole = True
+        self.stock = True
         try:
             yield
         finally:
-            self._whole = False
+            self.stock = False
 
     @contextmanager
     def into(self, queue: WeightQueue | None) -> Iterator[None]:
@@ -211,7 +210,9 @@ def _forward_of(layer: nn.Module, splitter: Splitter) -> Any:
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:
         weight, bias = layer.weight, layer.bias
-        if splitter.stock or not torch.is_grad_enabled() or _watched(weight) or _watched(bias):
+        # Under autocast stock would keep a copy of its input in 16 bits, where a split layer keeps none.
+        as_stock = splitter.stock and not torch.is_autocast_enabled(inputs.device.type)
+        if as_stock or not torch.is_grad_enabled() or _watched(weight) or _watched(bias):
             return stock(layer, inputs)
         return _SplitLinear.apply(inputs, weight, bias, splitter, transposed)
     return forward

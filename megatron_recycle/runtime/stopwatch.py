@@ -12,12 +12,11 @@ from contextlib import contextmanager
 
 import torch
 
-_KINDS = ("F", "B", "W", "BW", "reduce", "step")
+_KINDS = ("F", "B", "W", "reduce", "step")
 
 
 class Stopwatch:
     """Durations of actions on ``device`` since they were last asked for, at most the latest ``window`` of each kind.
-    "BW" is a B that is one backward with its W.
 
     On a GPU they are taken between events on the current stream and read when they are asked for, so that
     measuring makes nobody wait.

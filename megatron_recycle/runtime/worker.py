@@ -99,7 +99,7 @@ class StageWorker:
         self.memory = ActivationMemory(stage.device)
         self.actions = Actions(place=place, stage=stage, splitter=splitter, data=data, layout=self.layout,
                                seed=config.seed, ledger=self.ledger, activity=self.activity, watch=watch,
-                               memory=self.memory)
+                               memory=self.memory, exact=config.reduction == "exact")
         self._transport: Transport
         self._reduction: Reduction
 
@@ -266,9 +266,7 @@ class StageWorker:
         with self.waiting("the last messages"):
             self._transport.begin((iteration, self.ledger.attempt))
         self.memory.begin()
-        # Whole and split backwards may differ in the last bit, which the exact reduction must not.
-        self.actions.begin(Accumulators(self.layout, self._reduction.place), relay,
-                           whole=self.config.reduction == "fast" and self._profiling.learned)
+        self.actions.begin(Accumulators(self.layout, self._reduction.place), relay)
         execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
                 interrupted=self.interrupted)
 
@@ -286,7 +284,7 @@ class StageWorker:
         return self.agent.stop_generation > self.generation or self.agent.ended is not None
 
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
-        if phase not in _NO_WORK:
+        if phase not in _NO_WORK and not (action is not None and self.actions.is_done(action)):
             self.activity.work(phase)
         self._observed = iteration, self.ledger.attempt, phase, action
         if action is not None:

@@ -98,7 +98,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "whole"} of this worker; the last are
-    the micro-batches whose B and W were one backward in the last iteration.
+    the micro-batches whose B and W are one backward.
 
     Args:
         engine_settings: more of DeepSpeed's JSON.
@@ -176,8 +176,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine._worker.live()]
-        attempt = engine._worker.actions._attempt  # None: it ended with a recovery
-        result["whole"] = sorted(attempt.whole) if attempt is not None else None
+        result["whole"] = sorted(engine._worker.actions.whole)
         if tidy:
             torch.distributed.destroy_process_group()
         engine._finish()

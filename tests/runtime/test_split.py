@@ -143,7 +143,11 @@ def test_whole_backwards_are_autograds_own(checkpointing, autocast):
         loss.backward()
     found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert set(found) == set(expected)
-    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+    for name, gradient in expected.items():
+        if autocast and name.startswith("twice"):  # as above: summed in 16 bits by autograd
+            torch.testing.assert_close(found[name], gradient, rtol=1e-2, atol=1e-3)
+        else:
+            assert torch.equal(found[name], gradient), name
 
 
 def test_b_computes_no_weight_gradient_of_a_linear_layer():

@@ -1,0 +1,197 @@
+"""One worker's F, B and W without other workers: whatever their order, the sums are autograd's."""
+
+from __future__ import annotations
+
+import random
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from megatron_recycle.plan import Action, Grid, Worker
+from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
+from megatron_recycle.runtime.actions import Actions, adjoined
+from megatron_recycle.runtime.activity import Activity
+from megatron_recycle.runtime.ledger import Ledger
+from megatron_recycle.runtime.memory import ActivationMemory
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.split import Splitter
+from megatron_recycle.runtime.stage import Forward
+from megatron_recycle.runtime.stopwatch import Stopwatch
+
+WIDTH, PIPELINES, MICROBATCHES = 8, 2, 4
+CPU = torch.device("cpu")
+
+
+def double(parameter: nn.Parameter) -> None:
+    parameter.grad.mul_(2)
+
+
+class Model(nn.Module):
+    """Layers used twice, tied, frozen, recomputed, and with hooks of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.embedding.weight
+        self.twice, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.hooked, self.doubled = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.again = nn.Linear(WIDTH, WIDTH)
+        self.hooked.weight.register_hook(lambda gradient: 3 * gradient)
+        self.doubled.weight.register_post_accumulate_grad_hook(double)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.twice(functional.relu(self.twice(self.embedding(tokens))))
+        x = checkpoint(self.again, self.hooked(self.frozen(x)), use_reentrant=False)
+        return self.head(self.doubled(x))
+
+
+class FirstStage:
+    """As the runtime sees a framework's stage; its outputs' gradients are given."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.module = Model()
+        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def forward(self, inputs: Any, batch: Any) -> Forward:
+        outputs = self.module(batch[0])
+        return Forward(((), (outputs,)), (outputs,), None)
+
+    def backward(self, forward: Forward, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        forward.saved[1][0].backward(gradients[0])
+        return []
+
+
+class Alone:
+    """A worker of the first stage with nobody else."""
+
+    def __init__(self, kernel: Any = None, exact: bool = False, dtype: torch.dtype | None = None) -> None:
+        draw = torch.Generator().manual_seed(1)
+        places = [(d, m) for d in range(PIPELINES) for m in range(MICROBATCHES)]
+        self.tokens = {place: torch.randint(WIDTH, (3, 5), generator=draw) for place in places}
+        self.gradients = {place: torch.randn(3, 5, WIDTH, generator=draw) for place in places}
+        self.stage, self.ledger, self.memory = FirstStage(), Ledger(), ActivationMemory(CPU)
+        self.layout = Layout(self.stage.parameters, dtype)
+        grid = Grid(2, (MICROBATCHES,) * PIPELINES)
+        place = Place(Worker(0, 0), grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo")
+        self.watch = Stopwatch(CPU)
+        self.actions = Actions(
+            place=place, stage=self.stage, splitter=Splitter(self.stage.module, kernel), data=self, layout=self.layout,
+            seed=0, ledger=self.ledger, activity=Activity(1.0), watch=self.watch, memory=self.memory, exact=exact)
+
+    def batch(self, pipeline: int, index: int) -> tuple[torch.Tensor]:
+        return (self.tokens[pipeline, index % MICROBATCHES],)
+
+    def send(self, message: Any, tensors: Any) -> None:
+        pass
+
+    def receive(self, message: tuple[str, int, int]) -> list[torch.Tensor]:
+        return [self.gradients[message[1:]]]
+
+    def use(self, order: list[Action]) -> None:
+        plan = SimpleNamespace(actions=lambda _: order, problem=SimpleNamespace(split_backward=True))
+        self.actions.use(plan, SimpleNamespace(together=nullcontext), self)
+
+    def run(self, order: list[Action], attempt: int = 1) -> None:
+        self.ledger.begin(0, attempt)
+        self.memory.begin()
+        self.actions.begin(Accumulators(self.layout, lambda pipeline, microbatch: (WHOLE, 0)), None)
+        for action in order:
+            self.actions.run(action)
+
+    def sums(self) -> list[torch.Tensor]:
+        return list(self.layout.views(self.actions.now.sums.sum(WHOLE)))
+
+
+def an_order(draw: random.Random) -> list[Action]:
+    """F, B and W of all micro-batches; many a W right after its B."""
+    order, left = [], {(d, m): "FBW" for d in range(PIPELINES) for m in range(MICROBATCHES)}
+    while left:
+        place = draw.choice(list(left))
+        count = 2 if left[place].startswith("B") and draw.random() < 0.6 else 1
+        order += [Action(kind, *place) for kind in left[place][:count]]
+        left[place] = left[place][count:]
+        if not left[place]:
+            del left[place]
+    return order
+
+
+def autograds(alone: Alone) -> list[torch.Tensor]:
+    """Each micro-batch's gradients, as its hooks leave them, summed with more digits."""
+    model = Model()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sums = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
+    for place, tokens in alone.tokens.items():
+        model.zero_grad()
+        model(tokens).backward(alone.gradients[place])
+        for sum_, parameter in zip(sums, parameters):
+            sum_ += parameter.grad
+    return sums
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whole_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
+    """After an attempt that was given up somewhere."""
+    draw = random.Random(seed)
+    alone, order = Alone(), an_order(draw)
+    alone.use(order)
+    alone.run(order[:draw.randrange(len(order))])
+    for parameter in alone.layout.parameters:
+        parameter.grad = None
+    alone.actions.forget()
+    alone.run(order, attempt=2)
+    assert alone.memory.now == 0 and not alone.actions.now.queues and not alone.actions.now.forwards
+    assert all(parameter.grad is None for parameter in alone.layout.parameters)
+    assert 0 < len(alone.actions.whole) < PIPELINES * MICROBATCHES
+    for found, expected in zip(alone.sums(), autograds(alone), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_split_ones_are_timed():
+    """So that B and W are known apart from each other, whatever runs whole."""
+    alone, order = Alone(), an_order(random.Random(0))
+    alone.use(order)
+    alone.run(order)
+    taken = alone.watch.take()
+    split = PIPELINES * MICROBATCHES - len(alone.actions.whole)
+    assert len(taken["F"]) == PIPELINES * MICROBATCHES and len(taken["B"]) == len(taken["W"]) == split
+
+
+@pytest.mark.parametrize("options", [
+    {"exact": True}, {"kernel": lambda inputs, gradient, sum_: None}, {"dtype": torch.float64}],
+    ids=["its bits must not depend on where it ran", "a kernel adds up what is deferred", "sums of another type"])
+def test_every_backward_is_split_where(options):
+    alone = Alone(**options)
+    alone.use(an_order(random.Random(0)))
+    assert not alone.actions.whole
+
+
+def test_a_backward_is_whole_if_its_w_comes_next_and_is_not_the_first():
+    order = [Action.parse(name) for name in "F0.0 F0.1 F0.2 F1.0 B0.0 W0.0 B0.1 F1.1 W0.1 B0.2 W0.2 B1.0 B1.1 W1.1 W1.0 S"
+             .split()]
+    assert adjoined(order) == {(0, 2), (1, 1)}
+    assert adjoined(order[6:]) == {(0, 2), (1, 1)}, "W0.1 was the first"
+    assert not adjoined([])
+
+
+def test_sums_that_are_lent_come_back_whatever_happens():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    one, other, hooked = parameters
+    hooked.register_post_accumulate_grad_hook(lambda parameter: None)
+    sums = Accumulators(Layout(parameters), lambda pipeline, microbatch: (WHOLE, 0))
+    with sums.lent(0, 0):
+        assert all(parameter.grad is None for parameter in parameters), "there are none yet"
+    sums.add(0, 0, [(one, torch.full((2,), 5.0)), (hooked, torch.full((2,), 7.0))])
+    with pytest.raises(ZeroDivisionError), sums.lent(0, 1):
+        (3 * one + 2 * other + hooked).sum().backward()
+        1 / 0
+    assert one.grad is None and other.grad.tolist() == [2, 2] and hooked.grad.tolist() == [1, 1]
+    assert sums.sum(WHOLE).tolist() == [8, 8, 0, 0, 7, 7]
