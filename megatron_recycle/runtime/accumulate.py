@@ -40,8 +40,9 @@ class Layout:
         self.dtype, self.device = kinds.pop() if kinds else (dtype or torch.float32, torch.device("cpu"))
         ends = list(accumulate(parameter.numel() for parameter in self.parameters))
         self.numel = ends[-1] if ends else 0
-        self.sums_in_place = all(parameter.dtype == self.dtype for parameter in self.parameters)
-        """Whether autograd can add to sums: a parameter's gradient has the parameter's type."""
+        self.sums_in_place = all((getattr(parameter, "grad_dtype", None) or parameter.dtype) == self.dtype
+                                 for parameter in self.parameters)
+        """Whether autograd can add to sums: they have the type that it gives to gradients."""
         # By identity, here and below: a tensor's own hash is a function call in Python.
         self._range = {id(parameter): (end - parameter.numel(), end)
                        for parameter, end in zip(self.parameters, ends)}
@@ -165,18 +166,24 @@ class Accumulators:
 
     @contextmanager
     def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
-        """Inside the block autograd itself adds the gradients of this micro-batch to the sums that there are already;
-        only what has no sum yet, or hooks that ask for this micro-batch's gradient, is left on the parameters."""
+        """Inside the block autograd itself adds the gradients of this micro-batch to the sums that there are already.
+
+        Left on the parameters, as without it, is only the gradient of one that has no sum yet, has a gradient already,
+        has hooks that ask for what was accumulated, or lies otherwise in memory than its sum does.
+        """
         piece, block = self._place(pipeline, microbatch)
         running = self._sums[piece].running(block) if piece in self._sums else []
-        lent = [(parameter, sum_) for parameter, sum_ in running if not parameter._post_accumulate_grad_hooks]
-        for parameter, sum_ in lent:
-            parameter.grad = sum_
+        lent = [(parameter, sum_) for parameter, sum_ in running
+                if parameter.grad is None and not parameter._post_accumulate_grad_hooks and parameter.is_contiguous()]
         try:
+            for parameter, sum_ in lent:
+                parameter.grad = sum_
             yield
         finally:
-            for parameter, _ in lent:
-                parameter.grad = None
+            for parameter, sum_ in lent:
+                grown, parameter.grad = parameter.grad, None
+                if grown is not None and grown is not sum_:  # a graph of gradients was asked for, or a hook replaced it
+                    sum_.copy_(grown.detach())
 
     def sum(self, piece: Piece) -> torch.Tensor:
         """The flat sum of ``piece``; zeros if nothing was added to it."""

@@ -41,7 +41,7 @@ class Attempt:
     reports: dict[Microbatch, tuple[float, ...]] = field(default_factory=dict)
 
 
-def adjoined(actions: Sequence[Action]) -> frozenset[Microbatch]:
+def whole_backwards(actions: Sequence[Action]) -> frozenset[Microbatch]:
     """Those whose W follows directly after their B, from the second W on."""
     found, summed = [], False
     for action, after in pairwise(actions):
@@ -99,7 +99,7 @@ class Actions:
         self._groups, self._transport = groups, transport
         self._forwards = sum(action.kind == "F" for action in plan.actions(self._place.me))
         self._split = plan.problem.split_backward
-        self.whole = adjoined(plan.actions(self._place.me)) if self._may_be_whole else frozenset()
+        self.whole = whole_backwards(plan.actions(self._place.me)) if self._may_be_whole else frozenset()
 
     def begin(self, sums: Accumulators, relay: LossRelay) -> None:
         """A new attempt, whose gradients go to ``sums`` and whose losses to ``relay``."""
@@ -112,9 +112,9 @@ class Actions:
         """One F, B or W. Raises TransportAborted."""
         self._handlers[action.kind](action)
 
-    def is_done(self, action: Action) -> bool:
-        """Whether it is a W that the backward before has done already."""
-        return action.kind == "W" and (action.pipeline, action.microbatch) in self.whole
+    def is_whole(self, action: Action) -> bool:
+        """Whether it is of a micro-batch whose B and W are one backward: then its W has nothing to do."""
+        return (action.pipeline, action.microbatch) in self.whole and action.kind != "S"
 
     def forget(self) -> None:
         """The attempt is given up."""
@@ -138,9 +138,9 @@ class Actions:
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(("F", pipeline, microbatch)))
-        whole = (pipeline, microbatch) in self.whole
+        layers = self._splitter.whole() if self.is_whole(action) else nullcontext()
         with (seeded(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage), self._stage.device),
-              self._groups.together(), self._splitter.whole() if whole else nullcontext(), self._watch.measure("F"),
+              self._groups.together(), layers, self._watch.measure("F"),
               self._memory.forward((pipeline, microbatch), inputs)):
             forward = self._stage.forward(inputs, batch)
         if forward.loss is not None:
@@ -163,7 +163,8 @@ class Actions:
         gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
         self._memory.begin_backward((pipeline, microbatch), gradients)
         queue = WeightQueue()
-        if (pipeline, microbatch) in self.whole:
+        if self.is_whole(action):
+            # Layers that B runs again, after a checkpoint, have to be those that F ran.
             with self._splitter.whole(), self._groups.together(), self.now.sums.lent(pipeline, microbatch):
                 for_inputs = self._stage.backward(forward, gradients)
         else:
@@ -193,7 +194,7 @@ class Actions:
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
         queue = self.now.queues.pop((pipeline, microbatch))
-        if not self.is_done(action):
+        if not self.is_whole(action):
             with torch.no_grad(), self._watch.measure("W"):
                 self.now.sums.add(pipeline, microbatch, queue.contributions())
         self._memory.weight((pipeline, microbatch))

@@ -74,8 +74,8 @@ class Stage(Protocol):
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Backward of one micro-batch. ``gradients`` belong to the floating-point outputs (empty at the last
-        stage, which starts from its loss). Leaves parameter gradients in ``.grad`` (or in the splitter's queue)
-        and returns those of the floating-point inputs."""
+        stage, which starts from its loss). Leaves parameter gradients in ``.grad`` (or in the splitter's queue),
+        added to what is there already, and returns those of the floating-point inputs."""
 
     @property
     def ties(self) -> Sequence[Tie]:

@@ -284,7 +284,10 @@ class StageWorker:
         return self.agent.stop_generation > self.generation or self.agent.ended is not None
 
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
-        if phase not in _NO_WORK and not (action is not None and self.actions.is_done(action)):
+        if action is not None and self.actions.is_whole(action):
+            if action.kind != "W":  # kinds of their own: they take longer, and are compiled apart
+                self.activity.work(f"whole {phase}")
+        elif phase not in _NO_WORK:
             self.activity.work(phase)
         self._observed = iteration, self.ledger.attempt, phase, action
         if action is not None:

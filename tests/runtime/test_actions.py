@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_recycle.plan import Action, Grid, Worker
 from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
-from megatron_recycle.runtime.actions import Actions, adjoined
+from megatron_recycle.runtime.actions import Actions, whole_backwards
 from megatron_recycle.runtime.activity import Activity
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.memory import ActivationMemory
@@ -155,6 +155,26 @@ def test_whole_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def test_autograd_adds_whole_backwards_to_the_sums(monkeypatch):
+    """All but the gradient that a hook asks for."""
+    alone, order, added = Alone(), an_order(random.Random(0)), {}
+    right = Accumulators.add
+
+    def add(self: Accumulators, pipeline: int, microbatch: int, contributions: Any) -> None:
+        held = list(contributions)
+        added.setdefault((pipeline, microbatch), []).extend(parameter for parameter, _ in held)
+        right(self, pipeline, microbatch, held)
+
+    monkeypatch.setattr(Accumulators, "add", add)
+    alone.use(order)
+    alone.run(order)
+    for place, parameters in added.items():
+        if place in alone.actions.whole:
+            assert len(parameters) == 1 and parameters[0] is alone.stage.module.doubled.weight
+        else:
+            assert len(parameters) == len(alone.layout.parameters)
+
+
 def test_only_the_split_ones_are_timed():
     """So that B and W are known apart from each other, whatever runs whole."""
     alone, order = Alone(), an_order(random.Random(0))
@@ -177,9 +197,40 @@ def test_every_backward_is_split_where(options):
 def test_a_backward_is_whole_if_its_w_comes_next_and_is_not_the_first():
     listed = "F0.0 F0.1 F0.2 F1.0 B0.0 W0.0 B0.1 F1.1 W0.1 B0.2 W0.2 B1.0 B1.1 W1.1 W1.0 S"
     order = [Action.parse(name) for name in listed.split()]
-    assert adjoined(order) == {(0, 2), (1, 1)}
-    assert adjoined(order[6:]) == {(0, 2), (1, 1)}, "W0.1 was the first"
-    assert not adjoined([])
+    assert whole_backwards(order) == {(0, 2), (1, 1)}
+    assert whole_backwards(order[6:]) == {(0, 2), (1, 1)}, "W0.1 was the first"
+    assert not whole_backwards([])
+
+
+def test_what_a_forward_has_put_on_a_parameter_counts():
+    """An auxiliary loss with a backward of its own, inside the model."""
+    def with_auxiliary(model: Model, tokens: torch.Tensor) -> torch.Tensor:
+        outputs = plain_forward(model, tokens)
+        if torch.is_grad_enabled():
+            model.hooked(model.embedding(tokens).detach()).square().mean().backward()
+        return outputs
+
+    plain_forward = Model.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Model, "forward", with_auxiliary)
+        alone, order = Alone(), [Action(kind, 0, number) for number in range(2) for kind in "FBW"]
+        alone.tokens = {place: tokens for place, tokens in alone.tokens.items() if place in ((0, 0), (0, 1))}
+        alone.use(order)
+        alone.run(order)
+        assert alone.actions.whole == {(0, 1)}
+        for found, expected in zip(alone.sums(), autograds(alone), strict=True):
+            torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_a_gradient_that_is_replaced_while_its_sum_is_lent_is_the_new_sum():
+    parameter, scaled = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    sums = Accumulators(Layout([parameter, scaled]), lambda pipeline, microbatch: (WHOLE, 0))
+    sums.add(0, 0, [(parameter, torch.full((2,), 3.0)), (scaled, torch.full((2,), 3.0))])
+    with sums.lent(0, 1):
+        (2 * parameter).sum().backward(create_graph=True)
+        scaled.grad = 2 * scaled.grad
+    assert parameter.grad is None and sums.sum(WHOLE).tolist() == [5, 5, 6, 6]
 
 
 def test_sums_that_are_lent_come_back_whatever_happens():

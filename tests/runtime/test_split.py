@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_recycle.runtime import split
 from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.split import Splitter, WeightQueue
@@ -131,11 +132,16 @@ def test_without_a_queue_nothing_is_delayed():
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_whole_backwards_are_autograds_own(checkpointing, autocast):
-    """Also of layers that B runs again."""
+def test_whole_backwards_are_autograds_own(checkpointing, autocast, monkeypatch):
+    """Also of layers that B runs again; under autocast they are split layers that defer nothing."""
+    def refuse(*_: object) -> None:
+        raise AssertionError("a split layer")
+
     options = {"checkpointing": checkpointing, "autocast": autocast}
     expected, model = plain(build(**options)), build(**options)
     splitter = Splitter(model)
+    if not autocast:
+        monkeypatch.setattr(split._SplitLinear, "apply", refuse)
     torch.manual_seed(1)
     with splitter.whole():
         loss = model(torch.randint(11, (2, 5)))
