@@ -25,7 +25,7 @@ from megatron_recycle.runtime.stage import Forward
 from megatron_recycle.runtime.stopwatch import Stopwatch
 
 WIDTH, PIPELINES, MICROBATCHES = 8, 2, 4
-CPU = torch.device("cpu")
+CPU, FIRST = torch.device("cpu"), Worker(0, 0)
 
 
 def double(parameter: nn.Parameter) -> None:
@@ -71,9 +71,10 @@ class FirstStage:
 
 
 class Alone:
-    """A worker of the first stage with nobody else."""
+    """A worker, of the first stage unless told otherwise, with nobody else."""
 
-    def __init__(self, kernel: Any = None, exact: bool = False, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, kernel: Any = None, exact: bool = False, dtype: torch.dtype | None = None,
+                 me: Worker = FIRST) -> None:
         draw = torch.Generator().manual_seed(1)
         places = [(d, m) for d in range(PIPELINES) for m in range(MICROBATCHES)]
         self.tokens = {place: torch.randint(WIDTH, (3, 5), generator=draw) for place in places}
@@ -81,7 +82,7 @@ class Alone:
         self.stage, self.ledger, self.memory = FirstStage(), Ledger(), ActivationMemory(CPU)
         self.layout = Layout(self.stage.parameters, dtype)
         grid = Grid(2, (MICROBATCHES,) * PIPELINES)
-        place = Place(Worker(0, 0), grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo")
+        place = Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo")
         self.watch = Stopwatch(CPU)
         self.actions = Actions(
             place=place, stage=self.stage, splitter=Splitter(self.stage.module, kernel), data=self, layout=self.layout,
@@ -186,8 +187,10 @@ def test_only_the_split_ones_are_timed():
 
 
 @pytest.mark.parametrize("options", [
-    {"exact": True}, {"kernel": lambda inputs, gradient, sum_: None}, {"dtype": torch.float64}],
-    ids=["its bits must not depend on where it ran", "a kernel adds up what is deferred", "sums of another type"])
+    {"exact": True}, {"kernel": lambda inputs, gradient, sum_: None}, {"dtype": torch.float64},
+    {"me": Worker(0, 1)}],
+    ids=["its bits must not depend on where it ran", "a kernel adds up what is deferred", "sums of another type",
+         "the stage before waits for the B"])
 def test_every_backward_is_split_where(options):
     alone = Alone(**options)
     alone.use(an_order(random.Random(0)))
