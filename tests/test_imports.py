@@ -18,7 +18,8 @@ LEAVES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "config": frozenset({"errors"}),
     "observe.log": frozenset(),
-    "observe.events": frozenset({"observe.log"}),
+    "observe.text": frozenset(),
+    "observe.events": frozenset({"observe.log", "observe.text"}),
 }
 """Modules that everybody except plan may import, and what each of them may import."""
 

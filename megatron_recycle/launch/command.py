@@ -134,6 +134,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         size=nproc * args.nnodes,
         show=args.show,
         heartbeat_interval=config.heartbeat_interval,
+        leader=args.node_rank == 0,
     )
     say(f"recycle: {nproc} workers, control at {control}, logs and events in {run_dir}")
     launcher = Launcher(job, control, token, say, coordinator, kept)
@@ -156,7 +157,8 @@ def _join(args: argparse.Namespace, command: list[str], config: RecycleConfig) -
     # Hosts are told apart by their number: no other one has this.
     environ = torchrun_environment({**os.environ, **found.environ}, host, int(port), 1, found.size + found.ranks[0])
     environ |= {"RECYCLE_COORDINATOR": args.join, "RECYCLE_TOKEN": token, "RECYCLE_RUN_DIR": str(run_dir)}
-    job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval)
+    job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
+              leader=False)
     say = say_to(sys.stderr)
     ranks = ", ".join(map(str, found.ranks))
     say(f"recycle: rank {ranks} of {found.size} join the job at {args.join}, logs in {run_dir}")
@@ -170,7 +172,7 @@ def _tell(launcher: Launcher) -> None:
     """The closing table."""
     lives = sorted(launcher.lives, key=lambda worker: worker.rank)
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]
-    print_table(launcher.summary, rows, launcher.message)
+    print_table(launcher.summary, rows, launcher.message, launcher.informed)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ from megatron_recycle.membership.link import Link
 from megatron_recycle.membership.messages import TO_LAUNCHER
 from megatron_recycle.membership.notices import describe_status
 from megatron_recycle.membership.wire import Message
+from megatron_recycle.observe.text import printable
 
 _GLANCE = 0.25
 """Seconds between looks at log files and deadlines."""
@@ -69,7 +70,8 @@ class Job:
     """What the launcher runs. `command` is a worker's; `environ` its environment but for the ranks.
 
     `ranks` are the global ranks of this host's workers, `size` the number of workers of all hosts. With `joining` the
-    job runs already, and these join it.
+    job runs already, and these join it. The `leader` tells what happens in the whole job, the other hosts what happens
+    to their own workers.
     """
 
     command: Sequence[str]
@@ -81,6 +83,7 @@ class Job:
     show: str = "first"
     heartbeat_interval: float = 0.5
     grace: Grace = field(default_factory=Grace)
+    leader: bool = True
 
 
 class Launcher:
@@ -107,9 +110,9 @@ class Launcher:
         self.lives: list[Worker] = []
         """All processes, in the order in which they were started."""
         self.summary = Summary()
-        self.restarts = Restarts(say, lambda rank: self._link.send(_stays_out(rank)))
+        self._say = lambda line: say(printable(line))
+        self.restarts = Restarts(self._say, lambda rank: self._link.send(_stays_out(rank)))
         self._starts = Starts({rank: index for index, rank in enumerate(job.ranks)})
-        self._say = say
         self._coordinator = coordinator
         self._store = store
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -162,6 +165,11 @@ class Launcher:
                 self._store.end()
             self._selector.close()
         return self._status()
+
+    @property
+    def informed(self) -> bool:
+        """Whether this host was told of the job to its end, or to its own."""
+        return self._end is not None or self.job.joining
 
     @property
     def message(self) -> str:
@@ -323,7 +331,7 @@ class Launcher:
             return
         event = message["event"]
         line = self.summary.add(event)
-        if line is not None:
+        if line is not None and (self.job.leader or self.summary.rank_of(event) in self.job.ranks):
             self._say(line)
         removed = event.get("event") == "suspected" and event.get("removed", True)
         worker = self.workers.get(event.get("rank", -1))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.observe.events import format_event
+from megatron_recycle.observe.text import printable
 
 _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
@@ -73,9 +74,15 @@ class Summary:
             if time.monotonic() - self._last < _EVERY:
                 return None
             self._last = time.monotonic()
-            return format_event(dict(event))
+            return _line(event)
         moved = name == "left" and event.get("kind") == "move"
-        return format_event(dict(event)) if moved or name in _TOLD else None
+        return _line(event) if moved or name in _TOLD else None
+
+    def rank_of(self, event: Mapping[str, Any]) -> int | None:
+        """The rank that an event is about; None: the job, or nobody that is known."""
+        if "rank" in event:
+            return int(event["rank"])
+        return next((rank for rank, worker in self.names.items() if worker == event.get("worker")), None)
 
     def _known(self, event: Mapping[str, Any]) -> bool:
         """Whether this is told again."""
@@ -104,16 +111,32 @@ class Summary:
         return [failure for failure in self.failures if failure.resumed_ms is None]
 
 
-def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str) -> None:
+def _line(event: Mapping[str, Any]) -> str:
+    """An event for people: of what stands in it worker by worker, they see the counts."""
+    shown = {key: value for key, value in event.items() if key not in ("members", "ranks", "pids", "hosts", "grid")}
+    if "members" in event:
+        shown["workers"] = len(event["members"])
+    if "grid" in event:
+        shown["pipelines"], shown["stages"] = len(event["grid"]["microbatches"]), event["grid"]["stages"]
+    if "hosts" in event:
+        shown["hosts"] = sorted(set(event["hosts"].values()))
+    return format_event(shown)
+
+
+def print_table(
+    summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True
+) -> None:
     """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
-    line."""
+    line. A host that is not `informed` cannot say how many were lost. Lines and colours are for terminals only."""
+    from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
 
+    terminal = sys.stdout.isatty()
     # A file or pipe has no width; 100 columns hold the table.
-    width = None if sys.stdout.isatty() else 100
-    console = Console(file=sys.stdout, highlight=False, width=width)
-    table = Table("rank", "worker", "pid", "end", "failure", "iteration", "detected", "training again", "plan")
+    console = Console(file=sys.stdout, highlight=False, markup=False, width=None if terminal else 100)
+    titles = ("rank", "worker", "pid", "end", "failure", "iteration", "detected", "training again", "plan")
+    table = Table(*titles, box=HEAVY_HEAD if terminal else None)
     failures = {(failure.rank, failure.pid): failure for failure in summary.failures}
     for rank, pid, end in rows:
         failure = failures.get((rank, pid))
@@ -129,4 +152,6 @@ def print_table(summary: Summary, rows: Sequence[tuple[int, int, str]], closing:
     lost = f"{len(summary.failures)} workers lost, after {again} of them training went on"
     lost += f", {summary.joined} joined" if summary.joined else ""
     lost += f", {summary.moved} moved" if summary.moved else ""
-    print(f"recycle: {closing} ({summary.committed} iterations committed{loss}; {lost})", flush=True)
+    if not informed:
+        lost = "who else was lost is unknown: the coordinator was lost"
+    print(f"recycle: {printable(closing)} ({summary.committed} iterations committed{loss}; {lost})", flush=True)

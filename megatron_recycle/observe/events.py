@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.observe.text import one_line
 
 EVENTS = (
     "started",
@@ -127,10 +128,12 @@ def iterate_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 def format_event(record: dict[str, Any]) -> str:
     """One line for people: `recycle: suspected generation=1 worker=1:1 kind=exit ms=21.3`.
 
-    Objects and lists (plans, membership) stay in the file; the line shows how many entries they have.
+    Fields that are None are left out. Large objects and lists (plans, membership) stay in the file; the line shows how
+    many entries they have.
     """
     keys = [key for key in _LEADING if key in record]
     keys += [key for key in record if key not in _LEADING and key not in ("t", "event")]
+    keys = [key for key in keys if record[key] is not None]
     return " ".join([f"recycle: {record['event']}", *(f"{key}={_short(record[key])}" for key in keys)])
 
 
@@ -158,7 +161,9 @@ def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list) and len(value) <= 8 and all(isinstance(item, (str, int)) for item in value):
-        return "[" + ",".join(map(str, value)) + "]"
+        return "[" + ",".join(one_line(str(item)) for item in value) + "]"
+    if isinstance(value, dict) and len(value) <= 16 and all(item in KINDS for item in value.values()):
+        return "[" + ",".join(f"{worker}({kind})" for worker, kind in value.items()) + "]"  # who failed, and how
     if isinstance(value, (dict, list)):
         return f"<{len(value)}>"
-    return str(value)
+    return one_line(str(value))

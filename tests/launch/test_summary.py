@@ -41,3 +41,26 @@ def test_each_process_has_its_own_row_and_its_own_failure(capsys: pytest.Capture
     assert "exit" in first and "400 ms" in first and "frozen" in second and "never" in second
     assert "exit" not in third and "frozen" not in third and "status 0" in third
     assert "2 workers lost, after 1 of them training went on, 1 joined, 1 moved" in output
+
+
+def test_lines_name_who_is_out_and_leave_lists_to_the_file() -> None:
+    summary = Summary()
+    many = {f"{d}:{s}": f"life-{d}-{s}" for d in range(2) for s in range(2)}
+    ranks = {name: number for number, name in enumerate(many)}
+    started = {**STARTED, "members": dict(many), "ranks": ranks, "pids": dict.fromkeys(many, 7),
+               "hosts": {"0:0": "n1/0", "1:0": "n1/0", "0:1": "n2/1", "1:1": "n2/1"},
+               "grid": {"stages": 2, "microbatches": [4, 4]}}
+    assert summary.add(started) == "recycle: started generation=1 workers=4 pipelines=2 stages=2 hosts=[n1/0,n2/1]"
+    del many["1:0"]
+    decided = {"event": "decided", "t": 1.0, "generation": 2, "members": many, "out": {"1:0": "exit"}, "reason": None}
+    assert summary.add(decided) == "recycle: decided generation=2 out=[1:0(exit)] workers=3"
+    assert summary.rank_of({"event": "hint", "worker": "0:1"}) == 1 and summary.rank_of(decided) is None
+
+
+def test_a_host_without_a_coordinator_does_not_count_losses_and_a_file_gets_no_lines(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_table(Summary(), [(0, 10, "status 1")], "the coordinator did not say \x1b[31mhow", informed=False)
+    output = capsys.readouterr().out
+    assert "who else was lost is unknown: the coordinator was lost" in output and "0 workers lost" not in output
+    assert output.isascii() and "\x1b" not in output

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.observe import EventLog, get_logger, read_events
+from megatron_recycle.observe.events import format_event
 
 
 def test_an_event_reads_back_with_its_time_and_leading_fields_first(tmp_path: Path):
@@ -82,6 +83,18 @@ def test_each_event_is_one_log_line_in_deepspeeds_format(tmp_path: Path, capsys:
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("recycle: planned generation=2 ms=1.23457 plan=<1> failed=[1:1]")
     assert "] [INFO] [test_events.py:" in line and json.dumps("1:1") not in line
+
+
+def test_a_line_names_who_is_out_and_leaves_out_what_is_not_known():
+    line = format_event({"event": "decided", "t": 1.0, "generation": 2, "out": {"1:1": "exit", "2:0": "frozen"},
+                         "reason": None, "members": {str(n): "1f" for n in range(9)}})
+    assert line == "recycle: decided generation=2 out=[1:1(exit),2:0(frozen)] members=<9>"
+
+
+def test_what_a_worker_says_does_not_command_the_terminal():
+    said = "\x1b[2J\x1b]0;owned\x07ValueError: \x1b[31msample 31\x1b[0m\r\x9b5n is\x08 bad\nrecycle: finished"
+    line = format_event({"event": "hint", "t": 1.0, "error": said})
+    assert line == "recycle: hint error=ValueError: sample 31 is bad recycle: finished"
 
 
 def test_the_log_format_is_the_one_of_the_installed_deepspeed():
