@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from megatron_recycle import __version__
 from megatron_recycle.errors import JobEnded, RecycleError
 from megatron_recycle.plan.plan import PlanError
+from megatron_recycle.streams import open_standard_streams
 
 COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2 is a usage error: bad arguments, settings or plan files, told in one line on standard error. 130: Ctrl-C.
     """
+    open_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] not in COMMANDS:
         return _overview(arguments)

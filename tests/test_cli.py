@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -87,3 +88,16 @@ def test_version_and_unknown_subcommands(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         cli.main(["trian"])
     assert ended.value.code == 2 and "trian" in capsys.readouterr().err
+
+
+def test_with_closed_standard_streams_nothing_of_ours_lands_there(tmp_path: Path):
+    """As under some daemonizers, or `recycle run ... <&-`."""
+    program = (
+        "import os, socket, sys; from megatron_recycle import cli; status = cli.main([]); made = socket.socket(); "
+        "places = [os.readlink(f'/proc/self/fd/{number}') for number in range(3)]; "
+        "open(sys.argv[1], 'w').write(f'{status} {made.fileno() > 2} {places}')"
+    )
+    shell = 'exec "$0" -c "$1" "$2" <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", shell, sys.executable, program, str(tmp_path / "told")], timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "told").read_text() == f"2 True {['/dev/null'] * 3}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+from megatron_recycle.errors import RecycleError
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -25,12 +28,29 @@ def _tie_to(parent: int) -> Callable[[], None]:
     return tie
 
 
+def _open_log(log: Path) -> int:
+    """A descriptor that appends to `log`, which only this user can read; not through a link, wherever that leads.
+
+    Raises RecycleError.
+    """
+    try:
+        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+        raise RecycleError(f"the log {log} cannot be written ({why}): remove it, or choose another --run-dir"
+                           ) from error
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 class Child:
     """A process in a session of its own, so that a Ctrl-C at the terminal reaches only the launcher.
 
     Args:
         tied: whether the process is to be killed when this one dies.
         keep: descriptors that the process is to have, under the same numbers.
+
+    Raises RecycleError if its log cannot be written.
     """
 
     def __init__(
@@ -43,7 +63,7 @@ class Child:
         tied: bool = True,
         keep: Sequence[int] = (),
     ) -> None:
-        with log.open("ab") as file:
+        with os.fdopen(_open_log(log), "ab") as file:
             self._process = subprocess.Popen(
                 list(command),
                 env=dict(environ),

@@ -6,6 +6,7 @@ can take its place.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -60,12 +61,15 @@ class Journal:
         """
         path = Path(path)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise JournalError(
                 f"{path} is missing: without it a coordinator cannot know which generations were decided and "
                 f"refuses to lead. {RESTART}"
             ) from error
+        except OSError as error:
+            why = "is a link" if error.errno == errno.ELOOP else f"cannot be opened ({error.strerror})"
+            raise JournalError(f"{path} {why}: a coordinator refuses to lead by it. {RESTART}") from error
         _lock(path, descriptor)
         data = path.read_bytes()
         whole = data.rfind(b"\n") + 1

@@ -53,7 +53,7 @@ class EventLog:
         log: whether to write log lines too.
 
     Raises:
-        OSError: the file cannot be opened or written.
+        OSError: the file cannot be opened or written, or is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], log: bool = True) -> None:
@@ -61,8 +61,8 @@ class EventLog:
         self._log = get_logger() if log else None
         self._lock = threading.Lock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._file: int | None = os.open(self.path, mode, 0o644)
+        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file: int | None = os.open(self.path, mode, 0o600)
 
     def emit(self, event: str, **fields: Any) -> dict[str, Any]:
         """Record `event` now (or at `t`, if given) and return what was written.
