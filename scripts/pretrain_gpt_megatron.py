@@ -113,8 +113,8 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     model.to(torch.cuda.current_device())
     if args.bf16:
         model = Float16Module(config, model)
-    model = DistributedDataParallel(
-        config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False), model)
+    data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=not args.grad_reduce_in_bf16)
+    model = DistributedDataParallel(config, data_parallel, model)
     model.broadcast_params()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay,
@@ -282,6 +282,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--untied", action="store_true", help="output layer with weights of its own")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--grad-reduce-in-bf16", action="store_true", help="with --bf16: sum gradients in 16 bits")
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--per-token-loss", action="store_true")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")

@@ -119,12 +119,12 @@ class RecycleSchedule:
         verdict, reports = worker.stepper.verdict, worker.stepper.reports
         assert verdict is not None and reports is not None
         zeros = verdict.zeros if self._stage.counts_zeros else None
-        self._stage.result = (True, self._stage.norm(verdict.norm_squares, verdict.weight), zeros)
+        self._stage.result = (True, self._stage.norm(verdict.norm_squares), zeros)
         return reports
 
     def _norm(self, worker: StageWorker, iteration: int) -> float:
         verdict = self._verdict(worker, iteration)
-        return self._stage.norm(verdict.norm_squares, verdict.weight)
+        return self._stage.norm(verdict.norm_squares)
 
     def _zeros(self, worker: StageWorker, iteration: int) -> float:
         return self._verdict(worker, iteration).zeros

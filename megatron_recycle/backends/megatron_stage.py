@@ -8,13 +8,14 @@ for them (`main_grad`), the norm is the verdict's. The arithmetic is stock's, op
 from __future__ import annotations
 
 import copy
+import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier
+from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier, multi_tensor_scale_impl
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -59,14 +60,14 @@ class MegatronStage:
         self._microbatches = microbatches
         self._keys: list[tuple[str, int]] = []
         self._checked_buffers = False
-        self._per_token: bool = self._config.calculate_per_token_loss
+        self._coefficient = 1.0
         # Megatron's buffer is laid out in this order, which decides gloo's order of sums.
         self.parameters: Sequence[nn.Parameter] = [
             parameter for parameter in model.module.parameters() if parameter.requires_grad][::-1]
         self.device = self.parameters[0].device
         self._generator = torch.Generator(self.device)
         self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
-        self.averaging: Averaging = "none" if self._per_token else "before"
+        self.averaging: Averaging = "tokens" if self._config.calculate_per_token_loss else "before"
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
         self.ties: Sequence[Tie] = ()
         self._find_ties()
@@ -133,25 +134,23 @@ class MegatronStage:
         return [gradient_of[parameter].float() for parameter in self._optimized()
                 if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)]
 
-    def norm(self, norm_squares: Sequence[float], weight: float) -> float:
+    def norm(self, norm_squares: Sequence[float]) -> float:
         """The global gradient norm as Megatron logs it and clips by."""
         total = torch.zeros(1)
         for value in norm_squares:
             total += value
-        norm = total.item() ** 0.5
-        return norm / weight if self._per_token and weight > 0 else norm
+        return total.item() ** 0.5
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
-        """Stock's clipping; where the loss is per token, its division by their number too."""
+        """Stock's clipping. By a norm that is not a number nothing is clipped."""
         limit = self._single.config.clip_grad
-        clip = limit / (self.norm(norm_squares, weight) + 1.0e-6) if limit > 0 else 1.0
-        return min(clip, 1.0) * (1.0 / weight if self._per_token and weight > 0 else 1.0)
+        clip = limit / (self.norm(norm_squares) + 1.0e-6) if limit > 0 else 1.0
+        return clip if clip < 1.0 else 1.0
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.main_grad.copy_(gradient)
-            if coefficient != 1.0:
-                parameter.main_grad.mul_(coefficient)
+        self._coefficient = coefficient
         with self.rates.of_next_step():
             self._stock_step()
         for parameter in self.parameters:
@@ -249,11 +248,27 @@ class MegatronStage:
         self._single, = single_optimizers(optimizer)
         stock: Callable[[], Any] = optimizer.step
         self._stock_step = stock
-        # Its step neither asks other ranks for norm and zeros nor clips: the runtime has done all of that.
+        # Its step does not ask other ranks for norm and zeros. Not a number: no norm by which anything is clipped.
         for part in (optimizer, self._single):
-            part.get_grad_norm = part.count_zeros = lambda: 0.0
-        self._single.clip_grad_norm = lambda limit: 0.0
+            part.get_grad_norm = part.count_zeros = lambda: math.nan
+        self._single.clip_grad_norm = lambda limit: math.nan
+        stock_end: Callable[[], bool] = self._single.step_with_ready_grads
+
+        def step_with_ready_grads() -> bool:
+            self._clip()
+            return stock_end()
+
+        self._single.step_with_ready_grads = step_with_ready_grads
         optimizer.step = lambda: self.result
+
+    def _clip(self) -> None:
+        """As stock: the gradients that the optimizer steps with, which are fp32 copies where the reduced ones have 16
+        bits, by stock's kernel."""
+        if self._coefficient == 1.0:
+            return
+        gradients = [parameter.grad for parameter in self._single.get_parameters() if parameter.grad is not None]
+        overflow = torch.zeros(1, dtype=torch.int, device=self.device)
+        multi_tensor_applier(multi_tensor_scale_impl, overflow, [gradients, gradients], self._coefficient)
 
     def _seed_trackers(self) -> None:
         """Megatron's named generators, from the seed that torch's own has now, which depends on what is computed and

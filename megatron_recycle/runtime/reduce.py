@@ -25,9 +25,9 @@ from megatron_recycle.runtime.groups import Groups, wait_for
 
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
 
-Averaging = Literal["after", "before", "none"]
-"""Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it,
-or not at all (the framework divides by the number of tokens in its step)."""
+Averaging = Literal["after", "before", "tokens"]
+"""Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it, or not
+at all, since it is divided by the number of tokens in the global batch (`per_token`)."""
 
 
 class Reduction(Protocol):
@@ -93,13 +93,13 @@ class ExactReduction:
         block: micro-batches per block.
         pieces: who accumulates which pieces of this stage (``plan.pieces``).
         me: this worker.
-        averaging: "none" if the framework does not divide by the number of pipelines.
+        averaging: "tokens" if gradients are not divided by the number of pipelines.
     """
 
     def __init__(self, pipelines: int, microbatches: Sequence[int], block: int,
                  pieces: Mapping[Worker, Sequence[Piece]], me: Worker, averaging: Averaging = "after") -> None:
         self._pipelines = pipelines
-        self._factor = 1.0 if averaging == "none" else 1.0 / pipelines
+        self._factor = 1.0 if averaging == "tokens" else 1.0 / pipelines
         self._microbatches = tuple(microbatches)
         self._offsets = [sum(self._microbatches[:pipeline]) for pipeline in range(pipelines)]
         self._block = block
@@ -173,6 +173,13 @@ def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> R
     if exact:
         return ExactReduction(grid.pipelines, grid.microbatches, block, pieces(plan, me.stage), me, averaging)
     return FastReduction(grid.pipelines, max(grid.microbatches), averaging)
+
+
+def per_token(gradient: torch.Tensor, tokens: float) -> None:
+    """Divide a reduced ``gradient`` by the global batch's number of ``tokens``, in place and in Megatron's arithmetic: by
+    an integer's reciprocal, on the gradient's device. Without any token it stays as it is."""
+    if tokens > 0:
+        gradient.mul_(1.0 / torch.tensor(int(tokens), dtype=torch.int, device=gradient.device))
 
 
 def fold(addends: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:

@@ -34,7 +34,7 @@ from megatron_recycle.runtime.offers import Offers, number_of
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
-from megatron_recycle.runtime.reduce import Reduction, reduction_of
+from megatron_recycle.runtime.reduce import Reduction, per_token, reduction_of
 from megatron_recycle.runtime.split import Deferring
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
@@ -333,6 +333,8 @@ class StageWorker:
             fold_ties(self.stage.ties, self.layout, gradient, groups)
         with self.waiting("the loss"):
             loss, weight = now.relay.wait()
+        if self.stage.averaging == "tokens":
+            per_token(gradient, weight)
         views = self.layout.views(gradient)
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, now.digests,
                     now.relay.reports, self.stage.zeros(views))

@@ -67,7 +67,7 @@ def settles(job: Job, iteration: int, stage: int) -> None:
     """Until all workers of ``stage`` have stepped ``iteration`` and wait for its verdict: no event tells of that."""
     coordinator, limit = job._coordinator, time.monotonic() + 20
     members = [member for member in coordinator.state.members.values() if member.worker.endswith(f":{stage}")]
-    while any((told["iteration"], told["phase"], told["doing"]["what"]) != (iteration, "stepped", "a verdict")
+    while any((told.get("iteration"), told.get("phase"), told["doing"]["what"]) != (iteration, "stepped", "a verdict")
               for told in (coordinator._progress[member.incarnation] for member in members)):
         assert time.monotonic() < limit, coordinator._progress
         time.sleep(0.01)
