@@ -96,11 +96,9 @@ class RecycleSchedule:
         self._stage.rates.forget(stepper.ledger.committed)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
-        norm, zeros = (LateNumber(partial(find, self._worker, iteration)) for find in (self._norm, self._zeros))
-        self._late = (norm, zeros)
-        if stepper.held is None:
-            for late in self._late:
-                late.settle()
+        self._late = tuple(LateNumber(partial(find, self._worker, iteration)) for find in (self._norm, self._zeros))
+        # Plain numbers where they are known, which is always so unless steps are staggered.
+        norm, zeros = map(float, self._late) if stepper.held is None else self._late
         self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
         reports = stepper.reports if stepper.held is None else stepper.held.reports
         assert reports is not None

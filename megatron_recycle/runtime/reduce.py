@@ -176,8 +176,10 @@ def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> R
 
 
 def per_token(gradient: torch.Tensor, tokens: float) -> None:
-    """Divide a reduced ``gradient`` by the global batch's number of ``tokens``, in place and in Megatron's arithmetic: by
-    an integer's reciprocal, on the gradient's device. Without any token it stays as it is."""
+    """Divide a reduced ``gradient`` by the global batch's number of ``tokens``, in place.
+
+    Megatron's arithmetic: by an integer's reciprocal, on the gradient's device. Without any token nothing changes.
+    """
     if tokens > 0:
         gradient.mul_(1.0 / torch.tensor(int(tokens), dtype=torch.int, device=gradient.device))
 

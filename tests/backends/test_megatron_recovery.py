@@ -141,3 +141,4 @@ def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelin
         assert found.pop("losses", 0.0) < 1e-5  # of the sums over the global batch, for the log
         assert not found
         assert ours[rank].value["zeros"] == stock[rank].value["zeros"]
+        assert ours[rank].value["kind of norm"] == "float"
