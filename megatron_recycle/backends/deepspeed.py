@@ -13,7 +13,6 @@ import functools
 import inspect
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -35,6 +34,7 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.accumulate import Layout
 from megatron_recycle.runtime.coming import backend_for, is_joining
 from megatron_recycle.runtime.data import DatasetSource, DataSource, FactorySource
+from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
@@ -105,6 +105,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._asked = 0  # the iteration that the script asks for next
         self._catching_up = is_joining()  # the script is where the others were before this worker came in
         self._agent = connect(place, settings, options.embed, self._abort_transport)
+        self._script = ScriptEnd(self._agent)
         atexit.register(self._finish)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
@@ -121,6 +122,10 @@ class RecyclePipelineEngine(PipelineEngine):
             DataError: a bare iterator was given, or none of the above was.
             SystemExit: the job cannot go on; the message says why and what to do.
         """
+        with self._script.call():
+            return self._train_batch(data_iter)
+
+    def _train_batch(self, data_iter: Any) -> torch.Tensor:
         if data_iter is not None and self._options.data is None:
             raise DataError(
                 "train_batch(data_iter) takes a bare iterator, which cannot give a dead worker's micro-batches to "
@@ -162,17 +167,16 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def _finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""
-        failed = getattr(sys, "last_type", None) is not None
         if self._worker is None:
             self._agent.close()
             return
         try:
-            if not failed and self._agent.ended is None:
+            if self._script.error is None and self._agent.ended is None:
                 self._worker.finish()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
         finally:
-            self._worker.close(failed)
+            self._worker.close()
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
         return self._configure_fp16_optimizer(optimizer, torch.bfloat16)

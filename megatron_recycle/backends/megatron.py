@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -34,6 +33,7 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.coming import backend_for, is_joining
 from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.data import DataSource, FactorySource
+from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
@@ -75,7 +75,7 @@ class RecycleSchedule:
         assert self._worker is not None
         check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
         self._stage.forward_step = forward_step_func
-        with _ending():
+        with self._script.call(), _ending():
             reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
         return self._stage.reports(reports) if self._place.last else []
 
@@ -205,6 +205,7 @@ class RecycleSchedule:
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter,
                                    data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
+        self._script = ScriptEnd(agent)
         self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining())
         megatron_training.take_over(self)
         atexit.register(self.finish)
@@ -219,14 +220,13 @@ class RecycleSchedule:
     def finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""
         assert self._worker is not None
-        failed = getattr(sys, "last_type", None) is not None
         try:
-            if not failed and self._agent.ended is None:
+            if self._script.error is None and self._agent.ended is None:
                 self._worker.finish()
         except JobEnded as end:
             get_logger().error("megatron-recycle: %s", end)
         finally:
-            self._worker.close(failed)
+            self._worker.close()
 
 
 @contextmanager

@@ -351,7 +351,8 @@ class Launcher:
             worker.out = event.get("kind")
             if self._end is None and worker.out == "exit":  # that comes by itself, unless it hangs on the way
                 if worker.status is None:
-                    self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed: see {worker.child.log}")
+                    why = f"{event['error']} {event['where']}; see" if "error" in event else "see"
+                    self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed: {why} {worker.child.log}")
                 worker.kill_at = worker.kill_at or time.monotonic() + self.job.grace.ending
             elif self._end is not None or self.restarts.most:
                 worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one

@@ -48,6 +48,8 @@ class Summary:
         self.committed = 0
         self.loss: float | str | None = None
         self.names: dict[int, str] = {}
+        self.errors: dict[tuple[int, int], str] = {}
+        """What processes, by rank and pid, have failed with."""
         self._last = 0.0
         self._seen: set[tuple[Any, ...]] = set()
 
@@ -55,6 +57,8 @@ class Summary:
         name = event["event"]
         if self._known(event):
             return None
+        if "error" in event and "pid" in event:
+            self.errors[event["rank"], event["pid"]] = event["error"]
         if name == "started":
             self.names = {rank: name for name, rank in event["ranks"].items()}
         elif name == "suspected" and event.get("removed", True):
@@ -75,6 +79,8 @@ class Summary:
                 return None
             self._last = time.monotonic()
             return _line(event)
+        if name == "finished":  # the closing line has its words
+            return _line({key: value for key, value in event.items() if key != "message"})
         moved = name == "left" and event.get("kind") == "move"
         return _line(event) if moved or name in _TOLD else None
 
@@ -127,7 +133,8 @@ def print_table(
     summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True
 ) -> None:
     """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
-    line. A host that is not `informed` cannot say how many were lost. Lines and colours are for terminals only."""
+    line. A host that is not `informed` cannot say how many were lost. Of a process that has told what it failed with that
+    is its end: whether it then had to be helped along is of no interest. Lines and colours are for terminals only."""
     from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -140,6 +147,7 @@ def print_table(
     failures = {(failure.rank, failure.pid): failure for failure in summary.failures}
     for rank, pid, end in rows:
         failure = failures.get((rank, pid))
+        end = summary.errors.get((rank, pid), end)
         cells = [""] * 5
         if failure is not None:
             resumed = "never" if failure.resumed_ms is None else f"{failure.resumed_ms:.0f} ms"

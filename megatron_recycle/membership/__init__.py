@@ -5,6 +5,7 @@ Standard library, `megatron_recycle.plan` and the leaves only; the planner comes
 
 from megatron_recycle.membership.agent import Agent, Ended, Go, Offer, Stop
 from megatron_recycle.membership.coordinator import Coordinator, Timeouts
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process, workers_of
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.store import Journal, JournalError, JournalInUse
@@ -14,6 +15,7 @@ __all__ = [
     "Agent",
     "Coordinator",
     "Ended",
+    "Fault",
     "Go",
     "Journal",
     "JournalError",

@@ -12,11 +12,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.detectors import Doing
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.link import Link
 from megatron_recycle.membership.messages import TO_WORKER, check_report
 from megatron_recycle.membership.notices import MEMBER
@@ -251,14 +253,12 @@ class Agent:
         generation with the same members follows."""
         self._send_kept({"type": "hint", "generation": generation, "error": error})
 
-    def give_up(self, message: str, timeout: float = 5.0) -> None:
-        """The job cannot go on, for a reason that this worker alone can tell; returns when it has ended, or after
-        ``timeout`` seconds."""
-        self._link.send({"type": "fail", "generation": self.generation, "message": message})
-        limit = time.monotonic() + timeout
-        with self._changed:
-            while self.ended is None and time.monotonic() < limit:
-                self._changed.wait(limit - time.monotonic())
+    def raised(self, fault: Fault) -> None:
+        """The training thread has met this error. Returns when the coordinator has decided what follows, or cannot be
+        reached for `patience` seconds: then `ended` says what; see there."""
+        self._send_kept({"type": "raised", "fault": fault.to_json(), "t": time.time()})
+        with suppress(JobEnded):
+            self._wait(lambda: False, None, "a decision")
 
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
@@ -285,10 +285,10 @@ class Agent:
             raise
         return False
 
-    def ending(self) -> None:
-        """The script has failed and this process ends: others need not wait until the interpreter is torn down,
-        which takes seconds on a busy machine."""
-        self._link.send({"type": "ending", "t": time.time()})
+    def ending(self, fault: Fault | None = None) -> None:
+        """The script has failed, with this error if one is known, and this process ends: others need not wait until the
+        interpreter is torn down, which takes seconds on a busy machine."""
+        self._link.send({"type": "ending", "fault": None if fault is None else fault.to_json(), "t": time.time()})
 
     def close(self) -> None:
         """Send what is queued and end the thread. The coordinator is not told: see `finished` and `ending`."""

@@ -19,6 +19,7 @@ from typing import Any
 from megatron_recycle.membership import moves as moving
 from megatron_recycle.membership.connection import Connection
 from megatron_recycle.membership.detectors import RateLimit
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.notices import wire_forms
 from megatron_recycle.membership.places import Offered, Places, free_places
@@ -32,7 +33,6 @@ from megatron_recycle.membership.state import (
     Emit,
     End,
     Exited,
-    Failed,
     FindMoves,
     Finished,
     Hello,
@@ -52,6 +52,7 @@ from megatron_recycle.membership.state import (
     Phase,
     PlanFailed,
     Planned,
+    Raised,
     Ready,
     Reported,
     ReportsLate,
@@ -273,6 +274,8 @@ class Coordinator:
             fields = {"generation": message["generation"], "error": message["error"][:500]}
             self._hint(incarnation, fields)
             self._feed(Hinted(incarnation, fields["generation"], fields["error"]))
+        elif kind == "raised" or (kind == "ending" and message["fault"] is not None):
+            self._feed(Raised(incarnation, Fault.parse(message["fault"]), message["t"]))
         elif kind == "ending":
             self._vanished(incarnation, message["t"])
         else:
@@ -518,7 +521,6 @@ _INPUTS: Mapping[str, Callable[[str, Message], Input]] = {
     "holds": lambda who, m: Holds(who, m["generation"], m["received"]),
     "resumed": lambda who, m: Resumed(who, m["generation"], m["t"]),
     "committed": lambda who, m: Committed(who, m["iteration"], m["loss"]),
-    "fail": lambda who, m: Failed(who, m["message"][:2000]),
     "adopted": lambda who, m: Adopted(who, m["generation"], m["iteration"], m["digest"]),
     "leave": lambda who, m: Leave(who),
     "boundary": lambda who, m: Boundary(who, m["generation"], m["iteration"], m["t"]),

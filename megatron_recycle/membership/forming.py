@@ -120,16 +120,18 @@ def _form(state: State, now: float) -> Step:
 
 def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:
     """An exit before generation 1 ends the job, unless nobody uses the plugin and all end well."""
-    well = not happened.status and (member is None or member.worker in state.finished)
+    well = not happened.status and not happened.said and (member is None or member.worker in state.finished)
     if not well or (member is None and state.known):
-        return notices.end(state, 1, _left_early(happened.rank, happened.status, happened.log), now)
+        return notices.end(state, 1, _left_early(happened.rank, happened.status, happened.log, happened.said), now)
     state = state.with_(gone=state.gone | {happened.rank})
     if len(state.gone) < state.size:
         return state, ()
     return notices.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
 
 
-def _left_early(rank: int, status: int | None, log: str) -> str:
+def _left_early(rank: int, status: int | None, log: str, said: str = "") -> str:
+    if said:
+        return f"rank {rank} has failed before training began: {said}"
     where = f": see {log}" if log else ""
     ended = "has ended" if status is None else f"ended with {notices.describe_status(status)}"
     return f"rank {rank} {ended} before training began{where}"

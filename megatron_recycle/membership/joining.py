@@ -214,6 +214,7 @@ def changes(state: State, out: Mapping[str, str], joined: Mapping[str, Member]) 
         "acknowledged": frozenset(),
         "leaving": state.leaving - {state.members[name].incarnation for name in out},
         "given_up": state.given_up - joined.keys(),
+        "faults": tuple(said for said in state.faults if said.worker not in joined),
         "moves_due": state.moves_due or moves.changed(state, out, joined),
         "switch": 0,
     }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import forming, joining, mend, moves, notices, progress
+from megatron_recycle.membership import forming, joining, mend, moves, notices, poison, progress
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import (
@@ -22,7 +22,6 @@ from megatron_recycle.membership.state import (
     Decision,
     Emit,
     Exited,
-    Failed,
     Finished,
     Hello,
     Hinted,
@@ -40,6 +39,7 @@ from megatron_recycle.membership.state import (
     Phase,
     PlanFailed,
     Planned,
+    Raised,
     Ready,
     Reported,
     ReportsLate,
@@ -182,6 +182,27 @@ def _exited(state: State, happened: Exited, now: float) -> Step:
     return _lost(state, Lost((Loss(member.incarnation, "leave" if left else "exit"),), happened.since), now)
 
 
+def _raised(state: State, happened: Raised, now: float) -> Step:
+    """A process that is no member counts as one that ends, since nobody has counted on it."""
+    who, fault = state.known.get(happened.incarnation), happened.fault
+    if who is None or who.incarnation in state.fenced:
+        return state, ()
+    said = f"{fault} {fault.where}"
+    if state.phase is Phase.FORMING and not fault.refused:
+        return _exited(state, Exited(who.rank, who.pid, None, happened.since, said=said), now)
+    if state.phase is Phase.FORMING:
+        return notices.end(state, 1, fault.text, now)
+    if joining.waiting(state, who.incarnation) is not None:
+        return joining.lost(state, who.incarnation, said, now)
+    state = poison.remembered(state, who, fault)
+    member = state.member(who.incarnation)
+    if member is None or (text := poison.fatal(state, member, fault)) is None:
+        return _lost(state, Lost((Loss(who.incarnation, "exit"),), happened.since), now)
+    suspected = notices.suspected(state, member, "exit", happened.since, now, removed=False)
+    state, ending = notices.end(state, 1, text, now)
+    return state, (*(() if fault.refused else (Emit(suspected),)), *ending)
+
+
 def _lost_spare(state: State, spare: Member, kind: str, since: float, now: float) -> Step:
     """Training does not notice, but the launcher has to know that this end was a failure."""
     kept = {name: other for name, other in state.spares.items() if other != spare}
@@ -289,7 +310,7 @@ def _empty_stage(state: State) -> int | None:
 
 def _stage_gone(state: State, stage: int) -> str:
     lost = by_stage(state.stages, state.out)[stage]
-    how = ", ".join(f"{name} {state.out[name]}" for name in lost)
+    how = poison.how(state, lost)
     last = str(state.committed) if state.committed >= 0 else "none"
     return (
         f"stage {stage} has lost its last worker ({how}), so nobody holds its parameters any more; last "
@@ -390,11 +411,6 @@ def _finished(state: State, happened: Finished, now: float) -> Step:
     return state, (left, *ending)
 
 
-def _failed(state: State, happened: Failed, now: float) -> Step:
-    member = state.member(happened.incarnation)
-    return (state, ()) if member is None else notices.end(state, 1, happened.message, now)
-
-
 def _interrupted(state: State, happened: Interrupted, now: float) -> Step:
     return notices.end(state, happened.status, happened.message, now)
 
@@ -405,6 +421,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Restarted: _restarted,
     Lost: _lost,
     Exited: _exited,
+    Raised: _raised,
     Reported: _reported,
     ReportsLate: _reports_late,
     Planned: _planned,
@@ -422,6 +439,5 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Leave: joining.leave,
     Boundary: _boundary,
     Finished: _finished,
-    Failed: _failed,
     Interrupted: _interrupted,
 }

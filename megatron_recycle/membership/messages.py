@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.wire import Message, WireError
 from megatron_recycle.plan.grid import Grid
@@ -26,11 +27,11 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "committed": {"iteration": int, "generation": int, "loss": _OPTIONAL_NUMBER},
     "event": {"event": str, "fields": dict},
     "hint": {"generation": int, "error": str},
-    "fail": {"generation": int, "message": str},
+    "raised": {"fault": dict, "t": _NUMBER},
     "adopted": {"generation": int, "iteration": int, "digest": str},
     "finished": {"generation": int},
     "leave": {},
-    "ending": {"t": _NUMBER},
+    "ending": {"fault": (dict, type(None)), "t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }
 FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
@@ -79,6 +80,8 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
     _fields(kind, message, known[kind])
     if "report" in known[kind]:
         check_report(message["report"])
+    if message.get("fault") is not None and "fault" in known[kind]:
+        _check_fault(kind, message["fault"])
     if kind == "hello" and "worker" in known[kind]:
         _check_worker(message["worker"])
     if kind == "ready":
@@ -93,6 +96,13 @@ def check_report(report: Mapping[str, Any]) -> None:
     verdict = report["verdict"]
     if verdict is not None and not isinstance(verdict.get("iteration"), int):
         raise WireError("report: its verdict names no iteration")
+
+
+def _check_fault(kind: str, fault: Mapping[str, Any]) -> None:
+    try:
+        Fault.parse(fault)
+    except (KeyError, TypeError, ValueError) as error:
+        raise WireError(f"{kind}: its fault is none: {error}") from error
 
 
 def _check_worker(name: str) -> None:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_recycle.membership.poison import said_by
 from megatron_recycle.membership.state import Emit, End, Member, Phase, State, Step, Store, Tell
 
 MEMBER, OUTSIDE = "member", "outside"
@@ -94,7 +95,8 @@ def left(state: State, member: Member, kind: str, now: float) -> dict[str, Any]:
 def suspected(
     state: State, member: Member, kind: str, since: float, now: float, removed: bool = True
 ) -> dict[str, Any]:
-    """The line of events.jsonl about a worker that fails; one that is not `removed` stays a member."""
+    """The line of events.jsonl about a worker that fails, with what it has said; one that is not `removed` stays a
+    member."""
     event = {
         "event": "suspected",
         "t": now,
@@ -106,6 +108,8 @@ def suspected(
         "rank": member.rank,
         "pid": member.pid,
     }
+    if (fault := said_by(state, member)) is not None:
+        event |= {"error": str(fault), "where": fault.where}
     return event if removed else {**event, "removed": False}
 
 
@@ -124,6 +128,7 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "committed": state.committed,
         "since": state.since,
         "description": dict(state.description or {}),
+        "faults": [{**vars(said), "fault": said.fault.to_json()} for said in state.faults],
         **of_moves(state),
         "events": list(events),
     }

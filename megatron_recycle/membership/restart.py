@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.membership import moves
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.joining import still_unproven
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import Member, Phase, State
+from megatron_recycle.membership.state import Member, Phase, Said, State
 
 
 def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1) -> State:
@@ -44,6 +45,8 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             ranks=decided["ranks"],
             description=decided["description"],
             committed=last,
+            faults=tuple(Said(said["worker"], said["incarnation"], Fault.parse(said["fault"]))
+                         for said in decided["faults"]),
             **moves.restored(records),
         )
     if went is not None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.resume import Resume
 
@@ -39,6 +40,15 @@ class Member:
     incarnation: str
     pid: int
     host: str
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a process has failed with."""
+
+    worker: str
+    incarnation: str
+    fault: Fault
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,8 @@ class State:
     """Members of this generation that were suspected, but are the last of their stage."""
     mended: int = 0
     """Generations with the same members in a row, without a committed iteration in between."""
+    faults: tuple[Said, ...] = ()
+    """Errors of scripts, the latest ones, in their order."""
 
     @property
     def stages(self) -> int:
@@ -214,6 +226,8 @@ class Exited:
     log: str = ""
     move: int = 0
     """The number of the move that the process was started for."""
+    said: str = ""
+    """The error that it has failed with, of one that has told."""
 
 
 @dataclass(frozen=True)
@@ -330,11 +344,12 @@ class Hinted:
 
 
 @dataclass(frozen=True)
-class Failed:
-    """A member knows of a reason why the job cannot go on."""
+class Raised:
+    """A process has met an error, at this time, that its script has not handled."""
 
     incarnation: str
-    message: str
+    fault: Fault
+    since: float
 
 
 @dataclass(frozen=True)
@@ -387,7 +402,7 @@ Input = (
     | Leave
     | Boundary
     | Hinted
-    | Failed
+    | Raised
     | NoLoss
     | Stuck
     | Restarted

@@ -88,6 +88,8 @@ class Actions:
         self._attempt: Attempt | None = None
         self._relay_before: LossRelay | None = None
         self._forwards = 0
+        self.running: Action | None = None
+        """What is being done; stays where that has raised, until the attempt is forgotten."""
         self._split = True
         self._may_be_whole = place.first and not exact and splitter.deferring_costs and layout.sums_in_place
         self.whole: frozenset[Microbatch] = frozenset()
@@ -106,11 +108,14 @@ class Actions:
         # An idle worker may be an iteration late: a loss that is let go of before it has been read is lost.
         self._relay_before = self._attempt.relay if self._attempt is not None else None
         self._attempt = Attempt(sums, relay)
+        self.running = None
         self._share_losses_if_complete()
 
     def run(self, action: Action) -> None:
         """One F, B or W. Raises TransportAborted."""
+        self.running = action
         self._handlers[action.kind](action)
+        self.running = None
 
     def is_whole(self, action: Action) -> bool:
         """Whether it is of a micro-batch whose B and W are one backward: then its W has nothing to do."""
@@ -118,7 +123,7 @@ class Actions:
 
     def forget(self) -> None:
         """The attempt is given up."""
-        self._attempt = None
+        self._attempt = self.running = None
 
     @property
     def now(self) -> Attempt:

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_recycle.errors import DataError, VerificationError
+from megatron_recycle.errors import VerificationError
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.activity import COPY, WORKING
 from megatron_recycle.runtime.data import digest
@@ -25,18 +24,6 @@ from megatron_recycle.runtime.transfer import give, stage_tensors, take
 
 if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker
-
-
-@contextmanager
-def inside(worker: StageWorker) -> Iterator[None]:
-    """Not in the script's own code. What is wrong with the data here is so on every worker, or will be on whoever comes
-    in this one's place: the job ends with that message, instead of one worker after the other."""
-    with worker.activity.during(WORKING, "begin"):
-        try:
-            yield
-        except DataError as error:
-            worker.agent.give_up(str(error))
-            raise
 
 
 def verify_recovery(worker: StageWorker) -> None:
@@ -77,7 +64,6 @@ def _verify(worker: StageWorker, heal: bool) -> None:
         f"iteration {worker.ledger.committed}. Before the first iteration: build the model from the same seed or "
         "checkpoint on all of them. Later: restart from the last checkpoint that was written before the last "
         "comparison in which they were equal, and check the memory of these hosts")
-    worker.agent.give_up(text)
     raise VerificationError(text)
 
 

@@ -7,15 +7,15 @@ its own business. The steps of a recovery are in :mod:`megatron_recycle.runtime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import TransportAborted
-from megatron_recycle.membership import Agent
+from megatron_recycle.errors import JobEnded, TransportAborted
+from megatron_recycle.membership import Agent, Fault
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.actions import Actions
@@ -41,12 +41,13 @@ from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.stopwatch import Stopwatch
 from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Transport
-from megatron_recycle.runtime.verify import inside, verify_boundary
+from megatron_recycle.runtime.verify import verify_boundary
 from megatron_recycle.runtime.world import World
 
 _POLL_SECONDS = 0.001
 _LONGEST_CLOSE = {RETIRING: 5.0, COMMITTING: 5.0, CONNECTING: 30.0}
 """Seconds that the end waits for threads, by name; gloo gives up connecting after five times its limit."""
+_STEP = ("reduce", "reduced", "step")  # phases in which an error is the step's
 _NO_WORK = ("recovering", "joining", "boundary", "step", "stepped")  # phases that are no work, or told by `stepping`
 
 
@@ -149,7 +150,7 @@ class StageWorker:
         """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
         if self.generation == 0:
             self.ledger.stand_at(iteration)
-            with self.waiting(RECOVERY):
+            with self.waiting(RECOVERY), self._telling():
                 join(self)
             announce(self)
 
@@ -159,7 +160,27 @@ class StageWorker:
 
     def _inside(self) -> AbstractContextManager[None]:
         """Not in the script's own code."""
-        return inside(self)
+        return self.activity.during(WORKING, "begin")
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """What is raised in the block has been told to the coordinator, which has decided what follows, when the script
+        gets it: the others know first."""
+        try:
+            yield
+        except JobEnded:
+            raise
+        except Exception as error:
+            with self.waiting("a decision"):
+                self.agent.raised(self._fault(error))
+            raise
+
+    def _fault(self, error: Exception) -> Fault:
+        running = self.actions.running
+        if running is not None:
+            return Fault.of(error, self.ledger.iteration, str(running), whole=True)
+        iteration, _, phase, _ = self._observed or (None, 0, "", None)
+        return Fault.of(error, iteration, "S" if phase in _STEP else None)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """A block in which the training thread waits for other workers or the coordinator."""
@@ -180,18 +201,16 @@ class StageWorker:
     def finish(self) -> None:
         """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
         self.settle()
-        with self.activity.during(STANDING_BY, "the end"):
+        with self.activity.during(STANDING_BY, "the end"), self._telling():
             finish(self)
         self.close()
 
-    def close(self, failed: bool = False) -> None:
-        """Leave the job, which goes on without this worker if its script has ``failed``.
+    def close(self) -> None:
+        """Leave the job, which knows already whether the script has failed.
 
         Waits for the threads that are inside the communication library: an interpreter that ends under them aborts
         the process.
         """
-        if failed:
-            self.agent.ending()
         self.uninstall()
         self.stepper.close()
         self.agent.close()
@@ -211,13 +230,14 @@ class StageWorker:
         return known.loss
 
     def _through_failures(self, run: Callable[[], float]) -> float:
-        while True:
-            try:
-                return run()
-            except WrongGuess:
-                self._roll_back()
-            except TransportAborted as error:
-                self._leave_generation(error)
+        with self._telling():
+            while True:
+                try:
+                    return run()
+                except WrongGuess:
+                    self._roll_back()
+                except TransportAborted as error:
+                    self._leave_generation(error)
 
     def _leave_generation(self, error: TransportAborted) -> None:
         """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""

@@ -1,0 +1,100 @@
+"""What a script's exception says of itself, as a value that travels: to the coordinator, into events and messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.errors import JobEnded, RecycleError, TransportAborted
+
+_LONGEST = {"error": 120, "text": 1500, "action": 40}
+"""Characters of each field."""
+_VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
+"""What differs between two workers that meet the same error: addresses, ranks, devices, sizes."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An exception that nothing on its worker has handled.
+
+    Build it with `of` or `parse`: they bound its length and take out control characters.
+    """
+
+    error: str
+    """The type's name, e.g. ``KeyError`` or ``torch.OutOfMemoryError``."""
+    text: str
+    """What it says, on one line."""
+    iteration: int | None = None
+    """The iteration of the action; without an action the last one that the worker was in. None: before any."""
+    action: str | None = None
+    """What was being done, as plans write it, e.g. ``F1.3``; ``S`` is the reduction and the step. None: outside."""
+    refused: bool = False
+    """Whether it is a refusal of this package: whoever came in this worker's place would meet it too."""
+    whole: bool = False
+    """Whether the worker waits in it, with everything that it holds, and could go on without that action."""
+
+    @classmethod
+    def of(cls, error: BaseException, iteration: int | None = None, action: str | None = None,
+           whole: bool = False) -> Fault:
+        """The value for ``error``."""
+        kind = type(error)
+        own = kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("megatron_recycle.")
+        name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+        refused = isinstance(error, RecycleError) and not isinstance(error, (TransportAborted, JobEnded))
+        try:
+            text = str(error)
+        except Exception as worse:  # noqa: BLE001 - the script's own type may fail here too
+            text = f"(its text cannot be had: {type(worse).__name__})"
+        return cls(_plain("error", name), _plain("text", text), iteration, action, refused, whole)
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any]) -> Fault:
+        """As another process has sent it. Raises KeyError, TypeError or ValueError for anything else."""
+        fault = cls(**{name: data[name] for name in cls.__dataclass_fields__})
+        kinds: dict[str, Any] = {"error": str, "text": str, "iteration": (int, type(None)), "action": (str, type(None)),
+                 "refused": bool, "whole": bool}
+        for name, kind in kinds.items():
+            value = getattr(fault, name)
+            if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+                raise TypeError(f"{name} is {value!r:.60}")
+            if isinstance(value, str) and value != _plain(name, value):
+                raise ValueError(f"{name} is not one short line: {value!r:.60}")
+        return fault
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        """Type and text, as a traceback ends."""
+        return f"{self.error}: {self.text}" if self.text else self.error
+
+    @property
+    def where(self) -> str:
+        """When it happened, to be put behind the text."""
+        if self.iteration is None:
+            return "before its first iteration"
+        return f"in {self.action} of iteration {self.iteration}" if self.action else f"after iteration {self.iteration}"
+
+    @property
+    def microbatch(self) -> str | None:
+        """The micro-batch, e.g. ``1.3``, if it came up in the work on one."""
+        return self.action[1:] if self.action and "." in self.action else None
+
+    def same(self, other: Fault) -> bool:
+        """Whether another worker's is the same one: type, text but for numbers, and what was being done. Outside of
+        actions no two workers are at the same place; there one iteration more or less makes no difference."""
+        alike = self.error == other.error and _VARYING.sub("#", self.text) == _VARYING.sub("#", other.text)
+        if not alike or self.action != other.action:
+            return False
+        if self.action is None:
+            return abs((self.iteration or 0) - (other.iteration or 0)) <= 1
+        return self.iteration == other.iteration
+
+
+def _plain(name: str, text: str) -> str:
+    """One line without control characters, as long as it may be."""
+    line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    most = _LONGEST[name]
+    return line if len(line) <= most else line[:most - 3].rstrip() + "..."

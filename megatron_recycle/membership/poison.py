@@ -1,0 +1,66 @@
+"""Errors of scripts and data: when others can take over, and when whoever did would meet the same. Pure, like
+`machine`.
+
+The first worker that raises is out, as if it had died: it may be its host, its device, its memory. The same error in
+the same work on a second worker is the work's: it ends the job while the others still live, with what it says.
+"""
+
+from __future__ import annotations
+
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.names import Process, in_order, siblings
+from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.state import Member, Said, State
+
+_REMEMBERED = 64
+"""Errors, the latest ones."""
+_MEND = "It would fail there again after a restart: mend the data or the code first."
+
+
+def remembered(state: State, member: Member, fault: Fault) -> State:
+    """The state that knows of it."""
+    said = Said(member.worker, member.incarnation, fault)
+    return state.with_(faults=(*state.faults, said)[-_REMEMBERED:])
+
+
+def said_by(state: State, member: Member) -> Fault | None:
+    """What this process has failed with."""
+    return next((said.fault for said in reversed(state.faults) if said.incarnation == member.incarnation), None)
+
+
+def fatal(state: State, member: Member, fault: Fault) -> str | None:
+    """Why the job ends with this error of a member; None if it goes on without that one."""
+    if fault.refused:
+        return fault.text
+    last = f"last committed iteration: {state.committed if state.committed >= 0 else 'none'}"
+    if (twin := _twin(state, member, fault)) is not None:
+        if fault.microbatch is not None:
+            what = f"micro-batch {fault.microbatch} of iteration {fault.iteration} fails on every worker"
+            return f"{what}: {fault} (in {fault.action} on {twin} and {member.worker}); {last}. {_MEND}"
+        return f"{twin} and {member.worker} have failed alike {fault.where}: {fault}; {last}. {_MEND}"
+    lost = {member.worker, *siblings(state.members, [member.worker])}
+    for stage, names in enumerate(by_stage(state.stages, state.proven)):
+        if member.worker in names and lost.issuperset(names):
+            out = by_stage(state.stages, state.out)[stage]
+            before = f"; out before: {how(state, out)}" if out else ""
+            return (f"{member.worker}, the last worker of stage {stage}, has failed {fault.where}: {fault}{before}; "
+                    f"{last}. {RESTART}")
+    return None
+
+
+def how(state: State, out: list[str]) -> str:
+    """Each of ``out`` with the kind of its failure, and with what it has said."""
+    said = {one.worker: str(one.fault) for one in state.faults}
+    return ", ".join(f"{name} {state.out[name]}" + (f" ({said[name]})" if name in said else "")
+                     for name in in_order(out))
+
+
+def _twin(state: State, member: Member, fault: Fault) -> str | None:
+    """Another worker that has met the same. In the script's own code only one of the same stage counts: there each
+    stage may do something else."""
+    me = Process.parse(member.worker).worker
+    for said in reversed(state.faults):
+        other = Process.parse(said.worker).worker
+        if other != me and fault.same(said.fault) and (fault.action is not None or other.stage == me.stage):
+            return said.worker
+    return None

@@ -1,0 +1,191 @@
+"""Errors of scripts and data, on paper: who is out for one, and when the job ends with what it says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_recycle.errors import DataError, JobEnded, TransportAborted, UnsupportedError
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.messages import FROM_WORKER, check
+from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.wire import WireError
+from tests.membership.cluster import Cluster, endings, events, told
+
+CORRUPT = Fault("ValueError", "sample 31 is corrupt", 6, "F1.3", whole=True)
+MISSING = Fault("KeyError", "'x'", 5)
+
+
+def raised(cluster: Cluster, name: str, fault: Fault, life: int = 0) -> list[st.Decision]:
+    return cluster.feed(st.Raised(f"{name}/{life}", fault, cluster.now))
+
+
+# What an exception says
+
+
+def test_a_fault_says_what_a_traceback_ends_with_on_one_short_line():
+    assert str(Fault.of(KeyError("x"))) == "KeyError: 'x'"
+    assert str(Fault.of(RuntimeError())) == "RuntimeError"
+    fault = Fault.of(RuntimeError("CUDA error\n\x1b[31mdevice-side  assert\x07 " + "x" * 9999), 3, "B0.1")
+    assert fault.text.startswith("CUDA error [31mdevice-side assert x") and len(fault.text) == 1500
+    assert "\x1b" not in fault.text and fault.where == "in B0.1 of iteration 3" and fault.microbatch == "0.1"
+    assert Fault.of(SystemExit("no data")).text == "no data"
+    assert Fault.parse(fault.to_json()) == fault
+
+
+def test_a_text_that_cannot_be_made_does_not_hide_the_error():
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise ZeroDivisionError
+
+    assert "Broken" in Fault.of(Broken()).error and "ZeroDivisionError" in Fault.of(Broken()).text
+
+
+@pytest.mark.parametrize(("error", "refused"), [(UnsupportedError("a"), True), (DataError("a"), True),
+                                                (TransportAborted("a"), False), (JobEnded("a"), False),
+                                                (ValueError("a"), False)])
+def test_refusals_of_this_package_are_known_from_errors_of_the_script(error: Exception, refused: bool):
+    assert Fault.of(error).refused == refused
+
+
+@pytest.mark.parametrize("wrong", [{"text": "two\nlines"}, {"text": "x" * 1501}, {"iteration": True}, {"whole": 1},
+                                   {"error": None}, {"action": 7}])
+def test_a_malformed_fault_is_refused_at_the_door(wrong: dict[str, Any]):
+    message = {"type": "raised", "t": 1.0, "fault": CORRUPT.to_json()}
+    assert check(message, FROM_WORKER) is message
+    assert check({"type": "ending", "t": 1.0, "fault": None}, FROM_WORKER)
+    with pytest.raises(WireError, match="raised"):
+        check({**message, "fault": {**CORRUPT.to_json(), **wrong}}, FROM_WORKER)
+
+
+def test_texts_that_differ_in_numbers_only_are_the_same():
+    here = Fault("ValueError", "loss is nan on rank 3 (0x7f00)", 6, "F1.3")
+    assert here.same(Fault("ValueError", "loss is nan on rank 14 (0x7fabc)", 6, "F1.3"))
+    assert not here.same(Fault("ValueError", "loss is inf on rank 3 (0x7f00)", 6, "F1.3"))
+    assert not here.same(Fault("TypeError", here.text, 6, "F1.3"))
+    assert not here.same(Fault("ValueError", here.text, 7, "F1.3"))
+    assert not here.same(Fault("ValueError", here.text, 6, "F1.2"))
+
+
+# What is decided
+
+
+def test_one_worker_that_raises_is_out_and_its_error_is_told():
+    cluster = Cluster().train()
+    decisions = raised(cluster, "1:0", CORRUPT)
+    (suspected,) = events(decisions, "suspected")
+    assert (suspected["kind"], suspected["error"]) == ("exit", "ValueError: sample 31 is corrupt")
+    assert suspected["where"] == "in F1.3 of iteration 6"
+    assert "1:0" not in cluster.state.members and not endings(cluster.log)
+    assert told(decisions, "end")[0][0] == {"1:0"}, "it waits for this"
+    assert cluster.exit("1:0", 1) == [], "the launcher sees its end a second later"
+
+
+@pytest.mark.parametrize("second", ["2:0", "0:1"])
+def test_the_same_error_in_the_same_work_on_a_second_worker_ends_the_job_with_its_text(second: str):
+    cluster = Cluster().train()
+    cluster.commit_all(5)
+    raised(cluster, "1:0", CORRUPT)
+    (end,) = endings(raised(cluster, second, CORRUPT))
+    assert end.status == 1 and end.message.startswith(
+        "micro-batch 1.3 of iteration 6 fails on every worker: ValueError: sample 31 is corrupt")
+    assert f"1:0 and {second}" in end.message and "last committed iteration: 5" in end.message
+    (both,) = [decision.event for decision in cluster.log if isinstance(decision, st.Emit)
+               and decision.event.get("removed") is False]
+    assert both["worker"] == second and both["error"] == "ValueError: sample 31 is corrupt"
+
+
+def test_another_error_or_other_work_on_a_second_worker_is_a_second_failure():
+    cluster = Cluster(4).train()
+    raised(cluster, "1:0", CORRUPT)
+    raised(cluster, "2:0", Fault("ValueError", CORRUPT.text, 6, "F2.3"))
+    raised(cluster, "3:0", Fault("MemoryError", "", 6, "F1.3"))
+    assert not endings(cluster.log) and cluster.state.generation == 4
+
+
+def test_in_the_script_s_own_code_a_second_worker_of_the_same_stage_counts():
+    cluster = Cluster().train()
+    raised(cluster, "1:0", MISSING)
+    assert not endings(raised(cluster, "1:1", MISSING)), "each stage may do something else there"
+    (end,) = endings(raised(cluster, "2:0", Fault("KeyError", "'x'", 6)))
+    assert "1:0 and 2:0 have failed alike after iteration 6: KeyError: 'x'" in end.message
+    later = Cluster().train()
+    raised(later, "1:0", MISSING)
+    assert not endings(raised(later, "2:0", Fault("KeyError", "'x'", 8)))
+
+
+def test_whoever_would_leave_a_stage_empty_ends_the_job_with_its_text_and_with_those_of_the_others():
+    cluster = Cluster(2).train()
+    raised(cluster, "0:0", MISSING)
+    (end,) = endings(raised(cluster, "1:0", CORRUPT))
+    assert end.message.startswith("1:0, the last worker of stage 0, has failed in F1.3 of iteration 6: ValueError")
+    assert "out before: 0:0 exit (KeyError: 'x')" in end.message
+
+
+def test_a_last_worker_that_is_killed_is_told_with_what_the_others_had_said():
+    cluster = Cluster(2).train()
+    raised(cluster, "0:0", MISSING)
+    (end,) = endings(cluster.exit("1:0"))
+    assert "stage 0 has lost its last worker (0:0 exit (KeyError: 'x'), 1:0 exit)" in end.message
+
+
+def test_a_refusal_of_ours_ends_the_job_at_once_with_its_text_alone():
+    cluster = Cluster().train()
+    (end,) = endings(raised(cluster, "1:0", Fault.of(UnsupportedError("all micro-batches must have the same shapes"))))
+    assert end.message == "all micro-batches must have the same shapes"
+    assert not events(cluster.log, "suspected") and told(cluster.log, "end")[0][0] == set(cluster.names)
+    assert raised(cluster, "1:1", Fault.of(UnsupportedError("the same again"))) == [], "told once"
+
+
+def test_an_error_before_training_ends_the_job_with_its_text():
+    cluster = Cluster()
+    for name in cluster.names:
+        cluster.hello(name)
+    (end,) = endings(raised(cluster, "1:0", Fault("KeyError", "'x'")))
+    assert end.message == "rank 2 has failed before training began: KeyError: 'x' before its first iteration"
+    refused = Cluster()
+    refused.hello("1:0")
+    (end,) = endings(raised(refused, "1:0", Fault.of(DataError("there is no training data"))))
+    assert end.message == "there is no training data"
+
+
+def test_an_error_during_a_recovery_counts_as_any_other():
+    cluster = Cluster().train()
+    raised(cluster, "1:0", CORRUPT)
+    cluster.reports("0:0", "0:1")
+    (end,) = endings(raised(cluster, "2:0", CORRUPT))
+    assert "fails on every worker" in end.message
+
+
+def test_who_was_declared_out_says_nothing_any_more():
+    cluster = Cluster().train()
+    cluster.exit("1:0")
+    assert raised(cluster, "1:0", CORRUPT) == [] and not cluster.state.faults
+
+
+def test_a_joiner_that_raises_does_not_join_and_its_error_is_told():
+    cluster = Cluster().train()
+    cluster.exit("1:0")
+    cluster.plan(), cluster.reports(), cluster.resume_all()
+    cluster.hello("1:0", 1)
+    decisions = raised(cluster, "1:0", Fault("KeyError", "'x'"), 1)
+    assert "KeyError: 'x'" in events(decisions, "join_failed")[0]["reason"] and told(decisions, "end")
+
+
+def test_a_coordinator_that_comes_back_knows_which_work_has_failed():
+    cluster = Cluster().train()
+    raised(cluster, "1:0", CORRUPT)
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
+    cluster.state = restore(6, records)
+    cluster.feed(st.Restarted())
+    (end,) = endings(raised(cluster, "2:0", CORRUPT))
+    assert "1:0 and 2:0" in end.message
+
+
+def test_only_the_latest_errors_are_remembered():
+    cluster = Cluster(80, 1).train()
+    for pipeline in range(70):
+        raised(cluster, f"{pipeline}:0", Fault("ValueError", "x", 1, f"F{pipeline}.0"))
+    assert len(cluster.state.faults) == 64 and not endings(cluster.log)
