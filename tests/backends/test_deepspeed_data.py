@@ -16,7 +16,7 @@ from tests.harness import Job
 def test_a_bare_iterator_is_refused_with_both_remedies():
     engine = SimpleNamespace(_options=Options())
     with pytest.raises(DataError, match="training_data") as refusal:
-        RecyclePipelineEngine.train_batch(engine, iter([]))
+        RecyclePipelineEngine._train_batch(engine, iter([]))
     assert "enable(data=factory)" in str(refusal.value)
 
 
