@@ -69,12 +69,12 @@ class DeepSpeedStage:
             outputs = check_unchanged(engine.module, lambda: engine.module(single))
         if not engine.is_last_stage():
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            return Forward((inputs, outputs), outputs, None)
+            return Forward((inputs, outputs), outputs, None, roots=outputs)
         assert batch is not None
         loss = engine.module.loss_fn(outputs, self._labels(batch[1])) if engine.module.loss_fn else outputs
         if not isinstance(loss, torch.Tensor) or engine.module.get_additional_losses() is not None:
             raise UnsupportedError("a loss of several tensors is not supported yet; return one scalar from loss_fn")
-        return Forward((inputs, (loss,)), (), loss)
+        return Forward((inputs, (loss,)), (), loss, roots=(loss,))
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         engine = self._engine

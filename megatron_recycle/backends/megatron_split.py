@@ -9,15 +9,16 @@ kernel adds them to the runtime's accumulators, when W runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
 
-from megatron_recycle.runtime.split import DeferredLinear, WeightQueue
+from megatron_recycle.runtime.deferral import Deferral, task_now
+from megatron_recycle.runtime.split import DeferredLinear, WeightQueue, watched
 
 _STOCK = "recycle_stock_function"
 
@@ -29,27 +30,17 @@ class MegatronSplitter:
     """They are autograd functions in Python in any case."""
 
     def __init__(self) -> None:
-        self._queue: WeightQueue | None = None
+        self.deferral: Deferral[WeightQueue] = Deferral()
         now = layers.LinearWithGradAccumulationAndAsyncCommunication
         layers.LinearWithGradAccumulationAndAsyncCommunication = _function(getattr(now, _STOCK, now), self)
-
-    @property
-    def queue(self) -> WeightQueue | None:
-        """Where a backward that runs now puts its weight gradients; None: compute them at once."""
-        return self._queue
 
     def whole(self) -> AbstractContextManager[None]:
         """A backward without a queue defers nothing; the forward is the same."""
         return nullcontext()
 
-    @contextmanager
-    def into(self, queue: WeightQueue | None) -> Iterator[None]:
-        """Backwards inside the block defer into ``queue``."""
-        self._queue = queue
-        try:
-            yield
-        finally:
-            self._queue = None
+    def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """The backward from ``roots`` inside the block defers into ``queue``."""
+        return self.deferral.into(queue, roots)
 
 
 def _kernel(ctx: Any) -> Any:
@@ -69,7 +60,7 @@ def _function(stock: Any, splitter: MegatronSplitter) -> Any:
         def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                     *rest: Any) -> torch.Tensor:
             # Kept apart from the saved tensors: hooks on those may give copies of it back.
-            ctx.recycle_weight, ctx.recycle_bias = weight, bias
+            ctx.recycle_weight, ctx.recycle_bias, ctx.recycle_made_in = weight, bias, task_now()
             return stock.forward(ctx, inputs, weight, bias, *rest)
 
         @staticmethod
@@ -85,8 +76,9 @@ def _function(stock: Any, splitter: MegatronSplitter) -> Any:
             item = DeferredLinear(inputs, gradient, ctx.recycle_weight if needs_weight else None,
                                   ctx.recycle_bias if needs_bias else None, fused=_kernel(ctx))
             now: dict[Any, torch.Tensor] = {}
-            if splitter.queue is not None:
-                splitter.queue.deferred.append(item)
+            queue = splitter.deferral.queue_for(ctx.recycle_made_in)
+            if queue is not None and not watched(ctx.recycle_weight) and not watched(ctx.recycle_bias):
+                queue.deferred.append(item)
             else:
                 now = dict(item.contributions())
             if pending is not None:

@@ -94,11 +94,11 @@ class MegatronStage:
             reports, self._config, cp_group_size=1, is_last_stage=last)
         if last:
             report = self._report(reports[0], float(tokens))
-            return Forward((given, output), (), torch.tensor(_mean(report[1:3])), report)
+            return Forward((given, output), (), torch.tensor(_mean(report[1:3])), report, (output,))
         sent = output.detach()
         if torch.is_grad_enabled():
             deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
-        return Forward((given, output), (sent,), None)
+        return Forward((given, output), (sent,), None, roots=(output,))
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given, output = forward.saved

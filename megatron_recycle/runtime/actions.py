@@ -173,7 +173,7 @@ class Actions:
             with self._splitter.whole(), self._groups.together(), self.now.sums.lent(pipeline, microbatch):
                 for_inputs = self._stage.backward(forward, gradients)
         else:
-            with (self._splitter.into(queue if self._split else None), self._groups.together(),
+            with (self._splitter.into(queue if self._split else None, forward.roots), self._groups.together(),
                   self._watch.measure("B")):
                 for_inputs = self._stage.backward(forward, gradients)
         if not self._place.first:

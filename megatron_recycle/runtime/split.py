@@ -1,8 +1,8 @@
 """Split backward: input gradients at once (B), weight gradients of linear layers later (W).
 
-A linear layer's backward normally computes both gradients. Here it computes the input gradient and, while
-a queue is open, puts what the weight gradient needs into that queue: the layer's input and the gradient
-of its output. The queue of a micro-batch is emptied by that micro-batch's W.
+A linear layer's backward normally computes both gradients. Here it computes the input gradient and, in the runtime's
+own backward, puts what the weight gradient needs into a queue: the layer's input and the gradient of its output. The
+queue of a micro-batch is emptied by that micro-batch's W. In any other backward (see `deferral`) it computes both.
 
 The parameter itself is kept on the autograd context, not among the saved tensors: checkpointing replaces
 saved tensors by detached copies, and the gradient would be computed for those.
@@ -11,7 +11,7 @@ saved tensors by detached copies, and the gradient would be computed for those.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 from torch.nn import functional
+
+from megatron_recycle.runtime.deferral import Deferral, task_now
 
 AddTo = Callable[[torch.Tensor], None]
 """Adds a gradient to a sum of the parameter's shape, in place."""
@@ -123,31 +125,30 @@ class Deferring(Protocol):
         """Layers that run inside the block do not defer; it is around both F and B of a micro-batch, for the sake of
         layers that B runs again. Only asked for where deferring costs."""
 
-    def into(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
-        """Backwards inside the block put their weight gradients into ``queue``; None: compute them at once."""
+    def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """The backward from ``roots`` inside the block puts its weight gradients into ``queue``; None: computes them
+        at once."""
 
 
 class Splitter:
     """Makes the linear layers of one model defer their weight gradients on demand.
 
-    Everything else (embeddings, norms, a user's own autograd functions, layers with hooks on their parameters) runs
-    whole in B. What is deferred is added up by ``kernel``, if given.
+    Everything else (embeddings, norms, a user's own autograd functions, layers with hooks on their parameters, or
+    with tensors in their parameters' place) runs whole in B. What is deferred is added up by ``kernel``, if given.
+
+    Attributes:
+        deferral: the queue of the backward that runs now.
     """
 
     def __init__(self, model: nn.Module, kernel: Kernel | None = None) -> None:
         self._model = model
         self.kernel = kernel
-        self._queue: WeightQueue | None = None
+        self.deferral: Deferral[WeightQueue] = Deferral()
         self.stock = False
         """Whether layers run as if there were no splitter."""
         self.layers = [module for module in model.modules() if _splittable(module)]
         for layer in self.layers:
             layer.forward = _forward_of(layer, self)
-
-    @property
-    def queue(self) -> WeightQueue | None:
-        """Where a backward that runs now puts its weight gradients; None: compute them at once."""
-        return self._queue
 
     @property
     def deferring_costs(self) -> bool:
@@ -163,14 +164,9 @@ class Splitter:
         finally:
             self.stock = False
 
-    @contextmanager
-    def into(self, queue: WeightQueue | None) -> Iterator[None]:
-        """Backwards inside the block defer into ``queue``."""
-        self._queue = queue
-        try:
-            yield
-        finally:
-            self._queue = None
+    def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """The backward from ``roots`` inside the block defers into ``queue``."""
+        return self.deferral.into(queue, roots)
 
     def describe(self) -> str:
         """One line: how much of the model's backward is split, and which modules run whole in B."""
@@ -212,15 +208,27 @@ def _forward_of(layer: nn.Module, splitter: Splitter) -> Any:
         weight, bias = layer.weight, layer.bias
         # Under autocast stock would keep a copy of its input in 16 bits, where a split layer keeps none.
         as_stock = splitter.stock and not torch.is_autocast_enabled(inputs.device.type)
-        if as_stock or not torch.is_grad_enabled() or _watched(weight) or _watched(bias):
+        # Nothing else may decide: a checkpoint that runs this again has to find what it was the first time.
+        if as_stock or not torch.is_grad_enabled() or _transformed() or not _own(weight) or not _own(bias):
             return stock(layer, inputs)
         return _SplitLinear.apply(inputs, weight, bias, splitter, transposed)
     return forward
 
 
-def _watched(parameter: nn.Parameter | None) -> bool:
+def _own(parameter: torch.Tensor | None) -> bool:
+    """Whether it is not a tensor that `torch.func.functional_call` has put in a parameter's place."""
+    return parameter is None or (isinstance(parameter, nn.Parameter) and parameter.is_leaf)
+
+
+def watched(parameter: nn.Parameter | None) -> bool:
     """Whether there are hooks on the gradient of a parameter, which autograd runs only if it computes that itself."""
     return parameter is not None and bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _transformed() -> bool:
+    """Whether the code is compiled, or differentiated by other means than a backward, which ask more of a function."""
+    return (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            or torch.autograd.forward_ad._current_level >= 0)
 
 
 class _SplitLinear(torch.autograd.Function):
@@ -233,6 +241,7 @@ class _SplitLinear(torch.autograd.Function):
                 splitter: Splitter, transposed: bool) -> torch.Tensor:
         ctx.save_for_backward(inputs)
         ctx.weight, ctx.bias, ctx.splitter, ctx.transposed = weight, bias, splitter, transposed
+        ctx.made_in = task_now()
         if transposed:
             assert bias is not None
             flat = torch.addmm(bias, inputs.view(-1, inputs.shape[-1]), weight)
@@ -250,8 +259,8 @@ class _SplitLinear(torch.autograd.Function):
         if needs_input:
             weight = _cast(ctx.weight, gradient.dtype)
             for_inputs = _cast(gradient.matmul(weight.t() if ctx.transposed else weight), inputs.dtype)
-        queue = ctx.splitter.queue
-        if queue is not None:
+        queue = ctx.splitter.deferral.queue_for(ctx.made_in)
+        if queue is not None and not watched(ctx.weight) and not watched(ctx.bias):
             if needs_weight or needs_bias:
                 queue.deferred.append(item)
             return for_inputs, None, None, None, None

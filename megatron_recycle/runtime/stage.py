@@ -18,7 +18,8 @@ from megatron_recycle.runtime.reduce import Averaging
 class Forward:
     """Result of one micro-batch's forward.
 
-    ``saved`` is whatever the stage's backward needs; ``outputs`` go to the next stage (empty at the last);
+    ``saved`` is whatever the stage's backward needs; ``roots`` are the tensors that it begins at, before anything that
+    was computed from parameters; ``outputs`` go to the next stage (empty at the last);
     ``loss`` is the micro-batch's unscaled loss, a scalar, at the last stage only; ``report`` are further numbers
     of the micro-batch, as many as the stage's ``report_width``, at the last stage only, the first of which is
     summed over the global batch into ``Verdict.weight``.
@@ -28,6 +29,7 @@ class Forward:
     outputs: tuple[torch.Tensor, ...]
     loss: torch.Tensor | None
     report: tuple[float, ...] = ()
+    roots: tuple[torch.Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

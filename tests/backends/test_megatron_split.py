@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
@@ -54,10 +55,11 @@ def gradients(linear: Any, *, fusion: bool, uses: int = 1) -> dict[str, torch.Te
     sums = Accumulators(layout, lambda pipeline, microbatch: (WHOLE, 0))
     for number, inputs in enumerate(MICROBATCHES):
         queue, outputs = WeightQueue(), inputs.clone().requires_grad_()
-        with splitter.into(queue):
-            for _ in range(uses):
-                outputs = linear(outputs, weight, bias, fusion)
-            outputs.square().sum().backward()
+        for _ in range(uses):
+            outputs = linear(outputs, weight, bias, fusion)
+        loss = outputs.square().sum()
+        with splitter.into(queue, [loss]):
+            loss.backward()
         assert weight.grad is None and len(queue.deferred) == uses
         with torch.no_grad():
             sums.add(0, number, queue.contributions())
@@ -83,3 +85,34 @@ def test_a_weight_used_twice_is_summed_before_it_is_added(linear):
     """As everywhere: all of a micro-batch's uses of a parameter come first, so that bits do not depend on who adds."""
     fused, formed = gradients(linear, fusion=True, uses=2), gradients(linear, fusion=False, uses=2)
     assert linear.calls == [] and torch.equal(fused["weight"], formed["weight"])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradients_that_a_forward_takes_itself_are_not_delayed(linear, reentrant):
+    """Though a checkpoint runs that forward again in B; the checkpoint's own backward goes on deferring."""
+    from megatron_recycle.backends.megatron_split import MegatronSplitter
+    from megatron_recycle.runtime.split import WeightQueue
+
+    def force(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)[0]
+
+    def run(layer: Any, x: torch.Tensor) -> torch.Tensor:
+        inside = checkpoint(lambda y: layer(y) + force(layer, y), x, use_reentrant=reentrant)
+        return layer(inside).square().sum()
+
+    weight, bias = nn.Parameter(torch.eye(4) + 0.1), nn.Parameter(torch.zeros(4))
+    x, y = (MICROBATCHES[0].clone().requires_grad_() for _ in range(2))
+    run(lambda x: nn.functional.linear(x, weight, bias), x).backward()
+    expected, weight.grad, bias.grad = (weight.grad, bias.grad), None, None
+    splitter, queue = MegatronSplitter(), WeightQueue()
+    loss = run(lambda x: linear(x, weight, bias, False), y)
+    with splitter.into(queue, [loss]):
+        loss.backward()
+    later = {id(parameter): gradient for parameter, gradient in queue.contributions()}
+    assert len(queue.deferred) == 3, "the last layer, the one beside the force, and the one that the force goes through"
+    torch.testing.assert_close(weight.grad + later[id(weight)], expected[0])
+    torch.testing.assert_close(later[id(bias)], expected[1])
+    assert bias.grad is None
+    torch.testing.assert_close(y.grad, x.grad)

@@ -63,7 +63,7 @@ class FirstStage:
 
     def forward(self, inputs: Any, batch: Any) -> Forward:
         outputs = self.module(batch[0])
-        return Forward(((), (outputs,)), (outputs,), None)
+        return Forward(((), (outputs,)), (outputs,), None, roots=(outputs,))
 
     def backward(self, forward: Forward, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         forward.saved[1][0].backward(gradients[0])

@@ -39,7 +39,7 @@ def micro_batch(stage: Stage, splitter: Splitter, memory: ActivationMemory, numb
     result = outputs.detach().clone()
     memory.begin_backward((0, number), [result])
     queue = WeightQueue()
-    with splitter.into(queue):
+    with splitter.into(queue, [outputs]):
         outputs.backward(result)
     memory.end_backward((0, number), queue)
     return result

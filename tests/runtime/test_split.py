@@ -80,7 +80,7 @@ def run(splitter: Splitter, model: nn.Module, tokens: torch.Tensor) -> WeightQue
     """F and B of one micro-batch; returns what is left for W."""
     loss = model(tokens)
     queue = WeightQueue()
-    with splitter.into(queue):
+    with splitter.into(queue, [loss]):
         loss.backward()
     return queue
 
