@@ -19,7 +19,8 @@ LEAVES: dict[str, frozenset[str]] = {
     "config": frozenset({"errors"}),
     "observe.log": frozenset(),
     "observe.text": frozenset(),
-    "observe.events": frozenset({"observe.log", "observe.text"}),
+    "observe.disk": frozenset(),
+    "observe.events": frozenset({"observe.disk", "observe.log", "observe.text"}),
 }
 """Modules that everybody except plan may import, and what each of them may import."""
 

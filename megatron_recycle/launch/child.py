@@ -12,33 +12,34 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_recycle.errors import RecycleError
+from megatron_recycle.observe.disk import of_disk
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
+_SIG_IGN = ctypes.c_void_p(1)
 
 
-def _tie_to(parent: int) -> Callable[[], None]:
-    """For the child, between fork and exec: die when `parent` does. Calls nothing that could take a lock."""
+def _before_exec(parent: int | None, deaf: bool) -> Callable[[], None] | None:
+    """For the child, between fork and exec: die when `parent` does, and ignore what Slurm signals. Calls nothing that
+    could take a lock."""
+    if parent is None and not deaf:
+        return None
 
-    def tie() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
+    def prepare() -> None:
+        if deaf:
+            _LIBC.signal(signal.SIGTERM, _SIG_IGN)
+            _LIBC.signal(signal.SIGINT, _SIG_IGN)
+        if parent is not None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)
 
-    return tie
+    return prepare
 
 
 def _open_log(log: Path) -> int:
-    """A descriptor that appends to `log`, which only this user can read; not through a link, wherever that leads.
-
-    Raises RecycleError.
-    """
-    try:
-        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        why = "it is a link" if error.errno == errno.ELOOP else error.strerror
-        raise RecycleError(f"the log {log} cannot be written ({why}): remove it, or choose another --run-dir"
-                           ) from error
+    """A descriptor that appends to `log`, which only this user can read; not through a link, wherever that leads."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     os.fchmod(descriptor, 0o600)
     return descriptor
 
@@ -48,9 +49,11 @@ class Child:
 
     Args:
         tied: whether the process is to be killed when this one dies.
+        deaf: whether it takes no notice of SIGTERM and SIGINT, which Slurm sends to every process of a job: it ends
+            when it is no longer needed.
         keep: descriptors that the process is to have, under the same numbers.
 
-    Raises RecycleError if its log cannot be written.
+    Raises RecycleError if its log is not ours to write.
     """
 
     def __init__(
@@ -61,9 +64,12 @@ class Child:
         *,
         stdout: IO[Any] | int | None = None,
         tied: bool = True,
+        deaf: bool = False,
         keep: Sequence[int] = (),
     ) -> None:
-        with os.fdopen(_open_log(log), "ab") as file:
+        self.unlogged: str | None = None
+        """Why what the process writes is lost, if it is."""
+        with os.fdopen(self._log_file(log), "ab") as file:
             self._process = subprocess.Popen(
                 list(command),
                 env=dict(environ),
@@ -72,12 +78,24 @@ class Child:
                 stderr=file,
                 start_new_session=True,
                 pass_fds=tuple(keep),
-                preexec_fn=_tie_to(os.getpid()) if tied else None,  # noqa: PLW1509 - see _tie_to
+                preexec_fn=_before_exec(os.getpid() if tied else None, deaf),  # noqa: PLW1509 - see there
             )
         self.pid = self._process.pid
         self.log = log
         self.pidfd = os.pidfd_open(self.pid)
         """Readable when the process has ended."""
+
+    def _log_file(self, log: Path) -> int:
+        """Logs are expendable: a disk that is full must not keep a process from being started."""
+        try:
+            return _open_log(log)
+        except OSError as error:
+            if not of_disk(error):
+                why = "it is a link" if error.errno == errno.ELOOP else error.strerror
+                raise RecycleError(f"the log {log} cannot be written ({why}): remove it, or choose another --run-dir"
+                                   ) from error
+            self.unlogged = f"{log} cannot be written ({error.strerror})"
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     @property
     def stdout(self) -> IO[bytes] | None:

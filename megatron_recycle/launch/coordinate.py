@@ -2,13 +2,14 @@
 
 Run by `recycle run`, and by `embedded` under other launchers, as its own process. The token comes in the
 environment, never as an argument: arguments are public. The first line on standard output says where the server
-listens; everything after it goes to standard error.
+listens, or why it does not; everything after it goes to standard error.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -23,11 +24,12 @@ from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.launch.planning import Planning, load_plan
 from megatron_recycle.launch.ports import listen
 from megatron_recycle.launch.slowness import Profiles
-from megatron_recycle.membership import Coordinator, Journal, Timeouts
+from megatron_recycle.membership import Coordinator, Journal, JournalError, Timeouts
 from megatron_recycle.membership.places import Offered
 from megatron_recycle.membership.restart import restore, taken_up, untold
 from megatron_recycle.membership.state import State
 from megatron_recycle.observe.events import EventLog, read_events
+from megatron_recycle.observe.output import spare_output
 
 logger = logging.getLogger(__name__)
 PLANS = "plans"
@@ -70,11 +72,19 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
     if not args.resume:
         return Journal.create(path), Past()
     journal = Journal.reopen(path)
-    told = read_events(events) if events.exists() else []
-    committed = max((event["iteration"] for event in told if event["event"] == "committed"), default=-1)
-    state = restore(args.size, journal.records, committed)
-    state = taken_up(state, journal.records, told, partial(load_plan, args.run_dir / PLANS))
+    told = _told(events)
+    state = restore(args.size, journal.records, told)
+    state = taken_up(state, journal.records, partial(load_plan, args.run_dir / PLANS))
     return journal, Past(state, told, untold(journal.records, told))
+
+
+def _told(events: Path) -> list[dict[str, Any]]:
+    """What is left of events.jsonl, which is expendable: without it some of it is told twice."""
+    try:
+        return read_events(events)
+    except (OSError, ValueError) as error:
+        logger.warning("recycle: the events so far cannot be read: %s", error)
+        return []
 
 
 async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig, starter: IO[str]) -> int:
@@ -140,7 +150,14 @@ def _take_stdout() -> IO[str]:
 def main() -> int:
     args = parser().parse_args()
     starter = _take_stdout()
-    return asyncio.run(coordinate(args, os.environ["RECYCLE_TOKEN"], RecycleConfig.resolve(), starter))
+    spare_output()
+    try:
+        return asyncio.run(coordinate(args, os.environ["RECYCLE_TOKEN"], RecycleConfig.resolve(), starter))
+    except (OSError, JournalError) as error:  # the log, where it would be looked for, may be on a full disk
+        if not starter.closed:
+            with contextlib.suppress(OSError), starter:
+                starter.write(json.dumps({"error": str(error)}) + "\n")
+        raise
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
+from megatron_recycle.launch.deaths import Deaths
 
 _START_LIMIT = 60.0
 _END_LIMIT = 2.0
-_MAX_RESTARTS = 5
 _TOLD_LINES = 5
 
 
@@ -56,7 +56,9 @@ class Service:
     child: Child
     control: str
     order: Order
-    restarts: int = 0
+    deaths: Deaths = field(default_factory=lambda: Deaths("the coordinator"))
+    later: bool = False
+    """Whether it was started again, so that nobody has read yet what it said."""
 
     def restart(self) -> Service:
         """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until
@@ -65,19 +67,19 @@ class Service:
         Raises:
             RecycleError: it has refused to start, or has died too often.
         """
-        refused = self.restarts and not self._spoke() and (self.child.status() or 0) > 0
+        said = self._said() if self.later else {}
+        refused = self.later and "control" not in said and (self.child.status() or 0) > 0
         self.child.release()
         if refused:
-            raise RecycleError(_not_started(self.child.log))
-        if self.restarts >= _MAX_RESTARTS:
-            raise RecycleError(f"the coordinator has died {self.restarts + 1} times: see {self.child.log}")
+            raise RecycleError(_not_started(self.child.log, said))
+        self.deaths.died(self.child.log)
         order = dataclasses.replace(self.order, port=int(self.control.rpartition(":")[2]), resume=True)
-        return Service(_spawn(order), self.control, order, self.restarts + 1)
+        return Service(_spawn(order), self.control, order, self.deaths, later=True)
 
-    def _spoke(self) -> bool:
-        """Of a process that has ended, and whose line nobody has read: whether it had got as far as to listen."""
+    def _said(self) -> dict[str, str]:
+        """Of a process that has ended, and whose line nobody has read: what is in it, if it got as far as that."""
         assert self.child.stdout is not None
-        return bool(self.child.stdout.read(1))
+        return json.loads(self.child.stdout.read() or b"{}")
 
     def end(self) -> None:
         """It ends by itself once nobody is connected any more; what does not is killed."""
@@ -94,22 +96,25 @@ def start(order: Order) -> Service:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
     child = _spawn(order)
-    line = _first_line(child)
-    if line is None:
+    said = json.loads(_first_line(child) or b"{}")
+    if "control" not in said:
         child.signal(signal.SIGKILL)
         child.wait(_END_LIMIT)
         child.release()
-        raise RecycleError(_not_started(child.log))
-    return Service(child, json.loads(line)["control"], order)
+        raise RecycleError(_not_started(child.log, said))
+    return Service(child, said["control"], order)
 
 
 def _spawn(order: Order) -> Child:
     environ = {**order.environ, "RECYCLE_TOKEN": order.token, "OMP_NUM_THREADS": "1"}
     log = order.run_dir / "coordinator.log"
-    return Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied)
+    return Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied, deaf=True)
 
 
-def _not_started(log: Path) -> str:
+def _not_started(log: Path, said: Mapping[str, str]) -> str:
+    """`said` has the reason, if the process could tell it."""
+    if "error" in said:
+        return f"the coordinator did not start: {said['error']}"
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
     return f"the coordinator did not start; the end of {log}:\n{tail}"
 

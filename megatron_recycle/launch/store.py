@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
+from megatron_recycle.launch.deaths import Deaths
 from megatron_recycle.launch.network import check_listening
 from megatron_recycle.launch.ports import listen
 
-_MAX_RESTARTS = 5
 _END_LIMIT = 2.0
 
 
@@ -37,7 +36,7 @@ class Store:
         self.port: int = self._listener.getsockname()[1]
         self._environ = {**environ, "OMP_NUM_THREADS": "1"}
         self._log = log
-        self._restarts = 0
+        self.deaths = Deaths("torch's store")
         self._child = self._start()
 
     @property
@@ -53,9 +52,7 @@ class Store:
         """
         if self._child.status() is None:
             return False
-        if self._restarts >= _MAX_RESTARTS:
-            raise RecycleError(f"torch's store has died {self._restarts + 1} times: see {self._log}")
-        self._restarts += 1
+        self.deaths.died(self._log)
         self._child.release()
         self._child = self._start()
         return True
@@ -70,7 +67,7 @@ class Store:
     def _start(self) -> Child:
         number = self._listener.fileno()
         command = [sys.executable, "-m", "megatron_recycle.launch.store", str(number)]
-        return Child(command, self._environ, self._log, keep=(number,))
+        return Child(command, self._environ, self._log, keep=(number,), deaf=True)
 
 
 def keep_store(host: str, port: int, environ: Mapping[str, str], run_dir: Path) -> Store:

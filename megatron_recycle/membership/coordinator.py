@@ -1,8 +1,8 @@
 """The server around the membership machine: sockets, clocks, threads and the journal.
 
 One event loop owns the state. It never waits for a plan (threads do) and never for a peer (writes are
-buffered, and a peer that does not read is cut off). Whatever the machine decides is carried out in order:
-on disk first, then announced.
+buffered, and a peer that does not read is cut off). Whatever the machine decides is on disk before any of it is
+announced, and then carried out in order and to its end, whatever fails of it on the way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_recycle.membership.connection import Connection
 from megatron_recycle.membership.detectors import RateLimit
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.machine import step
-from megatron_recycle.membership.notices import wire_forms
+from megatron_recycle.membership.notices import end, unwritable, wire_forms
 from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.state import (
     Adopted,
@@ -49,6 +49,7 @@ from megatron_recycle.membership.state import (
     Member,
     MovesFound,
     NoLoss,
+    Note,
     Phase,
     PlanFailed,
     Planned,
@@ -60,11 +61,13 @@ from megatron_recycle.membership.state import (
     Resumed,
     State,
     StaysOut,
+    Step,
     Store,
     Stuck,
     Tell,
 )
 from megatron_recycle.membership.store import Journal
+from megatron_recycle.membership.strangers import Strangers
 from megatron_recycle.membership.watch import Watch
 from megatron_recycle.membership.wire import Message, encode
 
@@ -156,12 +159,14 @@ class Coordinator:
         told = list(told)
         self._failures = [dict(event) for event in told if event["event"] in _KEPT]
         self._hints = {_hint_key(event) for event in told if event["event"] == "hint"}
+        self._strangers: Strangers[Connection] = Strangers(self.state.size + _SPARE_STRANGERS)
         self._watch = Watch(self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout)
         self._refusals: RateLimit[str] = RateLimit(60.0)
         self._cancelled = threading.Event()
         self._ended: asyncio.Future[End] | None = None
         self._quiet = asyncio.Event()
         self._closed = False
+        self._forgets = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.Server | None = None
 
@@ -189,7 +194,7 @@ class Coordinator:
         self._feed(Restarted())
 
     async def wait_ended(self) -> End:
-        """How the job ended. Raises OSError if a decision could not be written to the journal."""
+        """How the job ended."""
         assert self._ended is not None, "start() comes first"
         return await self._ended
 
@@ -220,17 +225,20 @@ class Coordinator:
     def connected(self, connection: Connection) -> None:
         self._connections.add(connection)
         self._quiet.clear()
-        strangers = sum(other.role is None for other in self._connections)
-        if strangers > self.state.size + _SPARE_STRANGERS:
-            self.refused(connection.source, f"{strangers} connections have not said hello yet")
-            connection.close()
+        if (oldest := self._strangers.came(connection, connection.source)) is not None:
+            self.refused(oldest.source, f"{len(self._strangers)} connections have not said hello yet")
+            oldest.close()
 
     def disconnected(self, connection: Connection) -> None:
         self._connections.discard(connection)
+        self._strangers.gone(connection)
         self._launchers.discard(connection)
+        if connection.host is not None and all(other.host != connection.host for other in self._launchers):
+            self._watch.launcher_hung_up(connection.host, time.monotonic())
         worker = connection.incarnation
         if worker is not None and self._workers.get(worker) is connection:
             del self._workers[worker]
+            self._watch.hung_up(worker, time.monotonic())
             if not self._launched:
                 self._vanished(worker, time.time())
         if not self._connections:
@@ -244,6 +252,7 @@ class Coordinator:
 
     def received(self, connection: Connection, message: Message) -> None:
         """A checked message of an authenticated peer."""
+        self._strangers.gone(connection)
         if connection.role == "launcher":
             self._from_launcher(connection, message)
         elif message["type"] == "hello":
@@ -260,6 +269,7 @@ class Coordinator:
         connection.incarnation = member.incarnation
         if before is not None and before is not connection:
             before.close()
+        self._watch.came(member.incarnation)
         self._watch.beat(member.incarnation, time.monotonic())
         self._feed(Hello(member, message["generation"]))
 
@@ -286,6 +296,7 @@ class Coordinator:
         if kind == "hello":
             connection.host = message["host"]
             self._launchers.add(connection)
+            self._watch.launcher_came(connection.host)
             for event in self._failures:
                 connection.send({"type": "event", "event": event})
             for event in moving.pending(self.state, time.time()):
@@ -337,6 +348,9 @@ class Coordinator:
 
     def _tick(self) -> None:
         assert self._loop is not None
+        if self.state.phase is not Phase.ENDED and not self._closed:
+            pace = min(0.5, max(0.05, self.timeouts.heartbeat_interval / 2))
+            self._loop.call_later(pace, self._tick)
         now = time.monotonic()
         found = self._watch.tick(now)
         since = time.time() - (now - found.since)
@@ -345,9 +359,6 @@ class Coordinator:
         elif found.waiting is not None:
             waiting = {self.state.known[key].worker: doing.what for key, doing in found.waiting.items()}
             self._feed(Stuck(self.state.generation, waiting, since))
-        if self.state.phase is not Phase.ENDED and not self._closed:
-            pace = min(0.5, max(0.05, self.timeouts.heartbeat_interval / 2))
-            self._loop.call_later(pace, self._tick)
 
     def _start_late(self) -> None:
         if self.state.phase is not Phase.FORMING:
@@ -363,13 +374,52 @@ class Coordinator:
         if self._closed:
             return
         before = self.state
-        self.state, decisions = step(before, happened, time.time())
+        self.state, decisions = self._remembered(happened)
         if self.state.generation != before.generation:
             self._new_generation()
         elif (self.state.joiners, self.state.spares) != (before.joiners, before.spares):
             self._watch_all()
         for decision in decisions:
-            self._carry_out(decision)
+            try:
+                self._carry_out(decision)
+            except Exception:  # the others are owed to everybody all the same
+                log.exception("recycle: %s could not be carried out", type(decision).__name__)
+
+    def _remembered(self, happened: Input) -> Step:
+        """The step that follows, once what has to be remembered of it is on disk; until then nobody hears of it.
+
+        Where that cannot be written, the job does without what it can do without; where it cannot, it ends: without a
+        memory nobody may lead.
+        """
+        before, now = self.state, time.time()
+        for offers in (True, False):
+            after, decisions = step(before, happened, now, offers)
+            try:
+                self._write(decisions)
+                return after, decisions
+            except OSError as error:
+                failed = error
+        log.error("recycle: %s", text := unwritable(self._journal.path, failed))
+        after, decisions = end(before, 1, text, now)
+        self._write(decisions)
+        return after, decisions
+
+    def _write(self, decisions: Iterable[Decision]) -> None:
+        """Raises OSError if a record that is needed cannot be written."""
+        for decision in decisions:
+            if isinstance(decision, Store):
+                try:
+                    self._journal.append(decision.record)
+                except OSError as error:
+                    if decision.needed:
+                        raise
+                    self._forgotten(error)
+
+    def _forgotten(self, error: OSError) -> None:
+        if not self._forgets:
+            self._forgets = True
+            log.warning("recycle: the journal %s cannot be written (%s): if this coordinator dies, the next one will "
+                        "know less; make room on its disk", self._journal.path, error)
 
     def tell(self, event: Mapping[str, Any]) -> None:
         """Record an event, and tell the launchers."""
@@ -405,7 +455,12 @@ class Coordinator:
 
     def _carry_out(self, decision: Decision) -> None:
         if isinstance(decision, Store):
-            self._store(decision)
+            return  # on disk already
+        if isinstance(decision, Note):
+            try:
+                self._journal.note(decision.record)
+            except OSError as error:
+                self._forgotten(error)
         elif isinstance(decision, Tell):
             for form in wire_forms(decision):
                 encoded = encode(dict(form.message))
@@ -432,16 +487,6 @@ class Coordinator:
                 self._in_thread("recycle-moves", self._find_moves, decision)
         else:
             self._announce_end(decision)
-
-    def _store(self, decision: Store) -> None:
-        """A coordinator that cannot remember must not lead: its process ends before anything is announced."""
-        assert self._ended is not None
-        try:
-            self._journal.append(decision.record)
-        except OSError as error:
-            if not self._ended.done():
-                self._ended.set_exception(error)
-            raise
 
     def _tell_event(self, event: Mapping[str, Any]) -> None:
         if event["event"] == "suspected":
@@ -477,7 +522,12 @@ class Coordinator:
             if happened is not None and not loop.is_closed():
                 loop.call_soon_threadsafe(self._feed, happened)
 
-        threading.Thread(target=run, name=name, daemon=True).start()
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:  # the machine has no thread left for us
+            log.exception("recycle: no thread for %s", name)
+            if work == self._make_plan:  # everybody waits for it: rather stand still ourselves
+                loop.call_soon(run)
 
     def _make_plan(self, order: MakePlan) -> Input:
         began = time.monotonic()

@@ -186,6 +186,55 @@ class Hosts(Generic[Key]):
         return verdicts
 
 
+class HangUps(Generic[Key]):
+    """Finds a host that is gone although the network is not: its kernel has closed the connections of its launcher and
+    of all of its workers, and none of them is back within `patience` seconds. A live one tries again within one.
+
+    One that hangs up alone is nobody's business here: its launcher tells of its end. A host without a launcher is not
+    judged, nor is one with a worker that has not been here yet, as when this coordinator has just come back. If the
+    caller stood still, whoever came back meanwhile may wait unread, so that all begin anew.
+    """
+
+    def __init__(self, patience: float = 2.0) -> None:
+        self.patience = patience
+        self._host: dict[Key, str] = {}
+        self._gone: dict[Key, float | None] = {}  # of all that were ever here; None: they are
+        self._launchers: dict[str, float | None] = {}
+        self._ticked: float | None = None
+
+    def watch(self, hosts: Mapping[Key, str]) -> None:
+        """Where everybody is that is to be judged."""
+        self._host = dict(hosts)
+        self._gone = {key: at for key, at in self._gone.items() if at is None or key in self._host}
+
+    def came(self, key: Key) -> None:
+        self._gone[key] = None
+
+    def gone(self, key: Key, now: float) -> None:
+        self._gone[key] = now
+
+    def launcher_came(self, host: str) -> None:
+        self._launchers[host] = None
+
+    def launcher_gone(self, host: str, now: float) -> None:
+        self._launchers[host] = now
+
+    def tick(self, now: float) -> dict[Key, float]:
+        """The workers of hosts that are gone, and when the last of a host hung up."""
+        if self._ticked is not None and now - self._ticked > self.patience / 2:
+            self._gone = {key: None if at is None else now for key, at in self._gone.items()}
+            self._launchers = {host: None if at is None else now for host, at in self._launchers.items()}
+        self._ticked = now
+        found: dict[Key, float] = {}
+        for host in {self._host[key] for key, at in self._gone.items() if at is not None and key in self._host}:
+            here = [key for key, at in self._host.items() if at == host]
+            moments = [self._launchers.get(host), *(self._gone.get(key) for key in here)]
+            ends = [at for at in moments if at is not None]
+            if len(ends) == len(moments) and now - max(ends) > self.patience:
+                found.update(dict.fromkeys(here, max(ends)))
+        return found
+
+
 class RateLimit(Generic[Key]):
     """True at most once per `period` seconds for each key, so that a stranger cannot fill the log."""
 

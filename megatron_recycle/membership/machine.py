@@ -55,14 +55,21 @@ from megatron_recycle.membership.state import (
 from megatron_recycle.membership.table import put
 
 
-def step(state: State, happened: Input, now: float) -> Step:
-    """The state after `happened`, and what is to be done, in order. `now` is Unix seconds."""
+def step(state: State, happened: Input, now: float, offers: bool = True) -> Step:
+    """The state after `happened`, and what is to be done, in order. `now` is Unix seconds.
+
+    Without `offers` nothing is begun that the job can do without: no better plan, no move, no joiner.
+    """
     if state.phase is Phase.ENDED and not isinstance(happened, Hello):
         return state, ()
+    if not offers:
+        if isinstance(happened, (Improved, MovesFound)):
+            return state, ()
+        state = state.with_(better=None)
     after, decisions = _HANDLERS[type(happened)](state, happened, now)
     if after.moves:
         after, decisions = moves.follow(state, after, decisions, now)
-    return joining.propose(after, decisions)
+    return joining.propose(after, decisions) if offers else (after, decisions)
 
 
 # Coming in

@@ -68,7 +68,7 @@ def begin(state: State, happened: MovesFound, now: float) -> Step:
     moves = {to: mover.incarnation for to, mover in found.items()}
     state = state.with_(moves=moves, move=state.move + 1, moves_due=False)
     begun = [moving(state, to, mover, now) for to, mover in found.items()]
-    return state, (_record(state, begun), *map(Emit, begun))
+    return state, (_record(state, begun, needed=True), *map(Emit, begun))
 
 
 def moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
@@ -149,8 +149,10 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
     return state, decisions
 
 
-def _record(state: State, events: list[dict[str, Any]]) -> Store:
-    return Store({"kind": "moves", "generation": state.generation, **notices.of_moves(state), "events": events})
+def _record(state: State, events: list[dict[str, Any]], needed: bool = False) -> Store:
+    """Who does not know that a move has ended finds that again."""
+    record = {"kind": "moves", "generation": state.generation, **notices.of_moves(state), "events": events}
+    return Store(record, needed)
 
 
 def moved(state: State) -> dict[str, str]:

@@ -6,9 +6,11 @@ import hashlib
 import json
 import signal
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_recycle.membership.poison import said_by
+from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Emit, End, Member, Phase, State, Step, Store, Tell
 
 MEMBER, OUTSIDE = "member", "outside"
@@ -145,6 +147,13 @@ def of_moves(state: State) -> dict[str, Any]:
     }
 
 
+def unwritable(journal: Path, error: OSError) -> str:
+    """Why a job without a memory ends."""
+    return (f"the journal {journal} cannot be written ({error.strerror or error}), and a failure that is not written "
+            f"down cannot be recovered: make room on, or mend, the disk of {journal.parent}, or choose another "
+            f"--run-dir. {RESTART}")
+
+
 def end(state: State, status: int, message: str, now: float) -> Step:
     told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
     event = {
@@ -157,7 +166,7 @@ def end(state: State, status: int, message: str, now: float) -> Step:
         "out": dict(state.out),
     }
     decisions = (
-        Store({"kind": "end", "status": status, "message": message, "events": [event]}),
+        Store({"kind": "end", "status": status, "message": message, "events": [event]}, needed=False),
         Emit(event),
         end_message(told, status, message),
         End(status, message),

@@ -18,6 +18,7 @@ from megatron_recycle.membership.state import (
     Emit,
     Improve,
     Improved,
+    Note,
     Phase,
     Resumed,
     State,
@@ -70,7 +71,7 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
     if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
         return state, ()
     resume, plan = state.resume, state.plan
-    if resume is None or plan is None or member.worker in state.resumed:
+    if resume is None or member.worker in state.resumed:
         return state, ()
     state = state.with_(resumed=put(state.resumed, member.worker, happened.t))
     if len(state.resumed) < len(state.members):
@@ -87,10 +88,13 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
             "ms": state.ms(last),
             "survivors": len(workers_of(state.members)),
         }
-        decisions.append(Emit(event))
+        record = {"kind": "resumed", "generation": state.generation, "events": [event]}
+        decisions += [Store(record, needed=False), Emit(event)]
     reached = {name: max(state.committed_by.get(name, -1), resume.target) for name in state.members}
     state, more = committed_by_all(state.with_(since=None, committed_by=reached), now)
-    return state, (*decisions, *more, Improve(state.generation, state.failed, plan), *moves.seek(state))
+    # The plan may be missing after a coordinator has come back: nothing better is looked for then.
+    search = () if plan is None else (Improve(state.generation, state.failed, plan),)
+    return state, (*decisions, *more, *search, *moves.seek(state))
 
 
 def committed(state: State, happened: Committed, now: float) -> Step:
@@ -117,7 +121,8 @@ def committed_by_all(state: State, now: float) -> Step:
     if not events:
         return state, ()
     losses = {iteration: by for iteration, by in state.losses.items() if iteration > slowest}
-    return state.with_(committed=slowest, losses=losses, mended=0), tuple(events)
+    note = Note({"kind": "committed", "iteration": slowest})
+    return state.with_(committed=slowest, losses=losses, mended=0), (*events, note)
 
 
 def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]:
@@ -165,4 +170,5 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
     }
     state = state.with_(offered=None)
     state, more = (state, ()) if state.better is None else improved(state, state.better, now)
-    return state, (Emit(event), *more)
+    record = {"kind": "adopted", "generation": state.generation, "digest": happened.digest, "events": [event]}
+    return state, (Store(record, needed=False), Emit(event), *more)

@@ -12,13 +12,15 @@ from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Member, Phase, Said, State
 
 
-def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1) -> State:
+def restore(size: int, records: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = ()) -> State:
     """The state to start from; feed `Restarted` to it once.
 
-    `records` are the journal's, in order; `committed` is the last iteration that was told to be committed, if
-    that is known from elsewhere (events.jsonl). Before generation 1 nothing was decided: the workers say
-    hello and ready again.
+    `records` are the journal's, in order; of events.jsonl, which may have been lost, `told` is what is left: an
+    iteration whose commit is in it is not told again. Before generation 1 nothing was decided: the workers say hello
+    and ready again.
     """
+    committed = max((one["iteration"] for one in (*records, *told)
+                     if "committed" in (one.get("kind"), one.get("event"))), default=-1)
     decided = next((record for record in reversed(records) if record["kind"] == "decided"), None)
     went = next((record for record in reversed(records) if record["kind"] == "go"), None)
     ended = next((record for record in reversed(records) if record["kind"] == "end"), None)
@@ -50,33 +52,32 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], committed: int = -1
             **moves.restored(records),
         )
     if went is not None:
-        state = state.with_(resume=Resume.from_json(went["resume"]))
+        resume = Resume.from_json(went["resume"])
+        before = resume.target if went["generation"] == 1 else -1  # a checkpoint's iterations are not of this run
+        state = state.with_(resume=resume, committed=max(state.committed, before))
     if ended is not None:
         state = state.with_(phase=Phase.ENDED, ended=(ended["status"], ended["message"]))
     return state
 
 
 def taken_up(
-    state: State, records: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]],
-    load: Callable[[str], Mapping[str, Any] | None],
+    state: State, records: Sequence[Mapping[str, Any]], load: Callable[[str], Mapping[str, Any] | None],
 ) -> State:
     """`state` with the plan in force, without which no better one is looked for, and with the moment of the failure
-    if nobody has been told that training had resumed. `load` gives the plan of a digest, if it is still there."""
-    of_it = [one for one in (*records, *told) if one.get("generation") == state.generation]
-    went = next((record for record in of_it if record.get("kind") == "go"), None)
-    if went is None:
+    if training has not resumed since. `load` gives the plan of a digest, if it is still there."""
+    of_it = [record for record in records if record.get("generation") == state.generation]
+    kinds = {record["kind"]: record for record in of_it}  # the last of each
+    if "go" not in kinds:
         return state
-    decided = next(record for record in of_it if record.get("kind") == "decided")
-    adopted = [event["digest"] for event in of_it if event.get("event") == "adopted"]
-    resumed = any(event.get("event") == "resumed" for event in of_it)
-    digest = [went["digest"], *adopted][-1]
-    return state.with_(plan=load(digest) if digest else None, since=None if resumed else decided.get("since"))
+    digest = kinds.get("adopted", kinds["go"])["digest"]
+    since = None if "resumed" in kinds else kinds["decided"].get("since")
+    return state.with_(plan=load(digest) if digest else None, since=since)
 
 
 def untold(records: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Events of stored decisions that a coordinator died too early to tell; `told` is events.jsonl."""
     seen = {_identity(event) for event in told}
-    stored = [dict(event) for record in records for event in record["events"]]
+    stored = [dict(event) for record in records for event in record.get("events", ())]
     return [event for event in stored if _identity(event) not in seen]
 
 

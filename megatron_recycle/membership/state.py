@@ -415,7 +415,19 @@ Input = (
 
 @dataclass(frozen=True)
 class Store:
-    """Put this record on disk before anything that follows."""
+    """Put this record on disk before anything that follows.
+
+    What cannot be written must not be done, unless it is not `needed`: then a coordinator that comes back knows less,
+    and is right all the same.
+    """
+
+    record: Message
+    needed: bool = True
+
+
+@dataclass(frozen=True)
+class Note:
+    """Keep this where a coordinator that comes back finds it; it replaces the note before."""
 
     record: Message
 
@@ -483,5 +495,5 @@ class End:
     message: str
 
 
-Decision = Store | Tell | Await | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
+Decision = Store | Note | Tell | Await | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
 Step = tuple[State, tuple[Decision, ...]]

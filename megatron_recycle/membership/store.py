@@ -1,11 +1,13 @@
 """The coordinator's memory on disk: one JSON line per decision, flushed to the disk before it is announced.
 
-Kept behind two methods and a property (`append`, `records`, `close`), so that a replicated one
+Kept behind three methods and a property (`append`, `note`, `close`, `records`), so that a replicated one
 can take its place.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -15,6 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.membership.resume import RESTART
+
+_RESERVE = 1 << 20
+"""Bytes of disk that are set aside for what is still to be written, where the file system can do that."""
+_NOTE = 80
+"""Bytes of a note's line, which is written over again and again."""
+_KEEP_SIZE = 1
+_FALLOCATE = ctypes.CDLL(None, use_errno=True).fallocate
+_FALLOCATE.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class JournalError(RuntimeError):
@@ -26,12 +36,21 @@ class JournalInUse(JournalError):
 
 
 class Journal:
-    """An append-only file: `create` it for a new job, `reopen` it for a coordinator that comes back."""
+    """A file that only grows: `create` it for a new job, `reopen` it for a coordinator that comes back.
 
-    def __init__(self, path: Path, descriptor: int, records: list[dict[str, Any]]) -> None:
+    Disk for the next records is set aside ahead, so that a disk which others fill does not end the job. Not every
+    file system can do that (NFS cannot).
+    """
+
+    def __init__(self, path: Path, descriptor: int, records: list[dict[str, Any]], end: int = 0) -> None:
         self.path = path
         self.records = records
+        """All decisions, in order, and the latest notes."""
         self._descriptor = descriptor
+        self._end = end
+        self._note: int | None = None  # where the last line is, if it is a note
+        self._reserved = 0
+        self._reserve()
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Journal:
@@ -43,7 +62,7 @@ class Journal:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError as error:
             raise JournalError(f"{path} exists: it is of another job; choose another --run-dir") from error
         _lock(path, descriptor)
@@ -61,7 +80,7 @@ class Journal:
         """
         path = Path(path)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError as error:
             raise JournalError(
                 f"{path} is missing: without it a coordinator cannot know which generations were decided and "
@@ -80,17 +99,58 @@ class Journal:
         except ValueError as error:
             os.close(descriptor)
             raise JournalError(f"{path} is damaged ({error}). {RESTART}") from error
-        return cls(path, descriptor, records)
+        return cls(path, descriptor, records, whole)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Returns when the record is on disk."""
-        line = json.dumps(record, separators=(",", ":")) + "\n"
-        os.write(self._descriptor, line.encode())
-        os.fdatasync(self._descriptor)
+        """Returns when the record is on disk. Raises OSError if it cannot be written; then it is not in the file."""
+        line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
+        try:
+            _write(self._descriptor, line, self._end)
+            os.fdatasync(self._descriptor)
+        except OSError:
+            self._cut()
+            raise
+        self._end += len(line)
+        self._note = None
         self.records.append(dict(record))
+        self._reserve()
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Keep the latest of what changes all the time, in place of the note before. It survives the end of this
+        process, not of this machine. Raises OSError as `append` does."""
+        line = json.dumps(record, separators=(",", ":")).encode().ljust(_NOTE - 1) + b"\n"
+        at = self._end if self._note is None else self._note
+        try:
+            _write(self._descriptor, line, at)
+        except OSError:
+            self._cut()
+            raise
+        if self._note is None:
+            self._note, self._end = at, at + len(line)
+            self.records.append({})
+        self.records[-1] = dict(record)
+
+    def _cut(self) -> None:
+        """What was written of a line goes away again. Where even that fails it is half a last line, as after a crash."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._descriptor, self._end)
+        self._reserved = 0
+
+    def _reserve(self) -> None:
+        """Without it the disk may be full when something is to be written: that is told then."""
+        wanted = self._end + _RESERVE
+        if wanted > self._reserved + _RESERVE // 2 and not _FALLOCATE(self._descriptor, _KEEP_SIZE, self._end, _RESERVE):
+            self._reserved = wanted
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def _write(descriptor: int, line: bytes, at: int) -> None:
+    """All of it: a disk that becomes full takes the first part of a line and says nothing."""
+    while line:
+        written = os.pwrite(descriptor, line, at)
+        line, at = line[written:], at + written
 
 
 def _lock(path: Path, descriptor: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_recycle.membership.detectors import Doing, Heartbeats, Hosts, Stalls
+from megatron_recycle.membership.detectors import Doing, HangUps, Heartbeats, Hosts, Stalls
 from megatron_recycle.membership.state import Member
 
 
@@ -33,6 +33,7 @@ class Watch:
         self._heartbeats: Heartbeats[str] = Heartbeats(timeout)
         self._hosts: Hosts[str] = Hosts(interval)
         self._stalls: Stalls[str] = Stalls(interval)
+        self._hang_ups: HangUps[str] = HangUps()
 
     def members(self, members: Iterable[Member], others: Iterable[Member], interval: float, timeout: float,
                 now: float) -> None:
@@ -43,7 +44,22 @@ class Watch:
         self._hosts.interval = self._stalls.interval = interval
         self._heartbeats.watch(hosts, now)
         self._hosts.watch(hosts)
+        self._hang_ups.watch(hosts)
         self._stalls.watch(training)
+
+    def came(self, incarnation: str) -> None:
+        """A worker has a connection, maybe another one."""
+        self._hang_ups.came(incarnation)
+
+    def hung_up(self, incarnation: str, now: float) -> None:
+        """A worker's last connection has ended."""
+        self._hang_ups.gone(incarnation, now)
+
+    def launcher_came(self, host: str) -> None:
+        self._hang_ups.launcher_came(host)
+
+    def launcher_hung_up(self, host: str, now: float) -> None:
+        self._hang_ups.launcher_gone(host, now)
 
     def beat(self, incarnation: str, now: float) -> None:
         """Any message of a worker."""
@@ -65,7 +81,10 @@ class Watch:
             self._hosts.restart(now)
         lost = self._hosts.judge(silent, self._heartbeats.seen, self._heartbeats.timeout, now)
         since = {key: silent[key] for key in lost}
-        stalled = {key: at for key, at in self._stalls.stalled(now).items() if key not in silent}
+        for key, at in self._hang_ups.tick(now).items():
+            lost.setdefault(key, "unreachable")
+            since.setdefault(key, at)
+        stalled = {key: at for key, at in self._stalls.stalled(now).items() if key not in silent and key not in lost}
         if lost or stalled:
             return Findings({**lost, **dict.fromkeys(stalled, "stalled")}, min([*since.values(), *stalled.values()]))
         waiting = None if silent else self._stalls.all_wait(now)

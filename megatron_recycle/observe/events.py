@@ -7,16 +7,19 @@ coordinator alone writes the file; anybody may read it, also while it grows.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_recycle.observe.disk import of_disk
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.observe.text import one_line
 
@@ -48,21 +51,25 @@ class EventLog:
     Safe to use from several threads. Each event is one `write` in append mode, so that neither a reader nor
     the end of the process by SIGKILL meets half a line. Close it, or use it as a context manager.
 
+    Events are expendable: what the disk does not take is left out, with one warning, and whoever tells them goes on.
+
     Args:
         path: the file, made with its folder if missing; an existing one is continued.
         log: whether to write log lines too.
 
     Raises:
-        OSError: the file cannot be opened or written, or is a link.
+        OSError: the file may not be opened, or is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], log: bool = True) -> None:
         self.path = Path(path)
         self._log = get_logger() if log else None
         self._lock = threading.Lock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file: int | None = os.open(self.path, mode, 0o600)
+        self._closed = False
+        self._missing = 0
+        self._file: int | None = None
+        with self._expendable():
+            self._file = self._open()
 
     def emit(self, event: str, **fields: Any) -> dict[str, Any]:
         """Record `event` now (or at `t`, if given) and return what was written.
@@ -76,9 +83,13 @@ class EventLog:
         record = _record(event, fields)
         line = json.dumps(record, allow_nan=False, separators=(", ", ": ")) + "\n"
         with self._lock:
-            if self._file is None:
+            if self._closed:
                 raise ValueError(f"event {event!r} after {self.path} was closed")
-            os.write(self._file, line.encode())
+            with self._expendable():
+                if self._file is None:
+                    self._file = self._open()
+                _append(self._file, line.encode())
+                self._back()
         if self._log is not None:
             # stacklevel 2: the log line names the caller's file and function, as DeepSpeed's own lines do.
             self._log.info(format_event(record), stacklevel=2)
@@ -87,9 +98,37 @@ class EventLog:
     def close(self) -> None:
         """Close the file; closing twice does no harm."""
         with self._lock:
+            self._closed = True
             if self._file is not None:
-                os.close(self._file)
+                with self._expendable():  # a network's file system may say only now what it has not written
+                    os.close(self._file)
                 self._file = None
+
+    def _open(self) -> int:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        _end_line(file)
+        return file
+
+    @contextmanager
+    def _expendable(self) -> Iterator[None]:
+        """What the disk refuses in the block is said once."""
+        try:
+            yield
+        except OSError as error:
+            if not of_disk(error):
+                raise
+            if not self._missing:
+                get_logger().warning("megatron-recycle: events cannot be written to %s (%s); they are left out, and all "
+                                     "else goes on: make room on, or mend, the disk of %s", self.path,
+                                     error.strerror, self.path.parent)
+            self._missing += 1
+
+    def _back(self) -> None:
+        if self._missing:
+            get_logger().warning("megatron-recycle: events are written to %s again; %d are missing", self.path,
+                                 self._missing)
+            self._missing = 0
 
     def __enter__(self) -> EventLog:
         return self
@@ -135,6 +174,24 @@ def format_event(record: dict[str, Any]) -> str:
     keys += [key for key in record if key not in _LEADING and key not in ("t", "event")]
     keys = [key for key in keys if record[key] is not None]
     return " ".join([f"recycle: {record['event']}", *(f"{key}={_short(record[key])}" for key in keys)])
+
+
+def _append(file: int, line: bytes) -> None:
+    """All of it or nothing: a disk that becomes full takes the first part of a line. Raises OSError."""
+    start = os.fstat(file).st_size
+    try:
+        if os.write(file, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except OSError:
+        os.ftruncate(file, start)
+        raise
+
+
+def _end_line(file: int) -> None:
+    """Drop what a process that could not write or drop the rest has left of a last line."""
+    size = os.fstat(file).st_size
+    if size and os.pread(file, 1, size - 1) != b"\n":
+        os.ftruncate(file, os.pread(file, size, 0).rfind(b"\n") + 1)
 
 
 def _record(event: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from megatron_recycle.membership import state as st
@@ -33,6 +34,11 @@ class Cluster:
         self.state = st.State(size=len(self.names))
         self.now = 100.0
         self.log: list[st.Decision] = []
+
+    @property
+    def journal(self) -> list[dict[str, Any]]:
+        """What a coordinator that comes back would read."""
+        return [json.loads(json.dumps(one.record)) for one in self.log if isinstance(one, (st.Store, st.Note))]
 
     def feed(self, happened: Any, after: float = 0.01) -> list[st.Decision]:
         self.now += after

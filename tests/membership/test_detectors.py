@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.membership.detectors import Doing, Hosts, Stalls
+from megatron_recycle.membership.detectors import Doing, HangUps, Hosts, Stalls
 from megatron_recycle.membership.state import Member
 from megatron_recycle.membership.watch import Findings, Watch
 
@@ -151,6 +151,90 @@ def test_a_worker_alone_on_its_host_is_frozen_unless_its_launcher_is_silent_too(
         if launcher is not None:
             found.launcher_beat("one", launcher)
         assert found.judge({"a": 100.0}, {"a": 100.0, "c": 110.0}, TIMEOUT, 110.3) == {"a": kind}
+
+
+# ---- hung up
+
+
+def hang_ups() -> HangUps[str]:
+    """Hosts one (a, b) and two (c), all of them here, with their launchers; the clock stands at 100."""
+    made: HangUps[str] = HangUps()
+    for key in "abc":
+        made.came(key)
+    made.watch({"a": "one", "b": "one", "c": "two"})
+    made.launcher_came("one")
+    made.launcher_came("two")
+    assert made.tick(100.0) == {}
+    return made
+
+
+def lost_by(found: HangUps[str], now: float, until: float) -> tuple[dict[str, float], float]:
+    """What the ticks from ``now`` on find first, and when."""
+    while now < until:
+        now += 0.25
+        if lost := found.tick(now):
+            return lost, now
+    return {}, now
+
+
+def test_a_host_that_has_hung_up_altogether_and_stays_away_for_two_seconds_is_lost() -> None:
+    found = hang_ups()
+    found.launcher_gone("one", 100.1)
+    found.gone("a", 100.1)
+    found.gone("b", 100.3)
+    assert lost_by(found, 100.0, 110.0) == ({"a": 100.3, "b": 100.3}, 102.5)
+
+
+@pytest.mark.parametrize("stays", ["launcher", "a"])
+def test_one_that_hangs_up_alone_is_no_host(stays: str) -> None:
+    """Only the launcher, or only workers: of a worker's end its launcher tells, and heartbeats do the rest."""
+    found = hang_ups()
+    found.gone("b", 100.1)
+    found.launcher_gone("one", 100.1) if stays == "a" else found.gone("a", 100.1)
+    assert lost_by(found, 100.0, 130.0)[0] == {}
+
+
+@pytest.mark.parametrize("back", ["launcher", "a"])
+def test_after_a_blip_that_breaks_every_connection_the_first_one_back_shows_that_the_host_lives(back: str) -> None:
+    found = hang_ups()
+    found.launcher_gone("one", 100.1)
+    found.gone("a", 100.1)
+    found.gone("b", 100.1)
+    assert lost_by(found, 100.0, 101.9)[0] == {}
+    found.launcher_came("one") if back == "launcher" else found.came("a")
+    assert lost_by(found, 102.0, 130.0)[0] == {}
+
+
+def test_a_coordinator_that_has_just_come_back_judges_nobody_that_it_has_not_met() -> None:
+    found: HangUps[str] = HangUps()
+    found.watch({"a": "one", "b": "one"})
+    found.launcher_came("one")
+    found.came("a")
+    found.launcher_gone("one", 100.0)
+    found.gone("a", 100.0)
+    assert lost_by(found, 100.0, 120.0)[0] == {}, "b may be on its way still"
+    found.came("b")
+    found.gone("b", 120.0)
+    assert lost_by(found, 120.0, 130.0) == ({"a": 120.0, "b": 120.0}, 122.25)
+
+
+def test_hang_ups_while_the_coordinator_stood_still_count_from_when_it_goes_on() -> None:
+    """Their new connections wait unread."""
+    found = hang_ups()
+    found.launcher_gone("one", 100.1)
+    found.gone("a", 100.1)
+    found.gone("b", 100.1)
+    assert found.tick(107.0) == {}
+    found.came("a")
+    assert lost_by(found, 107.0, 120.0)[0] == {}
+
+
+def test_a_host_without_a_launcher_is_not_judged() -> None:
+    found: HangUps[str] = HangUps()
+    found.watch({"a": "one"})
+    found.came("a")
+    found.gone("a", 100.0)
+    assert lost_by(found, 100.0, 120.0)[0] == {}
 
 
 # ---- all together

@@ -62,11 +62,6 @@ def acknowledge(cluster: Cluster) -> list[st.Decision]:
     return cluster.feed(st.Holds("1:1/1", cluster.state.generation, RECEIVED))
 
 
-def stored(cluster: Cluster) -> list[dict[str, object]]:
-    """The journal."""
-    return [json.loads(json.dumps(dict(decision.record))) for decision in cluster.log if isinstance(decision, st.Store)]
-
-
 def test_one_that_holds_its_state_is_a_copy_before_its_first_action() -> None:
     cluster = taken_in(Cluster(2, 2))
     joined, = events(acknowledge(cluster), "joined")
@@ -83,7 +78,7 @@ def test_one_that_does_not_is_none() -> None:
 def test_what_was_acknowledged_is_known_to_a_coordinator_that_comes_back() -> None:
     cluster = taken_in(Cluster(2, 2))
     acknowledge(cluster)
-    state = restore(4, stored(cluster), 2)
+    state = restore(4, cluster.journal)
     assert not state.unproven
     dead = cluster.state.members["0:1"]
     state, _ = step(state, st.Restarted(), 999.0)
@@ -98,7 +93,7 @@ def test_an_acknowledgement_of_an_earlier_generation_counts_for_nothing() -> Non
     assert cluster.state.joiners.keys() == {"1:1"}
     cluster.feed(st.Holds("1:1/1", generation, RECEIVED))
     assert cluster.state.joiners.keys() == {"1:1"} and "1:1" not in cluster.state.members
-    assert not restore(6, stored(cluster), 2).unproven
+    assert not restore(6, cluster.journal).unproven
 
 
 def test_each_switch_waits_for_everybody() -> None:

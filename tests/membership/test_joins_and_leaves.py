@@ -144,8 +144,7 @@ def test_a_coordinator_that_comes_back_takes_in_whom_its_predecessor_had_let_wai
     cluster = Joins().lost()
     cluster.comes()
     number = cluster.state.switch
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
-    cluster.state = restore(len(cluster.names), records, 6)
+    cluster.state = restore(len(cluster.names), cluster.journal)
     cluster.feed(st.Restarted())
     cluster.comes()
     for name in ("0:0", "0:1", "1:0", "2:0", "2:1"):

@@ -464,10 +464,8 @@ def test_a_coordinator_that_comes_back_looks_for_better_plans_and_tells_of_a_rec
     cluster.plan()
     if told_before:
         cluster.resume_all()
-    records = [dict(one.record) for one in cluster.log if isinstance(one, st.Store)]
-    said = [dict(one.event) for one in cluster.log if isinstance(one, st.Emit)]
     read: list[str] = []
-    cluster.state = taken_up(restore(6, records, 3), records, said, lambda digest: read.append(digest) or PLAN)
+    cluster.state = taken_up(restore(6, cluster.journal), cluster.journal, lambda digest: read.append(digest) or PLAN)
     assert read == [PLAN["digest"]]
     cluster.feed(st.Restarted())
     for name in tuple(cluster.state.members):

@@ -111,11 +111,13 @@ class Protocol(RuleBasedStateMachine):
         self.state, decisions = step(before, happened, self.now)
         assert self.state.generation >= before.generation
         assert self.state.fenced >= before.fenced
-        self.todo.extend(decisions)
+        self.todo.extend(sorted(decisions, key=lambda one: not isinstance(one, st.Store)))  # all of that first
 
     def _carry_out(self) -> None:
         decision = self.todo.popleft()
-        if isinstance(decision, st.Store):
+        if isinstance(decision, st.Note):
+            self.journal.append(dict(decision.record))
+        elif isinstance(decision, st.Store):
             self._stored(json.loads(json.dumps(decision.record)))
         elif isinstance(decision, st.Tell):
             self._told(decision)
@@ -420,8 +422,7 @@ class Protocol(RuleBasedStateMachine):
         self.limits.clear()
         self.hinted.clear()
         self.told_exits = 0
-        last = self.committed[-1] if self.committed else -1
-        self.state = restore(PIPELINES * STAGES, self.journal, last)
+        self.state = restore(PIPELINES * STAGES, self.journal, self.told)
         for event in untold(self.journal, self.told):
             self._tell(event)
         if self.state.ended is not None:

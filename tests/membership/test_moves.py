@@ -236,8 +236,7 @@ def test_no_move_while_a_launcher_will_start_the_dead_again() -> None:
 
 def come_back(cluster: Moves) -> None:
     """The coordinator has died, and another has read its journal."""
-    records = [json.loads(json.dumps(decision.record)) for decision in cluster.log if isinstance(decision, st.Store)]
-    cluster.state = restore(8, records, 6)
+    cluster.state = restore(8, cluster.journal)
     cluster.feed(st.Restarted())
 
 

@@ -104,7 +104,7 @@ def test_a_spare_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None
 def test_a_spare_that_comes_back_to_another_coordinator_idles_on() -> None:
     cluster = Parts().train()
     cluster.exit("0:1.1")
-    cluster.state = restore(8, [dict(one.record) for one in cluster.log if isinstance(one, st.Store)])
+    cluster.state = restore(8, cluster.journal)
     ((to, stop),) = told(cluster.hello("0:1.0"), "stop")
     assert to == {"0:1.0"} and "0:1.0" not in stop["members"]
 
@@ -196,7 +196,7 @@ def test_a_part_alone_is_no_copy_of_its_stage(restarted: bool) -> None:
     cluster = taken_in()
     acknowledges(cluster, "0:1.1/1")
     if restarted:
-        cluster.state = restore(8, [dict(one.record) for one in cluster.log if isinstance(one, st.Store)])
+        cluster.state = restore(8, cluster.journal)
         assert cluster.state.acknowledged == {"0:1.1"} and set(cluster.state.unproven) == {"0:1.0", "0:1.1"}
     (end,) = endings(cluster.exit("1:1.0"))
     assert "stage 1 has lost its last worker" in end.message

@@ -1,0 +1,47 @@
+"""Who waits at the door: connections that have not said hello yet, and which of them has to go when there are too many.
+
+Whoever has the token says hello within milliseconds; a stranger sits there until its time is over. So the oldest has
+to go, of the address that has most of them: neither one address nor many can keep out who has the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+Guest = TypeVar("Guest", bound=Hashable)
+
+
+class Strangers(Generic[Guest]):
+    """The waiting ones, in order of arrival.
+
+    Args:
+        room: how many may wait at a time.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._waiting: dict[Guest, str] = {}
+        self._from: dict[str, dict[Guest, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def came(self, guest: Guest, source: str) -> Guest | None:
+        """One more waits; returns who has to go for it, if the room is full."""
+        self._waiting[guest] = source
+        self._from.setdefault(source, {})[guest] = None
+        if len(self._waiting) <= self._room:
+            return None
+        most = max(len(guests) for guests in self._from.values())
+        oldest = next(one for one, source in self._waiting.items() if len(self._from[source]) == most)
+        self.gone(oldest)
+        return oldest
+
+    def gone(self, guest: Guest) -> None:
+        """It has said hello, or has left."""
+        source = self._waiting.pop(guest, None)
+        if source is not None:
+            del self._from[source][guest]
+            if not self._from[source]:
+                del self._from[source]

@@ -1,0 +1,64 @@
+"""Strangers at the door do not keep out who has the token."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from megatron_recycle.membership.strangers import Strangers
+from tests.membership.cluster import report
+from tests.membership.service import DESCRIPTION, LIMIT, agent, service
+
+
+def test_the_oldest_of_the_address_with_the_most_has_to_go() -> None:
+    room: Strangers[str] = Strangers(4)
+    assert [room.came(f"b{n}", "b") for n in range(1)] == [None]
+    assert [room.came(f"a{n}", "a") for n in range(5)] == [None, None, None, "a0", "a1"]
+    room.gone("a2")
+    assert room.came("c0", "c") is None and len(room) == 4
+    assert room.came("d0", "d") == "a3"
+    assert [room.came(f"e{n}", "e") for n in range(2)] == ["b0", "e0"], "many addresses with one each: the oldest of all"
+    for name in ("a4", "c0", "d0", "e1", "never came"):
+        room.gone(name)
+    assert len(room) == 0
+
+
+def test_a_crowd_that_never_says_hello_and_is_renewed_all_the_time_keeps_nobody_out(tmp_path: Path) -> None:
+    """From the address of those who have the token, and from others; each closed one comes again at once."""
+    over = threading.Event()
+
+    def crowd(address: str, held: list[socket.socket]) -> None:
+        while not over.is_set():
+            with suppress(OSError):
+                held.append(socket.create_connection((host, int(port)), source_address=(address, 0), timeout=5))
+                held[-1].send(b"x")
+            if len(held) > 150:
+                held.pop(0).close()
+
+    with service(tmp_path) as running, ExitStack() as stack:
+        host, _, port = running.address.rpartition(":")
+        threads = []
+        for address in ("127.0.0.1", "127.0.0.2", "127.0.0.3"):
+            held: list[socket.socket] = []
+            threads.append(threading.Thread(target=crowd, args=(address, held)))
+            stack.callback(lambda held=held: [one.close() for one in held])
+        for thread in threads:
+            stack.callback(thread.join, LIMIT)
+            thread.start()
+        stack.callback(over.set)
+        limit = time.monotonic() + LIMIT
+        while len(running.coordinator._strangers) < 70:
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        begun = time.monotonic()
+        agents = {f"{d}:{s}": agent(running.address, f"{d}:{s}") for d in range(3) for s in range(2)}
+        for one in agents.values():
+            stack.callback(one.close)
+            one.ready(DESCRIPTION, report(attempt=0))
+        for one in agents.values():
+            assert one.wait_go(1, LIMIT) is not None
+        assert time.monotonic() - begun < running.coordinator.hello_timeout, "not only when strangers' time is over"
+        assert len(running.coordinator._strangers) <= 70
