@@ -247,7 +247,8 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
     record = {"kind": "proven", "generation": state.generation, "worker": member.worker, "events": [event]}
     told = state.acknowledged | {member.worker}
     unproven = still_unproven(state.unproven, told)
-    return state.with_(unproven=unproven, acknowledged=told & unproven.keys()), (Store(record, needed=False), Emit(event))
+    state = state.with_(unproven=unproven, acknowledged=told & unproven.keys())
+    return state, (Store(record, needed=False), Emit(event))
 
 
 def still_unproven(unproven: Mapping[str, str], acknowledged: Collection[str]) -> dict[str, str]:

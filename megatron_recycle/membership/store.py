@@ -131,16 +131,17 @@ class Journal:
         self.records[-1] = dict(record)
 
     def _cut(self) -> None:
-        """What was written of a line goes away again. Where even that fails it is half a last line, as after a crash."""
+        """What was written of a line goes away. Where even that fails it is half a last line, as after a crash."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, self._end)
         self._reserved = 0
 
     def _reserve(self) -> None:
         """Without it the disk may be full when something is to be written: that is told then."""
-        wanted = self._end + _RESERVE
-        if wanted > self._reserved + _RESERVE // 2 and not _FALLOCATE(self._descriptor, _KEEP_SIZE, self._end, _RESERVE):
-            self._reserved = wanted
+        if self._end + _RESERVE // 2 < self._reserved:
+            return
+        if not _FALLOCATE(self._descriptor, _KEEP_SIZE, self._end, _RESERVE):
+            self._reserved = self._end + _RESERVE
 
     def close(self) -> None:
         os.close(self._descriptor)

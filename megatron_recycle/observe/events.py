@@ -119,8 +119,8 @@ class EventLog:
             if not of_disk(error):
                 raise
             if not self._missing:
-                get_logger().warning("megatron-recycle: events cannot be written to %s (%s); they are left out, and all "
-                                     "else goes on: make room on, or mend, the disk of %s", self.path,
+                get_logger().warning("megatron-recycle: events cannot be written to %s (%s); they are left out, and "
+                                     "training goes on: make room on, or mend, the disk of %s", self.path,
                                      error.strerror, self.path.parent)
             self._missing += 1
 

@@ -114,7 +114,7 @@ def _a_life(job: Job) -> None:
     job.reports(holds=1)
     job.plan()
     job.feed(st.Holds("1:1/1", job.state.generation, {}))
-    for name, member in tuple(job.state.members.items()):
+    for member in tuple(job.state.members.values()):
         job.feed(st.Resumed(member.incarnation, job.state.generation, 1.0))
         job.feed(st.Committed(member.incarnation, 5, 1.0))
     for member in tuple(job.state.members.values()):
@@ -204,7 +204,7 @@ def test_commits_plans_and_recoveries_are_known_from_the_journal_alone(tmp_path:
         cluster.feed(st.Adopted(f"{name}/0", 2, 5, "sha256:better"))
     cluster.commit_all(6)
     read: list[str] = []
-    state = taken_up(restore(6, cluster.journal), cluster.journal, lambda digest: read.append(digest))
+    state = taken_up(restore(6, cluster.journal), cluster.journal, read.append)
     assert (state.committed, state.since, read) == (6, None, ["sha256:better"])
 
 
@@ -268,24 +268,21 @@ def test_a_disk_that_takes_half_a_line_has_none_of_it(tmp_path: Path, monkeypatc
     journal = Journal.create(tmp_path / "journal.jsonl")
     journal.append({"kind": "decided", "generation": 1})
     written = os.pwrite
-    left = 0
+    room = [0]
 
     def pwrite(descriptor: int, data: bytes, at: int) -> int:
-        nonlocal left
-        if not left:
+        if not room[0]:
             raise FULL
-        size = written(descriptor, data[:left], at)
-        left -= size
+        size = written(descriptor, data[:room[0]], at)
+        room[0] -= size
         return size
 
-    for left in (1, 10, 20):
-        with monkeypatch.context() as patched:
-            patched.setattr(store_module.os, "pwrite", pwrite)
-            for write in (journal.append, journal.note):
-                room, left = left, left
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module.os, "pwrite", pwrite)
+        for write in (journal.append, journal.note):
+            for room[0] in (0, 1, 10, 20):
                 with pytest.raises(OSError, match="No space left"):
                     write({"kind": "decided", "generation": 2})
-                left = room
     journal.append({"kind": "decided", "generation": 3})
     journal.close()
     again = Journal.reopen(tmp_path / "journal.jsonl")

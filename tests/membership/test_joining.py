@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.restart import restore

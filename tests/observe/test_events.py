@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -105,3 +107,34 @@ def test_the_log_format_is_the_one_of_the_installed_deepspeed():
     formatters = [handler.formatter for handler in get_logger().handlers if handler.formatter is not None]
     assert theirs.handlers[0].formatter is not None
     assert [formatter._fmt for formatter in formatters].count(theirs.handlers[0].formatter._fmt) == 1
+
+
+def test_a_disk_that_fails_costs_events_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Each write in turn takes nothing, or half of the line, and is said once; half a line is never left."""
+    path, written = tmp_path / "e.jsonl", os.write
+    takes: list[int | None] = [None, 0, 7, 7, None, 0, None]  # bytes; None: all
+
+    def write(file: int, data: bytes) -> int:
+        room = takes.pop(0)
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return written(file, data[:room])
+
+    with EventLog(path, log=False) as events, monkeypatch.context() as patched:
+        patched.setattr("megatron_recycle.observe.events.os.write", write)
+        for iteration in range(7):
+            events.emit("committed", iteration=iteration)
+    assert [event["iteration"] for event in read_events(path)] == [0, 4, 6]
+    said = capsys.readouterr().out
+    assert said.count("events cannot be written") == 2 and str(tmp_path) in said
+    assert "3 are missing" in said and "1 are missing" in said
+
+
+def test_what_a_dead_process_has_left_of_a_line_is_not_continued(tmp_path: Path):
+    path = tmp_path / "e.jsonl"
+    path.write_text('{"event": "started"}\n{"event": "comm')
+    with EventLog(path, log=False) as events:
+        events.emit("finished")
+    assert [event["event"] for event in read_events(path)] == ["started", "finished"]
