@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import places, service
+from megatron_recycle.launch import meeting, places, service, slurm, tokens
 from megatron_recycle.launch.hurt import check_script, hurting
 from megatron_recycle.launch.launcher import (
+    Grace,
     Job,
     Launcher,
     default_nproc,
@@ -21,7 +23,15 @@ from megatron_recycle.launch.launcher import (
     say_to,
     torchrun_environment,
 )
-from megatron_recycle.launch.network import await_coordinator, check_address, check_listening, interface_towards
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.launch.network import (
+    await_coordinator,
+    check_address,
+    check_host,
+    check_listening,
+    interface_towards,
+    own_address,
+)
 from megatron_recycle.launch.rundir import make, prepare
 from megatron_recycle.launch.store import Store, keep_store
 from megatron_recycle.launch.summary import print_table
@@ -33,10 +43,22 @@ _START_LIMIT = 600.0
 """Seconds that hosts wait for host 0; it waits as long for their workers."""
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """How many hosts there are and which of them this is. With a `name` they meet by the file in the run folder (see
+    `meeting`), which is `folder` unless the user names one; without, at an address and with a token that each was
+    given."""
+
+    count: int = 1
+    rank: int = 0
+    name: str = ""
+    folder: str | None = None
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `recycle run`; all that follows the script is the script's."""
     parser.add_argument("--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)")
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="hosts (default 1)")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
     parser.add_argument(
         "--master-addr", metavar="HOST", help="address of host 0, the only one that its services listen on"
@@ -64,8 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--join",
-        metavar="HOST:PORT",
-        help="start workers for empty places of the running job whose control port this is (token: RECYCLE_TOKEN)",
+        metavar="RUN_DIR|HOST:PORT",
+        help="start workers for empty places of a running job: its run folder, or its control port (with its token)",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="where the job's token stands (default: RECYCLE_TOKEN, or any)"
     )
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
@@ -87,82 +112,170 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     """Like `run`, with the workers' command given; without `store` there is none of torch.distributed's."""
     config = RecycleConfig.resolve()
     _check(args)
-    if args.join is not None:
-        return _join(args, command, config)
-    folder = args.run_dir or config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir = Path(folder).absolute()
-    nproc = args.nproc or default_nproc(os.environ)
-    token = os.environ.get("RECYCLE_TOKEN") or secrets.token_hex(32)
-    host = args.master_addr or config.interface
     say = say_to(sys.stderr)
+    token = tokens.given(os.environ, args.token_file)
+    if args.token_file is not None and tokens.readable_by_others(args.token_file):
+        say(f"recycle: warning: others can read the token in {args.token_file}: chmod 600 {args.token_file}")
+    if args.join is not None:
+        return _join(args, command, config, token, say)
+    hosts = _hosts(args, token)
+    nproc = args.nproc or default_nproc(os.environ)
+    run_dir = _run_dir(args, config, hosts.folder)
     coordinator: service.Service | None = None
     kept: Store | None = None
-    control, store_at = f"{host}:{args.master_port}", args.master_port + 1
-    if args.node_rank == 0:
-        check_listening(host, args.master_port)
-        prepare(run_dir)
-        if store:
-            kept = keep_store(host, args.master_port + 1 if args.master_port else 0, os.environ, run_dir)
-        store_at = -1 if kept is None else kept.port
-        order = service.Order(nproc * args.nnodes, run_dir, token, host, os.environ, args.master_port, store_at)
-        try:
-            coordinator = service.start(order)
-        except RecycleError:
-            if kept is not None:
-                kept.end()
-            raise
-        control = coordinator.control
-    else:
-        say(f"recycle: waiting for host 0 at {control}")
-        await_coordinator(host, args.master_port, _START_LIMIT)
-        make(run_dir)
-    environ = torchrun_environment(os.environ, host, max(store_at, 0), args.nnodes, args.node_rank)
-    environ |= {
-        "RECYCLE_COORDINATOR": control,
-        "RECYCLE_TOKEN": token,
-        "RECYCLE_RUN_DIR": str(run_dir),
-    }
-    if args.nnodes > 1 and (interface := interface_towards(host)) is not None:
-        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if args.chaos is not None:
-        environ["RECYCLE_CHAOS"] = "1"
-    job = Job(
-        command=command,
-        environ=environ,
-        run_dir=run_dir,
-        ranks=range(nproc * args.node_rank, nproc * (args.node_rank + 1)),
-        size=nproc * args.nnodes,
-        show=args.show,
-        heartbeat_interval=config.heartbeat_interval,
-        leader=args.node_rank == 0,
-    )
-    say(f"recycle: {nproc} workers, control at {control}, logs and events in {run_dir}")
-    launcher = Launcher(job, control, token, say, coordinator, kept)
-    with hurting(args.chaos if args.node_rank == 0 else None, run_dir):
-        status = launcher.run()
+    try:
+        if hosts.rank == 0:
+            found, coordinator, kept = _lead(args, config, hosts, run_dir, token or tokens.new(), nproc, store)
+        else:
+            found = _follow(args, config, hosts, run_dir, token, nproc, say)
+        environ = torchrun_environment(os.environ, found.host, max(found.store_port, 0), hosts.count, hosts.rank)
+        environ |= {
+            "RECYCLE_COORDINATOR": found.control,
+            tokens.VARIABLE: found.token,
+            "RECYCLE_RUN_DIR": str(run_dir),
+        }
+        if hosts.count > 1 and (interface := interface_towards(found.host)) is not None:
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if args.chaos is not None:
+            environ["RECYCLE_CHAOS"] = "1"
+        job = Job(
+            command=command,
+            environ=environ,
+            run_dir=run_dir,
+            ranks=range(nproc * hosts.rank, nproc * (hosts.rank + 1)),
+            size=nproc * hosts.count,
+            show=args.show,
+            heartbeat_interval=config.heartbeat_interval,
+            grace=Grace(refused=_patience(config)),
+            leader=hosts.rank == 0,
+        )
+        say(f"recycle: {nproc} workers, control at {found.control}, logs and events in {run_dir}")
+        launcher = Launcher(job, found.control, found.token, say, coordinator, kept)
+        with hurting(args.chaos if hosts.rank == 0 else None, run_dir):
+            status = launcher.run()
+    finally:
+        if coordinator is not None:
+            meeting.withdraw(run_dir)
     _tell(launcher)
     return status
 
 
-def _join(args: argparse.Namespace, command: list[str], config: RecycleConfig) -> int:
+def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
+    """How many hosts there are: as the options say, or as Slurm does. Raises ConfigError."""
+    if args.nnodes is None:
+        step = slurm.step_of(os.environ)
+        return Hosts() if step is None else Hosts(step.nodes, step.rank, step.name, step.folder)
+    if args.nnodes > 1:
+        missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
+        if missing:
+            flags = " and ".join("--" + name.replace("_", "-") for name in missing)
+            raise ConfigError(f"several hosts need {flags}, the same on each")
+        if token is None:
+            raise ConfigError("several hosts need a token, the same on each: --token-file, or RECYCLE_TOKEN; make one "
+                              "with `openssl rand -hex 16`")
+    return Hosts(args.nnodes, args.node_rank)
+
+
+def _patience(config: RecycleConfig) -> float:
+    """Seconds for which the coordinator may refuse: longer than workers bear to be without it."""
+    return max(60.0, 10.0 + config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)
+
+
+def _run_dir(args: argparse.Namespace, config: RecycleConfig, folder: str | None = None) -> Path:
+    given = args.run_dir or config.run_dir or folder
+    return Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+
+
+def _lead(
+    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, store: bool
+) -> tuple[Meeting, service.Service, Store | None]:
+    """Start what the whole job needs, and say in the run folder where it is.
+
+    Raises:
+        RecycleError: something of it cannot be started; hosts that wait for this one are told.
+    """
+    kept: Store | None = None
+    if not hosts.name:
+        host = args.master_addr or config.interface
+        check_host(host, hosts.count > 1)
+        check_listening(host, args.master_port)
+    prepare(run_dir)
+    try:
+        if hosts.name:
+            host = args.master_addr or os.environ.get("RECYCLE_INTERFACE") or own_address(slurm.towards(os.environ))
+            if host is None:
+                raise ConfigError("this host has no address but loopback, so that no other host can reach it: give one "
+                                  "in --master-addr")
+            check_host(host, several=True)
+            check_listening(host, args.master_port)
+        environ = tokens.without(os.environ)
+        if store:
+            kept = keep_store(host, args.master_port + 1 if args.master_port else 0, environ, run_dir)
+        store_at = -1 if kept is None else kept.port
+        order = service.Order(nproc * hosts.count, run_dir, token, host, environ, args.master_port, store_at)
+        coordinator = service.start(order)
+    except RecycleError as error:
+        if kept is not None:
+            kept.end()
+        if hosts.name:
+            meeting.publish(run_dir, Meeting(hosts.name, refusal=str(error)))
+        raise
+    found = Meeting(hosts.name, coordinator.control, token, store_at, nproc)
+    meeting.publish(run_dir, found)
+    return found, coordinator, kept
+
+
+def _follow(
+    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
+    say: Callable[[str], None],
+) -> Meeting:
+    """Wait for the first host. Raises RecycleError if it does not come, or starts another number of workers."""
+    if not hosts.name:
+        assert token is not None, "_hosts() has looked"
+        control = f"{args.master_addr}:{args.master_port}"
+        say(f"recycle: waiting for host 0 at {control}")
+        await_coordinator(control, token, _START_LIMIT, say)
+        make(run_dir)
+        return Meeting(hosts.name, control, token, args.master_port + 1, nproc)
+    make(run_dir)
+    say(f"recycle: node {hosts.rank} of {hosts.count} waits for the first one, in {run_dir}")
+    found = meeting.await_first(run_dir, hosts.name, _START_LIMIT, say)
+    if found.nproc != nproc:
+        raise ConfigError(f"the first host starts {found.nproc} workers and this one {nproc}: give the same --nproc on "
+                          "every host")
+    return found
+
+
+def _join(
+    args: argparse.Namespace, command: list[str], config: RecycleConfig, token: str | None, say: Callable[[str], None]
+) -> int:
     """Start workers for empty places of a running job; returns 0 if all of them ended well.
 
     Raises RecycleError if the job has no use for them.
     """
-    token = os.environ["RECYCLE_TOKEN"]
-    found = places.ask(args.join, token, args.nproc or default_nproc(os.environ))
-    run_dir = Path(args.run_dir or config.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+    control = args.join
+    if Path(args.join).is_dir():
+        there = meeting.read(Path(args.join))
+        if there is None or not there.control:
+            raise ConfigError(f"--join {args.join}: no job of `recycle run` runs in that folder (it has no "
+                              f"{meeting.FILE})")
+        control, token = there.control, there.token
+    check_address("--join", control)
+    if token is None:
+        raise ConfigError("--join needs the job's token: give the job's run folder instead of its address, or "
+                          "--token-file, or RECYCLE_TOKEN, as the job was started with")
+    found = places.ask(control, token, args.nproc or default_nproc(os.environ))
+    run_dir = _run_dir(args, config)
     make(run_dir)
     host, _, port = found.store.rpartition(":")
     # Hosts are told apart by their number: no other one has this.
     environ = torchrun_environment({**os.environ, **found.environ}, host, int(port), 1, found.size + found.ranks[0])
-    environ |= {"RECYCLE_COORDINATOR": args.join, "RECYCLE_TOKEN": token, "RECYCLE_RUN_DIR": str(run_dir)}
+    environ |= {"RECYCLE_COORDINATOR": control, tokens.VARIABLE: token, "RECYCLE_RUN_DIR": str(run_dir)}
     job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
-              leader=False)
-    say = say_to(sys.stderr)
+              Grace(refused=_patience(config)), leader=False)
     ranks = ", ".join(map(str, found.ranks))
-    say(f"recycle: rank {ranks} of {found.size} join the job at {args.join}, logs in {run_dir}")
-    launcher = Launcher(job, args.join, token, say)
+    say(f"recycle: rank {ranks} of {found.size} join the job at {control}, logs in {run_dir}")
+    launcher = Launcher(job, control, token, say)
     status = launcher.run()
     _tell(launcher)
     return status
@@ -180,23 +293,13 @@ def _check(args: argparse.Namespace) -> None:
         check_script(args.chaos)
     if args.nproc is not None and args.nproc < 1:
         raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
-    if args.nnodes < 1:
+    if args.nnodes is not None and args.nnodes < 1:
         raise ConfigError(f"--nnodes is {args.nnodes}; give 1 or more")
-    if not 0 <= args.node_rank < args.nnodes:
-        raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes} give 0 to {args.nnodes - 1}")
+    if not 0 <= args.node_rank < (args.nnodes or 1):
+        raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes or 1} give 0 to "
+                          f"{(args.nnodes or 1) - 1}")
     if not 0 <= args.master_port <= _HIGHEST_PORT:
         raise ConfigError(f"--master-port is {args.master_port}; give a port up to {_HIGHEST_PORT}")
-    if args.join is not None:
-        check_address("--join", args.join)
-        if args.nnodes > 1 or args.chaos is not None or args.master_addr or args.master_port:
-            raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and "
-                              "--chaos")
-        if not os.environ.get("RECYCLE_TOKEN"):
-            raise ConfigError("--join needs the job's token: set RECYCLE_TOKEN to what the job was started with")
-    if args.nnodes > 1:
-        missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
-        if missing:
-            flags = " and ".join("--" + name.replace("_", "-") for name in missing)
-            raise ConfigError(f"several hosts need {flags}, the same on each")
-        if not os.environ.get("RECYCLE_TOKEN"):
-            raise ConfigError("several hosts need a token: set RECYCLE_TOKEN to the same random text on each")
+    several = (args.nnodes or 1) > 1
+    if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
+        raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

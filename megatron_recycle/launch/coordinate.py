@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_recycle.config import RecycleConfig, options, variable
+from megatron_recycle.launch import tokens
 from megatron_recycle.launch.planning import Planning, load_plan
 from megatron_recycle.launch.ports import listen
 from megatron_recycle.launch.slowness import Profiles
@@ -152,7 +153,7 @@ def main() -> int:
     starter = _take_stdout()
     spare_output()
     try:
-        return asyncio.run(coordinate(args, os.environ["RECYCLE_TOKEN"], RecycleConfig.resolve(), starter))
+        return asyncio.run(coordinate(args, tokens.take(os.environ), RecycleConfig.resolve(), starter))
     except (OSError, JournalError) as error:  # the log, where it would be looked for, may be on a full disk
         if not starter.closed:
             with contextlib.suppress(OSError), starter:

@@ -6,12 +6,11 @@ There is no launcher of ours then that sees processes end: the end of a worker's
 from __future__ import annotations
 
 import os
-import secrets
 import time
 from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.launch import service
+from megatron_recycle.launch import service, tokens
 from megatron_recycle.launch.rundir import prepare
 
 
@@ -19,9 +18,9 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
     """Start a coordinator beside this process (global rank 0); returns its address and the job's token.
 
     It is not tied to this process, which may be the one that dies, and ends by itself when the job is over.
-    Needs WORLD_SIZE in the environment.
+    Needs WORLD_SIZE in the environment. Raises ConfigError for a token that is too short, or an unfit run folder.
     """
-    token = os.environ.get("RECYCLE_TOKEN") or secrets.token_hex(32)
+    token = tokens.given(os.environ) or tokens.new()
     run_dir = Path(settings.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     prepare(run_dir)
     environ = {

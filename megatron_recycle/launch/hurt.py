@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_recycle.chaos.orders import read_script
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch import tokens
 from megatron_recycle.launch.child import Child
 
 ALLOW = "allow"
@@ -35,7 +36,7 @@ def hurting(chaos: str | None, run_dir: Path) -> Iterator[None]:
         yield
         return
     command = [sys.executable, "-m", "megatron_recycle.cli", "chaos", "--run-dir", str(run_dir), "script", str(chaos)]
-    child = Child(command, os.environ, run_dir / "chaos.log")
+    child = Child(command, tokens.without(os.environ), run_dir / "chaos.log")
     try:
         yield
     finally:

@@ -42,12 +42,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @dataclass(frozen=True)
 class Grace:
     """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM, and after they
-    have said that they end, as one does whose script has failed."""
+    have said that they end, as one does whose script has failed. And for how long the coordinator may refuse: one that
+    has died is back within a few."""
 
     well: float = 60.0
     failed: float = 10.0
     terminated: float = 5.0
     ending: float = 20.0
+    refused: float = 60.0
 
 
 @dataclass
@@ -253,6 +255,7 @@ class Launcher:
             self._spawn(rank, self.workers[rank].out or "exit")
         self._start_moves()
         self._tend_store()
+        self._check_coordinator()
         self._follower.poll(self._shown())
         self._check_ending()
         self._check_deadline()
@@ -295,6 +298,16 @@ class Launcher:
                 self._say("the process of torch's store has died; starting it again")
         except RecycleError as error:
             self._give_up(str(error))
+
+    def _check_coordinator(self) -> None:
+        """On a host of its own, a launcher does not see the first one's end."""
+        refused = self._link.refused_since
+        if refused is None or self._coordinator is not None or self._over():
+            return
+        if time.monotonic() - refused > self.job.grace.refused:
+            self._give_up(f"the coordinator at {self._link.address} has refused connections for "
+                          f"{self.job.grace.refused:.0f} s ({self._link.error}): the first host's launcher has ended, "
+                          "or its port is another job's by now. Restart the job from its last checkpoint")
 
     def _give_up(self, message: str) -> None:
         self._finish({"type": "end", "status": 1, "message": message})

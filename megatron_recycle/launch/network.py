@@ -1,18 +1,37 @@
-"""The other hosts of the job: which of this host's interfaces leads to them, and whether host 0 is there yet."""
+"""The other hosts of the job: which of this host's addresses and interfaces leads to them, and whether the first one
+is there yet."""
 
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
 import time
+from collections.abc import Callable, Iterable
 
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.ports import listen
+from megatron_recycle.membership.wire import Session, WireError
 
 _CONNECT_LIMIT = 5.0
 _PAUSE = 0.2
+_TOLD_AFTER = 10.0
 _SIOCGIFADDR = 0x8915
+_ANYWHERE = "203.0.113.1"
+"""An address that nobody has: what leads there is the default route."""
+
+
+def own_address(towards: Iterable[str]) -> str | None:
+    """This host's address as those hosts see it, or else as the default route has it; None if it has but loopback.
+
+    Its own name is not asked for: where /etc/hosts is as Debian writes it, that is 127.0.1.1.
+    """
+    for other in (*towards, _ANYWHERE):
+        source = _source(other)
+        if source is not None and not ipaddress.ip_address(source).is_loopback:
+            return source
+    return None
 
 
 def interface_towards(host: str) -> str | None:
@@ -20,23 +39,36 @@ def interface_towards(host: str) -> str | None:
 
     gloo would otherwise take the interface of the host's own name, which often is loopback.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # sends nothing; any port will do
-        except OSError:
-            return None
-        own = probe.getsockname()[0]
-        for _, name in socket.if_nameindex():
-            if _address(probe, name) == own:
-                return name
-    return None
+    own = _source(host)
+    if own is None:
+        return None
+    return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
 
 
 def check_address(option: str, text: str) -> None:
     """Raises ConfigError if ``text``, given for ``option``, is no "host:port"."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{option} is {text!r}; give HOST:PORT, as the first host's launcher printed it")
+        raise ConfigError(f"{option} is {text!r}; give HOST:PORT, as the first host's launcher printed it, or the "
+                          "job's run folder")
+
+
+def check_host(host: str, several: bool) -> None:
+    """Raises ConfigError if the first host cannot listen under this name so that others, if there are several, reach
+    it."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError as error:
+        raise ConfigError(f"nobody can listen on {host} ({error.strerror or error}): give an address of this host in "
+                          "--master-addr or RECYCLE_INTERFACE") from error
+    if all(":" in address for address in found):
+        raise ConfigError(f"nobody can listen on {host}, which has IPv6 addresses only ({', '.join(sorted(found))}): "
+                          "give an IPv4 address of this host in --master-addr")
+    if several and host != "localhost" and host not in found and all(
+            ipaddress.ip_address(address).is_loopback for address in found):
+        own = own_address(())
+        raise ConfigError(f"on this host {host} is {', '.join(sorted(found))} (/etc/hosts), where no other host can "
+                          f"reach it: give the address itself, --master-addr {own or 'ADDRESS'}, on each host")
 
 
 def check_listening(host: str, port: int) -> None:
@@ -49,29 +81,64 @@ def check_listening(host: str, port: int) -> None:
                           ) from error
 
 
-def await_coordinator(host: str, port: int, limit: float) -> None:
-    """Wait until host 0's coordinator listens. Before that host 0 may still be clearing the run directory, which on a
-    shared file system is this host's too.
+def await_coordinator(control: str, token: str, limit: float, say: Callable[[str], None]) -> None:
+    """Wait until host 0's coordinator answers at `control`, "host:port". Before that host 0 may still be clearing the
+    run directory, which on a shared file system is this host's too.
 
     Raises:
         RecycleError: it does not within `limit` seconds.
     """
-    until = time.monotonic() + limit
-    while True:
-        try:
-            socket.create_connection((host, port), _CONNECT_LIMIT).close()
-            return
-        except OSError as error:
-            if time.monotonic() > until:
-                raise RecycleError(f"the coordinator of host 0 at {host}:{port} cannot be reached within {limit:.0f} s "
-                                   f"({error}): is `recycle run --node-rank 0` running there?") from error
+    until, told = time.monotonic() + limit, ""
+    while (why := knock(control, token)) is not None:
+        if time.monotonic() > until:
+            raise RecycleError(f"the coordinator of host 0 at {control} does not answer within {limit:.0f} s "
+                               f"({why}): is `recycle run --node-rank 0` running there?")
+        if why != told and time.monotonic() > until - limit + _TOLD_AFTER:
+            told = why
+            say(f"recycle: still waiting for host 0: {why}")
         time.sleep(_PAUSE)
 
 
-def _address(probe: socket.socket, interface: str) -> str | None:
-    """The first IPv4 address of an interface."""
+def knock(control: str, token: str) -> str | None:
+    """None if the coordinator of the job with this token answers at `control`; else why that cannot be said.
+
+    An open port says nothing: it may be another job's, or of torch's store.
+    """
+    host, _, port = control.rpartition(":")
     try:
-        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-    except OSError:
-        return None
-    return socket.inet_ntoa(answer[20:24])
+        with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT) as connection:
+            session = Session.client(token)
+            until = time.monotonic() + _CONNECT_LIMIT
+            while not session.open:
+                connection.settimeout(max(0.001, until - time.monotonic()))
+                data = connection.recv(1 << 12)
+                if not data:
+                    return "whoever listens there hangs up: it is no coordinator"
+                session.feed(data)
+    except TimeoutError:
+        return f"no answer within {_CONNECT_LIMIT:.0f} s: if somebody listens there, it is no coordinator"
+    except WireError:
+        return "who answers there does not have this job's token: it is another job, or the tokens differ"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _source(host: str) -> str | None:
+    """The IPv4 address from which this host would send to `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing; any port will do
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def _address(interface: str) -> str | None:
+    """The first IPv4 address of an interface."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        except OSError:
+            return None
+        return socket.inet_ntoa(answer[20:24])

@@ -16,7 +16,7 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership import Journal, JournalError, JournalInUse
 
 _OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log", "plans", "chaos.jsonl", "chaos.log",
-         "chaos", "join.json")
+         "chaos", "join.json", "join.part")
 _OTHERS = "choose another --run-dir"
 
 

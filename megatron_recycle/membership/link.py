@@ -61,6 +61,8 @@ class Link:
         self.address = address
         self.error: str | None = None
         self.lost_since: float | None = time.monotonic()
+        self.refused_since: float | None = None
+        """Since when every attempt was refused: the host is there, and the coordinator of this job is not."""
         self._target = (host.strip("[]"), int(port))
         self._token = token
         self._hello = hello
@@ -124,6 +126,8 @@ class Link:
         self._drained.set()
 
     def _failed(self, error: Exception) -> None:
+        refused = isinstance(error, (ConnectionRefusedError, WireError))
+        self.refused_since = (self.refused_since or time.monotonic()) if refused else None
         text = str(error) or type(error).__name__
         if text != self.error:
             log.warning("recycle: connection to the coordinator at %s: %s", self.address, text)
@@ -170,7 +174,7 @@ class Link:
         first = b""
         if session.open and not was_open:
             first = b"".join(session.seal(message) for message in self._hello())
-            self.lost_since = self.error = None
+            self.lost_since = self.refused_since = self.error = None
         for message in received:
             check(message, self._known)
             try:

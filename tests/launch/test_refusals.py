@@ -12,17 +12,19 @@ from megatron_recycle.launch.ports import listen
 
 SCRIPT = str(Path(__file__).with_name("fake_worker.py"))
 TAKEN = "a port in use"
+TOKEN = "0123456789abcdef"
+TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "why"),
     [
         (["nowhere/train.py"], {}, "there is no script nowhere/train.py"),
-        (["--join", "127.0.0.1:1", "nowhere/train.py"], {"RECYCLE_TOKEN": "x"}, "there is no script"),
+        (["--join", "127.0.0.1:1", "nowhere/train.py"], {"RECYCLE_TOKEN": TOKEN}, "there is no script"),
         (["--run-dir", "/proc/foo", SCRIPT], {}, "/proc/foo cannot be made"),
         (["--run-dir", SCRIPT, SCRIPT], {}, "fake_worker.py cannot be made (File exists)"),
-        (["--join", "nonsense", SCRIPT], {"RECYCLE_TOKEN": "x"}, "--join is 'nonsense'; give HOST:PORT"),
-        (["--join", "host:99999", SCRIPT], {"RECYCLE_TOKEN": "x"}, "--join is 'host:99999'"),
+        (["--join", "nonsense", SCRIPT], {"RECYCLE_TOKEN": TOKEN}, "--join is 'nonsense'; give HOST:PORT"),
+        (["--join", "host:99999", SCRIPT], {"RECYCLE_TOKEN": TOKEN}, "--join is 'host:99999'"),
         ([SCRIPT], {"RECYCLE_INTERFACE": "1.2.3.4"}, "nobody can listen on 1.2.3.4"),
         (["--master-addr", "1.2.3.4", SCRIPT], {}, "nobody can listen on 1.2.3.4"),
         (["--master-port", "99999", SCRIPT], {}, "--master-port is 99999"),
@@ -31,6 +33,15 @@ TAKEN = "a port in use"
         ([SCRIPT], {"RECYCLE_INTERFACE": ""}, "every address"),
         (["--master-addr", "no.such.host.invalid", SCRIPT], {}, "nobody can listen on no.such.host.invalid"),
         (["--master-port", TAKEN, SCRIPT], {}, "in use"),
+        ([SCRIPT], {"RECYCLE_TOKEN": "secret"}, "RECYCLE_TOKEN has 6 characters; a token has 16 or more"),
+        (["--token-file", "/nowhere", SCRIPT], {"RECYCLE_TOKEN": TOKEN}, "/nowhere cannot be read (No such file"),
+        (["--token-file", "/dev/null", SCRIPT], {}, "--token-file /dev/null has 0 characters"),
+        (["--nnodes", "2", "--master-addr", "h", "--master-port", "9", SCRIPT], {}, "openssl rand -hex 16"),
+        (["--join", "127.0.0.1:1", SCRIPT], {}, "--join needs the job's token"),
+        (["--join", "/", SCRIPT], {}, "--join /: no job of `recycle run` runs in that folder"),
+        (["--master-addr", "::1", SCRIPT], {}, "nobody can listen on ::1, which has IPv6 addresses only"),
+        ([SCRIPT], {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, "Slurm has given this job 3 nodes"),
+        ([SCRIPT], {**TASK, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "8"}, "--ntasks-per-node=1"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
@@ -45,6 +56,7 @@ def test_what_cannot_work_is_refused_in_one_line(
         raise AssertionError("a coordinator was started")
 
     monkeypatch.setattr(service, "start", start)
+    monkeypatch.delenv("RECYCLE_TOKEN", raising=False)
     for name, value in {"RECYCLE_RUN_DIR": str(tmp_path / "run"), **environ}.items():
         monkeypatch.setenv(name, value)
     with listen("127.0.0.1", 0) as listener:

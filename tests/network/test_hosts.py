@@ -46,8 +46,8 @@ class Several:
 def launched_on(net: Hosts, folder: Path, command: list[str], environ: Mapping[str, str], *options: str,
                 limit: float = 60.0) -> Iterator[Several]:
     """`command` with the launcher's options for each host; nothing outlives the block."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "RECYCLE_TOKEN": "several", "RECYCLE_RUN_DIR": str(folder),
-                 **QUICK, **environ}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "RECYCLE_TOKEN": "several hosts of one job",
+                 "RECYCLE_RUN_DIR": str(folder), **QUICK, **environ}
     outputs = [folder.parent / f"host-{node}.out" for node in range(len(net.names))]
     launchers = []
     for node, name in enumerate(net.names):

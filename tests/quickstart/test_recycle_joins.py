@@ -74,8 +74,8 @@ def test_the_launcher_starts_a_dead_worker_again_and_it_joins(tmp_path: Path):
     assert "a bug of the first life" in log and "terminate called" not in log
 
 
-def test_another_host_joins_with_the_address_and_the_token(tmp_path: Path):
-    run = start(tmp_path, "--nproc", "4", "--run-dir", str(tmp_path / "run"), RECYCLE_TOKEN="secret")
+def test_another_host_joins_by_the_run_folder_and_a_stranger_does_not(tmp_path: Path):
+    run = start(tmp_path, "--nproc", "4", "--run-dir", str(tmp_path / "run"))
     try:
         assert run.stderr is not None
         address = next(found[1] for found in (re.search(r"control at (\S+),", line) for line in run.stderr) if found)
@@ -85,8 +85,8 @@ def test_another_host_joins_with_the_address_and_the_token(tmp_path: Path):
         while not any(event["event"] == "resumed" for event in read_events(tmp_path / "run/events.jsonl")):
             assert time.monotonic() < deadline and run.poll() is None
             time.sleep(0.1)
-        stranger = start(other, "--join", address, "--run-dir", str(other / "run"), RECYCLE_TOKEN="wrong")
-        host = start(other, "--join", address, "--nproc", "2", "--run-dir", str(other / "run"), RECYCLE_TOKEN="secret")
+        stranger = start(other, "--join", address, "--run-dir", str(other / "run"), RECYCLE_TOKEN="0123456789abcdef")
+        host = start(other, "--join", str(tmp_path / "run"), "--nproc", "2", "--run-dir", str(other / "run"))
         output, errors = host.communicate(timeout=LIMIT)
         assert host.returncode == 0, output + errors + (other / "run/worker-2.log").read_text()
         assert "rank 2 of 4 join" in errors

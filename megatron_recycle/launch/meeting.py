@@ -1,0 +1,114 @@
+"""Where the hosts of a job meet: RUN_DIR/join.json, which the first host writes once its coordinator listens.
+
+With it, hosts that share a file system need to be told neither an address nor a port nor a token, and a host that
+comes later needs the folder only. The file holds the token: nobody but this user can read it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch.network import knock
+
+FILE = "join.json"
+_FORMAT = {"format": "recycle-join", "version": 1}
+_PAUSE = 0.2
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a host needs to know of the first one.
+
+    `control` is "host:port" of the coordinator, `store_port` that of torch's store on the same host (-1: there is
+    none). `name` tells the job from others that have had the folder. With a `refusal` the first host has not started
+    anything, and says why.
+    """
+
+    name: str
+    control: str = ""
+    token: str = ""
+    store_port: int = -1
+    nproc: int = 0
+    refusal: str = ""
+
+    @property
+    def host(self) -> str:
+        return self.control.rpartition(":")[0]
+
+
+def publish(run_dir: Path, meeting: Meeting) -> None:
+    """Write the file, whole or not at all. Raises ConfigError."""
+    path = run_dir / FILE
+    part = path.with_suffix(".part")
+    try:
+        part.unlink(missing_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump({**_FORMAT, **asdict(meeting)}, file)
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}): choose another --run-dir") from error
+
+
+def withdraw(run_dir: Path) -> None:
+    """The job is over."""
+    with contextlib.suppress(OSError):
+        (run_dir / FILE).unlink()
+
+
+def read(run_dir: Path) -> Meeting | None:
+    """What the first host has written; None if it has not, or if it was another version's.
+
+    Raises:
+        ConfigError: the file is somebody else's, or is not what it should be.
+    """
+    path = run_dir / FILE
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+    with os.fdopen(descriptor) as file:
+        if os.fstat(file.fileno()).st_uid != run_dir.stat().st_uid:
+            raise ConfigError(f"{path} belongs to another user than the run's folder: nothing in it is believed")
+        try:
+            content = json.load(file)
+            if {key: content.pop(key, None) for key in _FORMAT} != _FORMAT:
+                return None
+            return Meeting(**content)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is damaged ({error})") from error
+
+
+def await_first(run_dir: Path, name: str, limit: float, say: Callable[[str], None]) -> Meeting:
+    """Wait until the first host of the job `name` has written where it listens, and answers there.
+
+    Raises:
+        RecycleError: it has refused, or does not come within `limit` seconds.
+    """
+    until, told = time.monotonic() + limit, ""
+    while True:
+        found, why = read(run_dir), f"there is no {run_dir / FILE} yet: is that folder on a file system of all hosts?"
+        if found is not None and found.name != name:
+            why = f"{run_dir / FILE} is of another job ({found.name or 'a job of one host'})"
+        elif found is not None and found.refusal:
+            raise RecycleError(f"the first host has not started: {found.refusal}")
+        elif found is not None:
+            refused = knock(found.control, found.token)
+            if refused is None:
+                return found
+            why = f"nobody of this job answers at {found.control}: {refused}"
+        if time.monotonic() > until:
+            raise RecycleError(f"the first host has not come within {limit:.0f} s; {why}")
+        if why != told and time.monotonic() > until - limit + 10.0:
+            told = why
+            say(f"recycle: still waiting for the first host; {why}")
+        time.sleep(_PAUSE)

@@ -1,0 +1,57 @@
+"""The job's token: who has it commands the job, so it is long, and goes to nobody who does not need it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_recycle.errors import ConfigError
+
+VARIABLE = "RECYCLE_TOKEN"
+SHORTEST = 16
+"""Characters. Every connection is greeted by a message that lets whoever hears it try tokens at leisure."""
+_HOW = "make one with `openssl rand -hex 16`"
+
+
+def given(environ: Mapping[str, str], file: Path | None = None) -> str | None:
+    """The token that the user has given, in a file or a variable; None: neither.
+
+    Raises:
+        ConfigError: the file cannot be read, or the token is too short to be a secret.
+    """
+    if file is None:
+        return _checked(environ[VARIABLE], VARIABLE) if environ.get(VARIABLE) else None
+    try:
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--token-file {file} cannot be read ({getattr(error, 'strerror', None) or error}): {_HOW}"
+                          ) from error
+    return _checked(token, f"--token-file {file}")
+
+
+def readable_by_others(file: Path) -> bool:
+    return bool(file.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH))
+
+
+def new() -> str:
+    return secrets.token_hex(32)
+
+
+def without(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment for a process that has no use for the token."""
+    return {name: text for name, text in environ.items() if name != VARIABLE}
+
+
+def take(environ: os._Environ[str]) -> str:
+    """This process's token, which those that it starts do not inherit."""
+    return environ.pop(VARIABLE)
+
+
+def _checked(token: str, source: str) -> str:
+    if len(token) < SHORTEST:
+        raise ConfigError(f"{source} has {len(token)} characters; a token has {SHORTEST} or more, since who guesses it "
+                          f"commands the job: {_HOW}")
+    return token

@@ -1,0 +1,56 @@
+"""`srun recycle run SCRIPT`, nothing else: with the variables that srun sets, and launchers of one machine as nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from tests.launch.running import FAKE_WORKER, ROOT, Running
+
+LIMIT = 40.0
+
+
+def node(stack: ExitStack, folder: Path, job: int, rank: int) -> tuple[subprocess.Popen[str], Path]:
+    """The launcher of one of two nodes, started in `folder` as srun does on a shared file system."""
+    environ = {name: text for name, text in os.environ.items() if name not in ("RECYCLE_TOKEN", "RECYCLE_RUN_DIR")}
+    environ |= {
+        "PYTHONPATH": str(ROOT), "RECYCLE_INTERFACE": "127.0.0.1", "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": str(rank),
+        "RECYCLE_FAKE": json.dumps({"iterations": 4, "pause": {"1": 2}}),
+    }
+    output = folder / f"slurm-{job}-{rank}.out"
+    command = [sys.executable, str(Path(__file__).with_name("start.py")), "--nproc", "1", str(FAKE_WORKER)]
+    with output.open("w") as file:
+        process = subprocess.Popen(command, env=environ, stdout=file, stderr=file, text=True, cwd=folder)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process, output
+
+
+def test_two_jobs_with_neighbouring_numbers_share_their_nodes(tmp_path: Path) -> None:
+    jobs = (41, 42)
+    with ExitStack() as stack:
+        nodes = {(job, rank): node(stack, tmp_path, job, rank) for rank in (1, 0) for job in jobs}
+        seen = [Running(nodes[job, 0][0], tmp_path / f"runs/slurm-{job}", nodes[job, 0][1], time.monotonic() + LIMIT)
+                for job in jobs]
+        for job in seen:
+            job.paused(1)
+        found = [json.loads((job.folder / "join.json").read_text()) for job in seen]
+        assert len({entry["token"] for entry in found}) == len({entry["control"] for entry in found}) == 2
+        assert [len(job.children()) for job in seen] == [2, 2]
+        for job in seen:
+            job.go_on(1)
+        for job in seen:
+            assert job.wait() == 0, job.where()
+        assert [process.wait(LIMIT) for process, _ in nodes.values()] == [0, 0, 0, 0]
+        for job in seen:
+            assert set(job.event("started")["hosts"].values()) == {f"{os.uname().nodename}/{rank}" for rank in (0, 1)}
+            assert not (job.folder / "join.json").exists()
+    first, second = (nodes[41, rank][1].read_text() for rank in (0, 1))
+    assert "committed" in first and "committed" not in second.partition("recycle: the job has finished")[0]
+    assert "node 1 of 2 waits for the first one" in second
