@@ -35,6 +35,7 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
         when_imported("deepspeed", lambda: _install_deepspeed(options))
     if "megatron" in installed:
         when_imported(megatron_hook.SCHEDULES, lambda: megatron_hook.install(options))
+        when_imported(megatron_hook.ARGUMENTS, lambda: megatron_hook.watch_arguments(options))
 
 
 def _install_deepspeed(options: Options) -> None:

@@ -193,12 +193,13 @@ class RecycleSchedule:
     def _start(self, models: list[Any], microbatches: int) -> None:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
-        check_supported(models, config, optimizer)
-        megatron_training.check_arguments()
+        changed = check_supported(models, config, optimizer)
         self._microbatches = microbatches
         self._place = _place(microbatches)
         if dist.get_rank() == 0:
             get_logger().info(self._settings.describe())
+            for line in changed:
+                get_logger().info("megatron-recycle: %s", line)
         self._stage = MegatronStage(models[0], optimizer, microbatches)
         agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
         self.splitter = MegatronSplitter()

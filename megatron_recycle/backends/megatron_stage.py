@@ -67,6 +67,7 @@ class MegatronStage:
         self.device = self.parameters[0].device
         self._generator = torch.Generator(self.device)
         self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
+        # With average_in_collective too: that is how NCCL averages.
         self.averaging: Averaging = "tokens" if self._config.calculate_per_token_loss else "before"
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
         self.ties: Sequence[Tie] = ()

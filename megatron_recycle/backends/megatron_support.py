@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -15,6 +16,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_recycle.backends.buffers import statistics
+from megatron_recycle.backends.megatron_options import ANYWHERE, apply, message
 from megatron_recycle.errors import UnsupportedError
 
 
@@ -23,7 +25,9 @@ def optimizer_of(config: Any) -> MegatronOptimizer:
     optimizer = getattr(config.grad_scale_func, "__self__", None)
     if not isinstance(optimizer, MegatronOptimizer):
         raise UnsupportedError("the optimizer cannot be found from the model: set config.grad_scale_func = "
-                               "optimizer.scale_loss before training, as Megatron's own training loop does")
+                               "optimizer.scale_loss before the first call of forward_backward_func(), also if that is "
+                               "an evaluation, as Megatron's own training loop does. A job that only evaluates needs "
+                               "no plugin: start it without (torchrun, or RECYCLE_ENABLED=false)")
     return optimizer
 
 
@@ -31,30 +35,33 @@ def single_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimize
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer) -> None:
-    """Raises UnsupportedError that lists everything about this job that cannot be kept correct."""
-    if len(models) != 1 or config.virtual_pipeline_model_parallel_size is not None:
-        found = ["virtual pipelines: leave virtual_pipeline_model_parallel_size unset"]
+def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer) -> list[str]:
+    """Raises UnsupportedError that lists everything about this job that cannot be kept correct.
+
+    Returns lines on options that it has set otherwise, in the configurations (see `megatron_options`).
+    """
+    singles = single_optimizers(optimizer)
+    holders = [_sizes(), config, *([models[0].ddp_config] if hasattr(models[0], "ddp_config") else []),
+               *(single.config for single in singles[:1])]
+    found, changed = apply(ANYWHERE, holders)
+    if len(models) != 1:
+        found.append("virtual pipelines: give one model per worker")
     elif not isinstance(models[0], DistributedDataParallel):
-        found = [f"{type(models[0]).__name__} around the model: wrap it in megatron.core.distributed."
-                 "DistributedDataParallel"]
-    else:
-        model = models[0]
-        found = [message for unsupported, message in
-                 [*_parallelism(config), *_data_parallel(model.ddp_config), *_model(config)]
-                 if unsupported]
-        found += _optimizer(optimizer)
-        found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
-                  for name, part in statistics(model)]
-        foreign = sorted({type(part).__name__ for part in model.modules()
-                          if type(part).__module__.startswith("transformer_engine")})
-        if foreign:
-            found.append(f"Transformer Engine layers ({', '.join(foreign)}): use the local implementation "
-                         "(--transformer-impl local)")
+        found.append(f"{type(models[0]).__name__} around the model: wrap it in megatron.core.distributed."
+                     "DistributedDataParallel")
+    if config.finalize_model_grads_func not in (None, finalize_model_grads):
+        found.append("a finalize_model_grads_func of your own: gradients are final when the plugin has reduced them")
+    found += _optimizer(singles)
+    parts = [part for model in models for part in model.modules()]
+    found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
+              for model in models for name, part in statistics(model)]
+    foreign = sorted({type(part).__name__ for part in parts if type(part).__module__.startswith("transformer_engine")})
+    if foreign:
+        found.append(f"Transformer Engine layers ({', '.join(foreign)}): use the local implementation "
+                     "(--transformer-impl local)")
     if found:
-        raise UnsupportedError(
-            "megatron-recycle does not support this configuration yet:\n- " + "\n- ".join(found)
-            + "\nTo train without the plugin leave --recycle out (or set RECYCLE_ENABLED=false).")
+        raise UnsupportedError(message(found))
+    return changed
 
 
 def check_call(keywords: Mapping[str, Any], microbatches: int) -> None:
@@ -72,56 +79,19 @@ def check_call(keywords: Mapping[str, Any], microbatches: int) -> None:
             raise UnsupportedError(f"forward_backward_func({name}=...) is not supported yet; leave it out")
 
 
-def _parallelism(config: Any) -> list[tuple[bool, str]]:
-    return [
-        (parallel_state.get_tensor_model_parallel_world_size() > 1 and config.qk_layernorm,
-         "qk_layernorm with tensor parallelism: its gradients are summed over tensor-parallel ranks; leave one of them "
-         "out"),
-        (config.sequence_parallel, "sequence parallelism: leave sequence_parallel off"),
-        (parallel_state.get_context_parallel_world_size() > 1,
-         "context parallelism: set context_parallel_size to 1"),
-        (parallel_state.get_expert_model_parallel_world_size() > 1 or bool(config.num_moe_experts),
-         "experts and expert parallelism: use dense layers"),
-        (parallel_state.get_pipeline_model_parallel_world_size() < 2,
-         "a pipeline of one stage: set pipeline_model_parallel_size to 2 or more"),
-    ]
+def _sizes() -> SimpleNamespace:
+    """The parallel groups' sizes as they are, whatever a configuration says of them."""
+    return SimpleNamespace(
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size())
 
 
-def _data_parallel(config: Any) -> list[tuple[bool, str]]:
-    return [
-        (config.use_distributed_optimizer, "the distributed optimizer: a dead worker takes its share of the state "
-         "along; leave use_distributed_optimizer off"),
-        (config.overlap_grad_reduce, "overlap_grad_reduce: the reduction follows the plan; leave it off"),
-        (config.average_in_collective, "average_in_collective: it would divide by the number of survivors; leave it "
-         "off"),
-    ]
-
-
-def _model(config: Any) -> list[tuple[bool, str]]:
-    return [
-        (config.fp16, "fp16: its loss scale follows what other stages overflow; use bf16"),
-        (bool(config.fp8) or bool(config.fp4), "fp8 and fp4: scales change in forward; use bf16"),
-        (bool(config.mtp_num_layers), "multi-token prediction: leave mtp_num_layers unset"),
-        (config.cuda_graph_impl != "none" or config.enable_cuda_graph, "CUDA graphs: leave them off"),
-        (config.overlap_p2p_comm, "overlap_p2p_comm: leave it off"),
-        (config.variable_seq_lengths, "variable_seq_lengths: use one length for all micro-batches"),
-        (config.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute: weight gradients are deferred by the "
-         "plan already; leave it off"),
-        (config.num_microbatches_with_partial_activation_checkpoints is not None,
-         "num_microbatches_with_partial_activation_checkpoints: leave it unset"),
-        (config.fine_grained_activation_offloading, "fine-grained activation offloading: leave it off"),
-        (config.enable_autocast, "enable_autocast: use bf16"),
-        (getattr(config, "has_cond_embedder", False), "conditional embedders: their gradients cross all stages"),
-        (config.finalize_model_grads_func not in (None, finalize_model_grads),
-         "a finalize_model_grads_func of your own: gradients are final when the plugin has reduced them"),
-    ]
-
-
-def _optimizer(optimizer: MegatronOptimizer) -> list[str]:
-    singles = single_optimizers(optimizer)
-    if len(singles) == 1 and singles[0].config.optimizer_cpu_offload:
-        return ["optimizer_cpu_offload: its state is spread over several optimizers; leave it off"]
-    if len(singles) != 1 or type(singles[0]) not in (FP32Optimizer, Float16OptimizerWithFloat16Params):
-        names = ", ".join(type(single).__name__ for single in singles)
-        return [f"optimizer {names}: use one of Megatron's plain ones (--optimizer adam or sgd)"]
-    return []
+def _optimizer(singles: Sequence[MegatronOptimizer]) -> list[str]:
+    if len(singles) == 1 and type(singles[0]) in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+        return []
+    if singles and (singles[0].config.optimizer_cpu_offload or singles[0].config.use_distributed_optimizer):
+        return []  # named already
+    names = ", ".join(type(single).__name__ for single in singles)
+    return [f"optimizer {names}: use one of Megatron's plain ones (--optimizer adam or sgd)"]

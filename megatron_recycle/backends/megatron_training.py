@@ -1,7 +1,7 @@
 """Megatron-LM's own training loop (`megatron.training`, not in the pip package), once workers may be missing.
 
 Its log line is written by the last rank, its date lines wait for all ranks, its checkpoints need every worker:
-these are rebound in the loop's module. Options whose collectives would wait for a dead rank are refused.
+these are rebound in the loop's module. What its options come to is in `megatron_options`.
 """
 
 from __future__ import annotations
@@ -10,37 +10,11 @@ import sys
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from megatron_recycle.backends.megatron_options import ANYWHERE, OF_THE_LOOP, apply, message
 from megatron_recycle.errors import TransportAborted, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 
 LOOP = "megatron.training.training"
-
-_REFUSED = {
-    "exit_signal_handler": "leave --exit-signal-handler out",
-    "exit_duration_in_mins": "leave --exit-duration-in-mins out",
-    "log_params_norm": "leave --log-params-norm out",
-    "check_weight_hash_across_dp_replicas_interval": "leave --check-weight-hash-across-dp-replicas-interval out",
-    "adlr_autoresume": "leave --adlr-autoresume out",
-    "log_straggler": "leave --log-straggler out",
-    "rampup_batch_size": "leave --rampup-batch-size out",
-    "decrease_batch_size_if_needed": "leave --decrease-batch-size-if-needed out",
-    "full_validation": "leave --full-validation out",
-    "save_wgrads_interval": "leave --save-wgrads-interval out",
-    "save_dgrads_interval": "leave --save-dgrads-interval out",
-    "qk_clip": "leave --qk-clip out",
-    "log_max_attention_logit": "leave --log-max-attention-logit out",
-    "perform_rl_step": "leave --perform-rl-step out",
-    "inprocess_restart": "leave --inprocess-restart out",
-    "enable_ft_package": "leave --enable-ft-package out",
-    "async_save": "leave --async-save out: the end of such a save is agreed upon in later iterations, by all ranks",
-    "log_progress": "leave --log-progress out",
-    "log_energy": "leave --log-energy out",
-    "distributed_timeout_seconds_after_init": "leave --distributed-timeout-seconds-after-init out; see "
-                                              "--recycle-transport-timeout",
-    "iterations_to_skip": "leave --iterations-to-skip out: data is read by the iterations that are trained",
-    "dsa_indexer_loss_coeff": "leave --dsa-indexer-loss-coeff out",
-}
-"""Option -> remedy, for what asks all ranks for something outside an iteration."""
 
 
 class Schedule(Protocol):
@@ -68,19 +42,15 @@ class Schedule(Protocol):
         """Workers that are not there any more."""
 
 
-def check_arguments() -> None:
-    """Raises UnsupportedError listing what Megatron-LM's arguments ask for that would wait for a dead rank."""
-    if LOOP not in sys.modules:
-        return
-    arguments = sys.modules[LOOP].get_args()
-    found = [f"{name}: {remedy}" for name, remedy in _REFUSED.items() if getattr(arguments, name, None)]
-    if arguments.rerun_mode != "disabled":
-        found.append(f"rerun_mode {arguments.rerun_mode}: give --rerun-mode disabled")
-    if arguments.dataloader_type != "single":
-        found.append(f"dataloader_type {arguments.dataloader_type}: give --dataloader-type single")
-    if found:
-        raise UnsupportedError("megatron-recycle does not support these of Megatron-LM's options yet:\n- "
-                               + "\n- ".join(found))
+def check_arguments(arguments: Any) -> list[str]:
+    """Judge Megatron-LM's ``arguments`` and set some of them otherwise; returns the lines on those.
+
+    Raises UnsupportedError listing all that cannot be kept right.
+    """
+    refused, changed = apply((*ANYWHERE, *OF_THE_LOOP), [arguments])
+    if refused:
+        raise UnsupportedError(message(refused))
+    return changed
 
 
 def backend() -> str | None:
@@ -94,6 +64,8 @@ def take_over(schedule: Schedule) -> None:
     if loop is None:
         return
     save = loop.save_checkpoint
+    append, report = loop.append_to_progress_log, loop.compute_throughputs_and_append_to_progress_log
+    saved: set[int] = set()
 
     def print_rank_last(message: str) -> None:
         if schedule.speaks():
@@ -115,7 +87,9 @@ def take_over(schedule: Schedule) -> None:
             return None
         try:
             with schedule.attached():
-                return save(iteration, *arguments, **keywords)
+                written = save(iteration, *arguments, **keywords)
+            saved.add(iteration)
+            return written
         except (RuntimeError, TransportAborted) as error:
             if isinstance(error, RuntimeError) and not schedule.comes_of_failure(error):
                 raise
@@ -123,6 +97,15 @@ def take_over(schedule: Schedule) -> None:
                                "it wrote is not complete; training goes on", iteration, error)
             return None
 
+    def append_to_progress_log(string: str, barrier: bool = True) -> None:
+        append(string, barrier=False)  # one rank writes; nothing is gained by waiting for the others
+
+    def compute_throughputs_and_append_to_progress_log(iteration: int, operations: Any) -> None:
+        if iteration in saved:  # else there is no such checkpoint
+            report(iteration, operations)
+
     # Its group has one member by now, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
     loop.print_rank_last, loop.print_datetime, loop.save_checkpoint = print_rank_last, print_datetime, save_checkpoint
+    loop.append_to_progress_log = append_to_progress_log
+    loop.compute_throughputs_and_append_to_progress_log = compute_throughputs_and_append_to_progress_log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +19,18 @@ SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--ba
 
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
-          options: tuple[str, ...] = (), seed: int = 1) -> Any:
-    """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers."""
+          options: tuple[str, ...] = (), data_parallel: dict[str, Any] | None = None, seed: int = 1) -> Any:
+    """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers.
+
+    ``data_parallel``: options of Megatron's DistributedDataParallelConfig that the script does not have.
+    """
     if SCRIPTS not in sys.path:
         sys.path.insert(0, SCRIPTS)
     import pretrain_gpt_megatron as script
+    from megatron.core import distributed
 
+    distributed.DistributedDataParallelConfig = functools.partial(  # type: ignore[assignment,misc]
+        distributed.DistributedDataParallelConfig, **(data_parallel or {}))
     if plugin:
         # Megatron's order of ranks: checked by the backend's own place.
         stage, pipeline, part = rank // (tensor * pipelines), rank // tensor % pipelines, rank % tensor

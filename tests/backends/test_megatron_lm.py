@@ -20,7 +20,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.16.1.patch"
-NEEDED = ("megatron.core", "six", "regex", "yaml")
+NEEDED = ("megatron.core", "six", "regex", "yaml", "triton")
 ITERATIONS = 6
 LIMIT = 300
 """Seconds after which a job counts as hung; alone on two cores one takes 15 to 40."""
@@ -30,7 +30,7 @@ ARGUMENTS = f"""--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32
     --transformer-impl local --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion
     --no-bias-dropout-fusion --no-persist-layer-norm --no-rope-fusion --use-cpu-initialization --eval-iters 1
     --eval-interval 3 --log-interval 1 --attention-backend unfused --distributed-timeout-minutes 2 --num-workers 0
-    --split 98,1,1 --rerun-mode disabled --attention-dropout 0 --hidden-dropout 0""".split()
+    --split 98,1,1 --attention-dropout 0 --hidden-dropout 0""".split()
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(3 * LIMIT),
@@ -128,9 +128,12 @@ def consumed(printed: str) -> list[tuple[int, int]]:
 
 
 def test_the_unchanged_script_trains_as_without_the_plugin(checkout, text, tmp_path):
-    expected = losses(stock(checkout, "--data-path", str(text)))
+    options = ("--data-path", str(text), "--overlap-grad-reduce")
+    expected = losses(stock(checkout, *options))
     assert len(expected) == ITERATIONS + 4
-    printed = recycled(tmp_path, checkout, "--data-path", str(text))
+    printed = recycled(tmp_path, checkout, *options)
+    for option in ("rerun_mode validate_results", "overlap_grad_reduce"):  # which is set here, and the default
+        assert printed.count(f"{option} is off under recycle") == 1
     found = losses(printed)
     assert found.keys() == expected.keys()
     for key, values in expected.items():
@@ -174,11 +177,13 @@ def test_a_tensor_parallel_process_killed_leaves_the_numbers_of_a_run_without_th
 
 def test_checkpoints_are_written_while_all_workers_live_and_go_on_from_there(checkout, text, tmp_path):
     saved = tmp_path / "checkpoints"
-    options = ("--data-path", str(text), "--save", str(saved), "--save-interval", "2", "--ckpt-format", "torch_dist")
+    options = ("--data-path", str(text), "--save", str(saved), "--save-interval", "2", "--ckpt-format", "torch_dist",
+               "--async-save", "--use-persistent-ckpt-worker")
     printed = recycled(tmp_path / "killed", checkout, *options, kill=("1:1", 3))  # while the second one is written
     assert "successfully saved checkpoint from iteration       2" in printed
     assert "no checkpoint of iteration 6: it needs the workers that are missing (1:1)" in printed
     assert not (saved / "iter_0000006").exists()
+    assert "async_save is off under recycle" in printed
     newest = int((saved / "latest_checkpointed_iteration.txt").read_text())
     assert newest == 2 or "the checkpoint of iteration 4 was cut short" not in printed
     again = recycled(tmp_path / "again", checkout, *options, "--load", str(saved))

@@ -124,13 +124,19 @@ def test_a_worker_killed_in_an_evaluation_leaves_the_same_losses(position, nth, 
 # ---- without failures
 
 
-@pytest.mark.parametrize(("pipelines", "options"), [
-    (3, ()), *[pytest.param(pipelines, options, marks=pytest.mark.slow) for pipelines, options in [
-        (2, ()), (3, ("--optimizer", "sgd", "--lr", "0.1")), (2, ("--bf16",)), (3, ("--untied", "--clip", "0")),
-        (2, ("--bf16", "--grad-reduce-in-bf16", "--clip", "0.05")),
-        (3, ("--per-token-loss", "--clip", "0.05", "--count-zeros"))]]])  # of 192 tokens: their reciprocal is rounded
-def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options):
-    arguments = {"pipelines": pipelines, "iterations": 5, "options": ("--dropout", "0", *options)}
+OTHERWISE = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket_size": 1000,
+             "check_for_nan_in_grad": True, "check_for_large_grads": True}
+"""Ways to the same sums of two addends."""
+
+
+@pytest.mark.parametrize(("pipelines", "options", "data_parallel"), [
+    (3, (), {}), *[pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (2, (), {}), (3, ("--optimizer", "sgd", "--lr", "0.1"), {}), (2, ("--bf16",), OTHERWISE),
+        (3, ("--untied", "--clip", "0"), {}), (2, ("--bf16", "--grad-reduce-in-bf16", "--clip", "0.05"), {}),
+        (3, ("--per-token-loss", "--clip", "0.05", "--count-zeros"), {})]]])  # 192 tokens: 1 / 192 is rounded
+def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options, data_parallel):
+    arguments = {"pipelines": pipelines, "iterations": 5, "options": ("--dropout", "0", *options),
+                 "data_parallel": data_parallel}
     with Job(megatron_job.train, 2 * pipelines, {**arguments, "plugin": False}, coordinated=False) as job:
         stock = job.wait()
     with Job(megatron_job.train, 2 * pipelines, arguments) as job:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
-
-SETTINGS: dict[str, Any] = {
-    "virtual_pipeline_model_parallel_size": None, "sequence_parallel": False, "num_moe_experts": None, "fp16": False,
-    "fp8": None, "fp4": None, "mtp_num_layers": None, "cuda_graph_impl": "none", "enable_cuda_graph": False,
-    "overlap_p2p_comm": False, "variable_seq_lengths": False, "defer_embedding_wgrad_compute": False,
-    "num_microbatches_with_partial_activation_checkpoints": None, "fine_grained_activation_offloading": False,
-    "enable_autocast": False, "qk_layernorm": False, "finalize_model_grads_func": None}
-
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -34,8 +27,10 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, **changes: Any) -> str:
     """What is said to a job like this; "" if nothing is wrong with it."""
-    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import FP32Optimizer
+    from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import nn
 
     from megatron_recycle.backends.megatron_support import check_supported
@@ -43,12 +38,16 @@ def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, 
 
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(model)
-    model.ddp_config = SimpleNamespace(**{"use_distributed_optimizer": False, "overlap_grad_reduce": False,
-                                          "average_in_collective": False, **(reduction or {})})
+    model.ddp_config = DistributedDataParallelConfig(**(reduction or {}))
     optimizer: Any = FP32Optimizer.__new__(FP32Optimizer)
-    optimizer.config = SimpleNamespace(optimizer_cpu_offload=offload)
+    optimizer.config = OptimizerConfig(optimizer="adam", optimizer_cpu_offload=offload)
+    config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=2, pipeline_model_parallel_size=2,
+                               pipeline_dtype=torch.float32)
+    for name, value in changes.items():  # after its own checks, some of which want a GPU
+        assert hasattr(config, name)
+        setattr(config, name, value)
     try:
-        check_supported([model], SimpleNamespace(**{**SETTINGS, **changes}), optimizer)
+        check_supported([model], config, optimizer)
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -71,9 +70,14 @@ def test_other_kinds_of_parallelism(name, sizes):
     assert f"{name}_parallel_size to 1" in refusal() or "dense layers" in refusal()
 
 
-@pytest.mark.parametrize("name", ["use_distributed_optimizer", "overlap_grad_reduce", "average_in_collective"])
-def test_ways_of_reducing_that_count_on_all_ranks(name, sizes):
+@pytest.mark.parametrize("name", ["use_distributed_optimizer", "use_megatron_fsdp"])
+def test_ways_of_reducing_that_spread_the_state(name, sizes):
     assert name in refusal(reduction={name: True})
+
+
+@pytest.mark.parametrize("name", ["overlap_grad_reduce", "average_in_collective", "check_for_large_grads"])
+def test_ways_of_reducing_that_change_no_result(name, sizes):
+    assert refusal(reduction={name: True}) == ""
 
 
 @pytest.mark.parametrize(("changes", "word"), [
@@ -106,25 +110,85 @@ def test_another_version_is_named(sizes, monkeypatch):
         megatron_hook.install(Options(RecycleConfig(enabled=False)))
 
 
-LOOP_ARGUMENTS = {"rerun_mode": "disabled", "dataloader_type": "single"}
+def arguments(**changes: Any) -> SimpleNamespace:
+    """Megatron-LM's, as far as anything is said of them."""
+    from megatron_recycle.backends.megatron_options import ANYWHERE, OF_THE_LOOP
+
+    unset = {option.name: None for option in (*ANYWHERE, *OF_THE_LOOP)}
+    plain: dict[str, Any] = {
+        "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 1, "optimizer": "adam",
+        "rerun_mode": "disabled", "transformer_impl": "local", "dataloader_type": "single", "iterations_to_skip": []}
+    return SimpleNamespace(**{**unset, **plain, **changes})
+
+
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SimpleNamespace]]:
+    """Megatron-LM parses its arguments with the plugin on; returns them as the script gets them."""
+    from megatron_recycle.backends import Options, megatron_hook
+    from megatron_recycle.config import RecycleConfig
+
+    kept: list[SimpleNamespace] = []
+    module = SimpleNamespace(set_global_variables=kept.append)
+    monkeypatch.setitem(sys.modules, megatron_hook.ARGUMENTS, module)
+    monkeypatch.setattr(megatron_hook, "is_joining", lambda: False)
+    megatron_hook.watch_arguments(Options(RecycleConfig()))
+
+    def parse(**changes: Any) -> SimpleNamespace:
+        module.set_global_variables(arguments(**changes))
+        return kept[-1]
+
+    return parse
+
+
+def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
+    assert vars(parsed()) == vars(arguments())
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("exit_signal_handler", True), ("exit_duration_in_mins", 5), ("log_params_norm", True), ("async_save", True),
-    ("rampup_batch_size", [8, 8, 100]), ("log_progress", True), ("log_energy", True), ("iterations_to_skip", [3]),
-    ("distributed_timeout_seconds_after_init", 60), ("dsa_indexer_loss_coeff", 0.1),
-    ("check_weight_hash_across_dp_replicas_interval", 1), ("rerun_mode", "validate_results"),
-    ("dataloader_type", "cyclic")])
-def test_options_of_megatrons_loop_that_wait_for_all_ranks(name, value, monkeypatch):
-    from megatron_recycle.backends import megatron_training
-    from megatron_recycle.errors import UnsupportedError
+    ("exit_signal_handler", True), ("exit_duration_in_mins", 5), ("rampup_batch_size", [8, 8, 100]),
+    ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1), ("error_injection_rate", 1000),
+    ("check_weight_hash_across_dp_replicas_interval", 1), ("rerun_mode", "report_determinism_stats"),
+    ("dataloader_type", "cyclic"), ("skip_train", True), ("num_experts", 8), ("optimizer", "muon")])
+def test_options_of_megatrons_loop_that_are_refused(name, value, parsed, capfd):
+    with pytest.raises(SystemExit) as end:
+        parsed(**{name: value})
+    assert end.value.code == 2
+    line = next(line for line in capfd.readouterr().err.splitlines() if line.startswith("- "))
+    assert name in line or "experts" in line
+    assert len(line.partition(": ")[2]) > 10  # what to do
 
-    arguments = SimpleNamespace(**LOOP_ARGUMENTS, iterations_to_skip=[])
-    monkeypatch.setitem(sys.modules, megatron_training.LOOP, SimpleNamespace(get_args=lambda: arguments))
-    megatron_training.check_arguments()
-    setattr(arguments, name, value)
-    with pytest.raises(UnsupportedError, match=f"{name}.*: (leave|give) --{name.replace('_', '-')}"):
-        megatron_training.check_arguments()
+
+def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
+    monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
+    wrong = {"fp16": True, "use_distributed_optimizer": True, "transformer_impl": "transformer_engine",
+             "skip_train": True, "pipeline_model_parallel_size": 1}
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit):
+        parsed(**wrong)
+    assert capfd.readouterr().err.count("\n- ") == len(wrong)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        parsed(**wrong)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("name", "value", "then"), [
+    ("rerun_mode", "validate_results", "disabled"), ("overlap_grad_reduce", True, False), ("async_save", True, False),
+    ("defer_embedding_wgrad_compute", True, False), ("check_for_large_grads", True, False), ("log_energy", True, False),
+    ("log_params_norm", True, False), ("log_straggler", True, False),
+    ("distributed_timeout_seconds_after_init", 60, None)])
+def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, value, then, parsed, capfd):
+    assert vars(parsed(**{name: value})) == vars(arguments(**{name: then}))
+    assert f"megatron-recycle: {name}" in capfd.readouterr().out
+
+
+def test_with_the_plugin_off_no_option_is_looked_at(parsed, monkeypatch):
+    from megatron_recycle.backends import Options, megatron_hook
+    from megatron_recycle.config import RecycleConfig
+
+    megatron_hook.watch_arguments(Options(RecycleConfig(enabled=False)))
+    assert parsed(fp16=True, async_save=True).async_save
 
 
 class Sampler:

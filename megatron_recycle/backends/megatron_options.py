@@ -1,0 +1,165 @@
+"""Megatron's options: which of them this plugin takes over, sets otherwise, or refuses; the one place that says so.
+
+An option that is not named here is taken as it is. One that changes no result but asks all ranks for something between
+iterations, or takes a road around the plan, is set otherwise with a line that says so. What cannot be kept right is
+refused with its remedy. Names are those of Megatron-LM's arguments and of core's configurations alike, so that one
+table serves both: the arguments as soon as they are parsed, the configurations of a script that has none at its first
+iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Option:
+    """What becomes of one option.
+
+    Attributes:
+        name: the attribute's.
+        then: what to do instead, or why it is set otherwise.
+        wrong: for which values; otherwise it is taken as it is.
+        becomes: the value that it is set to; without one it is refused.
+        beside: only where this other one is more than 1.
+        title: how the option is called, if not by its name and value.
+    """
+
+    name: str
+    then: str
+    wrong: Callable[[Any], bool] = bool
+    becomes: Any = _MISSING
+    beside: str | None = None
+    title: str | None = None
+
+
+def _several(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def _given(value: Any) -> bool:
+    return value is not None
+
+
+ANYWHERE = (
+    Option("pipeline_model_parallel_size", "set pipeline_model_parallel_size to 2 or more", lambda size: size < 2,
+           title="a pipeline of one stage"),
+    Option("virtual_pipeline_model_parallel_size", "leave virtual_pipeline_model_parallel_size unset "
+           "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank); a split backward fills "
+           "bubbles too", _given, title="virtual pipelines"),
+    Option("sequence_parallel", "leave sequence_parallel off", title="sequence parallelism"),
+    Option("context_parallel_size", "set context_parallel_size to 1", _several, title="context parallelism"),
+    Option("hybrid_context_parallel", "leave it off"),
+    Option("expert_model_parallel_size", "use dense layers", _several, title="expert parallelism"),
+    Option("num_moe_experts", "use dense layers", title="experts"),
+    Option("num_experts", "use dense layers", title="experts"),
+    Option("qk_layernorm", "its gradients are summed over tensor-parallel ranks; leave one of them out",
+           beside="tensor_model_parallel_size", title="qk_layernorm with tensor parallelism"),
+    Option("use_distributed_optimizer", "a dead worker takes its share of the state along; leave "
+           "use_distributed_optimizer off, and overlap_param_gather with it", title="the distributed optimizer"),
+    *(Option(name, f"leave {name} out", title="fully sharded data parallelism")
+      for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")),
+    Option("optimizer", "use one of Megatron's plain ones (--optimizer adam or sgd)",
+           lambda name: name not in ("adam", "sgd")),
+    Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
+    Option("fp16", "its loss scale follows what other stages overflow; use bf16"),
+    Option("fp8", "scales change in forward; use bf16"),
+    Option("fp4", "scales change in forward; use bf16"),
+    Option("enable_autocast", "use bf16"),
+    Option("mtp_num_layers", "leave mtp_num_layers unset", title="multi-token prediction"),
+    Option("cuda_graph_impl", "leave them off", lambda kind: kind not in (None, "none"), title="CUDA graphs"),
+    Option("enable_cuda_graph", "leave them off", title="CUDA graphs"),
+    Option("external_cuda_graph", "leave them off", title="CUDA graphs"),
+    Option("overlap_p2p_comm", "leave it off"),
+    Option("variable_seq_lengths", "use one length for all micro-batches"),
+    Option("num_microbatches_with_partial_activation_checkpoints", "leave it unset", _given),
+    Option("fine_grained_activation_offloading", "leave it off"),
+    Option("has_cond_embedder", "their gradients cross all stages", title="conditional embedders"),
+    # What follows changes no result.
+    Option("overlap_grad_reduce", "gradients are reduced when the plan says so", becomes=False),
+    Option("defer_embedding_wgrad_compute", "the plan defers all weight gradients", becomes=False),
+    Option("check_for_large_grads", "it looks at each rank's own sums, which depend on who computes what",
+           becomes=False),
+)
+"""Options of the model, of data parallelism and of the optimizer."""
+
+OF_THE_LOOP = (
+    Option("skip_train", "nothing is trained, so that there is nothing to keep going: start it without the plugin "
+           "(torchrun, or RECYCLE_ENABLED=false)"),
+    Option("transformer_impl", "use the local implementation (--transformer-impl local)",
+           lambda kind: kind not in (None, "local"), title="Transformer Engine layers"),
+    Option("dataloader_type", "give --dataloader-type single", lambda kind: kind not in (None, "single")),
+    Option("rampup_batch_size", "leave --rampup-batch-size out"),
+    Option("decrease_batch_size_if_needed", "leave --decrease-batch-size-if-needed out"),
+    Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
+    Option("full_validation", "leave --full-validation out"),
+    Option("exit_signal_handler", "leave --exit-signal-handler out"),
+    Option("exit_duration_in_mins", "leave --exit-duration-in-mins out"),
+    Option("check_weight_hash_across_dp_replicas_interval", "leave it out; --recycle-verify-every N compares "
+           "parameters and optimizer state among the workers that are left", _given),
+    Option("save_wgrads_interval", "leave --save-wgrads-interval out", _given),
+    Option("save_dgrads_interval", "leave --save-dgrads-interval out", _given),
+    Option("qk_clip", "leave --qk-clip out"),
+    Option("log_max_attention_logit", "leave --log-max-attention-logit out"),
+    Option("dsa_indexer_loss_coeff", "leave --dsa-indexer-loss-coeff out"),
+    Option("vision_pretraining_type", "its teacher changes outside of the optimizer's step; use another type",
+           lambda kind: kind == "dino"),
+    Option("perform_rl_step", "leave --perform-rl-step out"),
+    Option("adlr_autoresume", "leave --adlr-autoresume out"),
+    Option("inprocess_restart", "leave --inprocess-restart out: this plugin does that"),
+    Option("enable_ft_package", "leave --enable-ft-package out: this plugin does that"),
+    Option("error_injection_rate", "leave --error-injection-rate out: it tries re-runs, which are off"),
+    Option("rerun_mode", "leave it out: iterations are not run twice to compare them",
+           lambda mode: mode == "report_determinism_stats"),
+    # What follows changes no result.
+    Option("rerun_mode", "a re-run inside the loop would repeat a committed step", lambda mode: mode != "disabled",
+           "disabled"),
+    Option("async_save", "its end is agreed upon by all ranks in later iterations; checkpoints are written at once",
+           becomes=False),
+    Option("log_params_norm", "it is summed over ranks that may be gone", becomes=False),
+    Option("log_energy", "it is summed over ranks that may be gone", becomes=False),
+    Option("log_straggler", "it gathers from ranks that may be gone; slow workers are reported by the plugin",
+           becomes=False),
+    Option("distributed_timeout_seconds_after_init", "groups come and go with failures; --recycle-transport-timeout is "
+           "their limit", _given, None),
+)
+"""Options of Megatron-LM's training loop."""
+
+
+def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str], list[str]]:
+    """Judge ``settings`` (objects with options as attributes), and set in them what is to be set otherwise.
+
+    Returns:
+        What is refused, and what was set otherwise: a line each, once.
+    """
+    refused: dict[str, None] = {}
+    changed: dict[str, None] = {}
+    for option in options:
+        for holder in settings:
+            value = getattr(holder, option.name, _MISSING)
+            if value is _MISSING or not option.wrong(value) or not _applies(option, settings):
+                continue
+            if option.becomes is _MISSING:
+                refused[f"{option.title or _named(option.name, value)}: {option.then}"] = None
+                continue
+            setattr(holder, option.name, option.becomes)
+            changed[f"{_named(option.name, value)} is off under recycle: {option.then}"] = None
+    return list(refused), list(changed)
+
+
+def message(refused: Sequence[str]) -> str:
+    """What a user is told who wants all of this."""
+    return ("megatron-recycle does not support this configuration yet:\n- " + "\n- ".join(refused)
+            + "\nTo train without the plugin leave --recycle out (or set RECYCLE_ENABLED=false).")
+
+
+def _applies(option: Option, settings: Sequence[Any]) -> bool:
+    return option.beside is None or any(_several(getattr(holder, option.beside, None)) for holder in settings)
+
+
+def _named(name: str, value: Any) -> str:
+    return name if value is True else f"{name} {value}"
