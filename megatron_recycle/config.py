@@ -81,11 +81,6 @@ class RecycleConfig:
         "global: over all stages",
         choices=("stock", "global"),
     )
-    redo: str = _option(
-        "iteration",
-        "what is computed again of an iteration that a failure interrupted; iteration: all of it",
-        choices=("iteration",),
-    )
     cap: int | None = _option(
         None,
         "most micro-batches whose activations a worker keeps at a time; auto: twice the number of stages, or as many "

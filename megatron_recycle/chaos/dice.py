@@ -47,7 +47,8 @@ class Dice:
         brief = kind == "freeze" and self._draw.random() < 0.5
         if not brief:
             self._hit.add(worker)
-        return Order(kind, (worker,), self._moment(), seconds=round(self._draw.uniform(0.1, 1.0), 2) if brief else None)
+        seconds = round(self._draw.uniform(0.1, 1.0), 2) if brief else None
+        return Order(kind, (worker,), self._moment(worker), seconds=seconds)
 
     def victims(self, job: TargetJob) -> list[str]:
         """Workers that may be hit."""
@@ -56,8 +57,11 @@ class Dice:
         stages = [worker.partition(":")[2] for worker in live]
         return [worker for worker in live if stages.count(worker.partition(":")[2]) > 1]
 
-    def _moment(self) -> Moment:
+    def _moment(self, worker: str) -> Moment:
         if not self._observed:
             return Moment()
         phase = self._draw.choice(_PHASES)
-        return Moment(phase=phase, nth=self._draw.randrange(_TIMES.get(phase, 1)))
+        times = _TIMES.get(phase, 1)
+        if phase == "weight" and worker.endswith(":0"):
+            times = 1  # the backwards that follow may be full ones
+        return Moment(phase=phase, nth=self._draw.randrange(times))

@@ -11,7 +11,8 @@ from typing import NoReturn
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Worker
 
-PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "recovering", "joining")
+PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "boundary",
+          "recovering", "joining")
 """What an observer is told of (`runtime.interpreter.Observer`)."""
 ACTS = ("kill", "freeze", "thaw", "stall", "slow", "coordinator", "partition", "heal")
 

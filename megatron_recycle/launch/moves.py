@@ -15,15 +15,7 @@ def moves_of(problem: Problem, description: Mapping[str, Any]) -> dict[str, str]
     The description's `move_cost` and `horizon` are the planner's prices, in iterations.
     """
     prices = Prices(float(description.get("move_cost", 1.0)), float(description.get("horizon", 100.0)))
-    found: dict[str, str] = {}
-    empty = set(problem.failed)
-    for mover, stage in sorted(normalise(problem, prices).stage_of.items()):
-        # Away from its own pipeline, so that what is missing lies in few pipelines.
-        to = min((worker for worker in empty if worker.stage == stage),
-                 key=lambda worker: (worker.pipeline == mover.pipeline, worker))
-        empty.discard(to)
-        found[str(mover)] = str(to)
-    return found
+    return {str(mover): str(to) for mover, to in normalise(problem, prices).items()}
 
 
 class Starts:

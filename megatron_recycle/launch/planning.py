@@ -48,6 +48,7 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
         block=description.get("block") or 0,
         tied=tuple(tuple(group) for group in description.get("tied", ())),
         split_backward=description.get("split_backward", True),
+        full_backward=tuple(description.get("full_backward", ())),
         objective=description.get("objective", "period"),
     )
 

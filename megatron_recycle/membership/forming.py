@@ -22,6 +22,9 @@ from megatron_recycle.membership.state import (
 from megatron_recycle.membership.table import put
 from megatron_recycle.plan.grid import Grid
 
+OWN = ("model", "full_backward")
+"""What of its description a process needs to have in common with those that hold the same model, not with others."""
+
 
 def hello(state: State, member: Member, now: float) -> Step:
     """A process presents itself for the first time, or again after it lost its connection."""
@@ -49,7 +52,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     samples = list(state.samples.values())[:1] + [other for kind, other in state.samples.items() if kind == key]
     for other in samples:
         alike = model_key(other) == key
-        if found := difference(state.descriptions[other], happened.description, *(() if alike else ("model",))):
+        if found := difference(state.descriptions[other], happened.description, *(() if alike else OWN)):
             name, ours, theirs = found
             text = (
                 f"worker {other} has {name} = {ours} but worker {member.worker} has {theirs}: give all "
@@ -81,8 +84,13 @@ def model_key(name: str) -> str:
 
 def _form(state: State, now: float) -> Step:
     """All workers are ready: generation 1."""
-    models = {model_key(name): told["model"] for name, told in state.descriptions.items() if "model" in told}
-    description = {key: value for key, value in next(iter(state.descriptions.values())).items() if key != "model"}
+    models = {model_key(name): {key: told[key] for key in OWN if key in told}
+              for name, told in state.descriptions.items()}
+    description = {key: value for key, value in next(iter(state.descriptions.values())).items() if key not in OWN}
+    split = {Process.parse(name).worker.stage for name, told in state.descriptions.items()
+             if not told.get("full_backward")}
+    if full := [stage for stage in range(description["grid"]["stages"]) if stage not in split]:
+        description["full_backward"] = full  # the planner's: stages, all of whose processes may run B and W in one
     grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
     parts = description.get("parts", 1)
     wanted = {str(Process(worker, part)) for worker in grid.workers()

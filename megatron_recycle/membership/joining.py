@@ -90,8 +90,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
 
 def _description(state: State, member: Member) -> dict[str, Any]:
     """What the joiner must say of the job."""
-    model = state.models.get(forming.model_key(member.worker))
-    return {**(state.description or {}), **({} if model is None else {"model": model})}
+    return {**(state.description or {}), **state.models.get(forming.model_key(member.worker), {})}
 
 
 def lost(state: State, incarnation: str, kind: str, now: float) -> Step:

@@ -56,12 +56,11 @@ class Stop:
 RESTART = "Restart the job from its last checkpoint with the same command."
 
 
-def by_stage(stages: int, members: Iterable[str], stage_of: Mapping[str, int] | None = None) -> list[list[str]]:
+def by_stage(stages: int, members: Iterable[str]) -> list[list[str]]:
     """The processes of each stage, in worker order."""
-    moved = stage_of or {}
     found: list[list[str]] = [[] for _ in range(stages)]
     for name in in_order(members):
-        found[moved.get(name, Process.parse(name).worker.stage)].append(name)
+        found[Process.parse(name).worker.stage].append(name)
     return found
 
 
@@ -77,7 +76,6 @@ def decide(
     reports: Mapping[str, Report],
     *,
     announced: tuple[int, int] | None = None,
-    stage_of: Mapping[str, int] | None = None,
 ) -> Resume | Stop:
     """The resume point of a generation.
 
@@ -86,7 +84,7 @@ def decide(
     `announced` is the (next, attempt) of the last generation that was told to go: an attempt may have been
     announced without any survivor having begun it, and attempts only grow.
     """
-    peers = by_stage(stages, members, stage_of)
+    peers = by_stage(stages, members)
     for stage, workers in enumerate(peers):
         if not workers:
             return Stop(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")

@@ -96,8 +96,8 @@ class State:
     """Members that stand at the boundary, and since when."""
     stood_since: float | None = None
     """When the first member began to wait for those that came in with this generation."""
-    models: Mapping[str, str] = field(default_factory=dict)
-    """What the processes of a stage must have alike, by the stage's number."""
+    models: Mapping[str, Message] = field(default_factory=dict)
+    """What the processes of a stage must have alike (`forming.OWN`), by the stage's number."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank of every name of the grid."""
     gone: frozenset[int] = frozenset()

@@ -23,25 +23,6 @@ from megatron_recycle.observe.disk import of_disk
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.observe.text import one_line
 
-EVENTS = (
-    "started",
-    "suspected",
-    "decided",
-    "stopped",
-    "planned",
-    "rebuilt",
-    "reconciled",
-    "resumed",
-    "committed",
-    "joined",
-    "left",
-    "finished",
-)
-"""The events of a job's life, in the order in which a failure produces them; callers may add others."""
-
-KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move")
-"""Values of `kind`: how a worker failed or left."""
-
 _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")
 
 

@@ -1,6 +1,6 @@
 """Pictures of plans: one row per worker, time from left to right, as the replay runs them from a cold start.
 
-Forward, input-gradient and weight-gradient work and the step have a colour each; work done for another
+Forward, input-gradient and weight-gradient work, full backwards and the step have a colour each; work done for another
 pipeline (a guest) is hatched; failed workers are grey rows. Small grids carry the micro-batch numbers inside
 the boxes, large ones are drawn smaller and without. Matplotlib is loaded when something is drawn.
 """
@@ -18,8 +18,9 @@ from megatron_recycle.plan import Plan, Timeline, Worker, replay
 
 FORMATS = (".png", ".svg", ".pdf")
 
-COLOURS = {"F": "#6baed6", "B": "#fd9a44", "W": "#84c77f", "S": "#3b3b3b"}
-NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient", "S": "reduce and step"}
+COLOURS = {"F": "#6baed6", "B": "#fd9a44", "W": "#84c77f", "FB": "#e3c24d", "S": "#3b3b3b"}
+NAMES = {"F": "forward", "B": "input gradient", "W": "weight gradient", "FB": "both gradients in one",
+         "S": "reduce and step"}
 FAILED = "#bdbdbd"
 
 _WIDTH = 13.0  # inches of a picture
@@ -118,7 +119,7 @@ def _panel(axis: Any, plan: Plan, timeline: Timeline, title: str, span: int, hei
         axis.axhline(first * plan.problem.grid.stages - 0.5, color="#888888", lw=0.5)
     large = len(workers) >= _LARGE
     named = [worker for worker in workers if not large or worker.stage == 0 or worker in failed]
-    axis.set_yticks([row[worker] for worker in named], [_label(plan, worker) for worker in named])
+    axis.set_yticks([row[worker] for worker in named], [str(worker) for worker in named])
     axis.tick_params(axis="y", labelsize=6 if large else 9)
     axis.set_ylim(len(workers) - 0.5, -0.5)
     axis.set_xlim(0, span * 1.01)
@@ -173,11 +174,6 @@ def _numbers(
             )
 
 
-def _label(plan: Plan, worker: Worker) -> str:
-    stage = plan.problem.stage(worker)
-    return str(worker) if stage == worker.stage else f"{worker} at {stage}"
-
-
 def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
     grid = plan.problem.grid
     counts = sorted(set(grid.microbatches))
@@ -198,9 +194,10 @@ def _legend(figure: Any, plans: Iterable[Plan]) -> None:
     from matplotlib.patches import Patch
 
     known = list(plans)
-    kinds = "FBWS" if any(plan.problem.split_backward for plan in known) else "FBS"
+    listed = {action.kind for plan in known for actions in plan.workers.values() for action in actions}
+    kinds = [kind for kind in NAMES if kind in listed]
     handles = [Patch(facecolor=COLOURS[kind], label=f"{kind}  {NAMES[kind]}") for kind in kinds]
-    if any(plan.problem.failed or plan.problem.stage_of for plan in known):
+    if any(plan.problem.failed for plan in known):
         handles.append(
             Patch(facecolor="white", edgecolor="#303030", hatch="/////", label="guest (of another pipeline)")
         )

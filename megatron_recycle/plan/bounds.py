@@ -59,10 +59,11 @@ class _Crew(NamedTuple):
 
 
 def _crew(problem: Problem, worker: Worker, trip: int) -> _Crew:
-    stage, cap = problem.stage(worker), problem.cap.get(worker)
+    stage, cap = worker.stage, problem.cap.get(worker)
     before, after = problem.before_b[stage], problem.after_b[stage] if problem.split_backward else 0
     f, b, w = (problem.duration(kind, worker) for kind in "FBW")
-    return _Crew(f, b, w, trip, before * (f + trip + b) + after * w,
+    during_w = min(before, after) if stage in problem.full_backward else after
+    return _Crew(f, b, w, trip, before * (f + trip + b) + during_w * w,
                  None if cap is None or before == 0 else cap // before,
                  None if cap is None or after == 0 else cap // after, cap)
 

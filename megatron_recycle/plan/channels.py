@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .action import PASSES_ON
 from .grid import Worker
 from .plan import Plan
 
@@ -26,30 +27,30 @@ Channels = Mapping[tuple[Worker, Worker], tuple[Message, ...]]
 
 def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
     """For each ordered pair of workers that talk, its messages in the sender's listed order."""
-    route, problem = plan._route, plan.problem
+    route = plan._route
     found: dict[tuple[Worker, Worker], list[Message]] = {}
     for worker, actions in sorted(plan.workers.items()):
-        stage = problem.stage(worker)
         for kind, d, m in actions:
-            to = route.get((d, m, stage + 1 if kind == "F" else stage - 1)) if kind in "FB" else None
-            if to is not None and to != worker:
-                found.setdefault((worker, to), []).append(Message(kind, d, m))
+            passed = PASSES_ON.get(kind)
+            to = route.get((d, m, worker.stage + (1 if passed == "F" else -1))) if passed else None
+            if passed and to is not None and to != worker:
+                found.setdefault((worker, to), []).append(Message(passed, d, m))
     return {pair: tuple(messages) for pair, messages in found.items()}
 
 
 def read_by(plan: Plan, me: Worker) -> dict[Message, tuple[Message, ...]]:
     """For activations that ``me`` receives, the gradients it has sent that their sender must have read before it could
     send them."""
-    route, stage = plan._route, plan.problem.stage(me)
+    route, stage = plan._route, me.stage
     found: dict[Message, tuple[Message, ...]] = {}
     for worker, actions in plan.workers.items():
-        if plan.problem.stage(worker) != stage - 1:
+        if worker.stage != stage - 1:
             continue
         unanswered: list[Message] = []
         for kind, d, m in actions:
-            if kind not in "FB" or route.get((d, m, stage)) != me:
+            if kind not in PASSES_ON or route.get((d, m, stage)) != me:
                 continue
-            if kind == "B":
+            if kind != "F":
                 unanswered.append(Message("B", d, m))
             else:
                 found[Message("F", d, m)] = tuple(unanswered)
@@ -66,17 +67,18 @@ def buffers(plan: Plan) -> dict[tuple[Worker, Worker], int]:
     talk = channels(plan)
     needed: dict[tuple[Worker, Worker], int] = {}
     rank = {pair: {message: i for i, message in enumerate(messages)} for pair, messages in talk.items()}
-    stage_of, route = plan.problem.stage, plan._route
+    route = plan._route
     for worker, actions in plan.workers.items():
-        stage = stage_of(worker)
+        stage = worker.stage
         posted: dict[tuple[Worker, Worker], int] = {}
         used: dict[tuple[Worker, Worker], int] = {}
         for kind, d, m in actions:
-            source = route.get((d, m, stage - 1 if kind == "F" else stage + 1)) if kind in "FB" else None
-            if source is None or (source, worker) not in talk:
+            read = PASSES_ON.get(kind)
+            source = route.get((d, m, stage + (-1 if read == "F" else 1))) if read else None
+            if not read or source is None or (source, worker) not in talk:
                 continue
             pair = (source, worker)
-            posted[pair] = max(posted.get(pair, 0), rank[pair][Message(kind, d, m)] + 1)
+            posted[pair] = max(posted.get(pair, 0), rank[pair][Message(read, d, m)] + 1)
             needed[pair] = max(needed.get(pair, 0), posted[pair] - used.get(pair, 0))
             used[pair] = used.get(pair, 0) + 1
     return needed

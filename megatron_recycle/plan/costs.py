@@ -81,14 +81,16 @@ class Costs:
         """Number of stages these costs describe."""
         return len(self.forward)
 
-    def duration(self, kind: str, worker: Worker, stage: int | None = None, split: bool = True) -> int:
+    def duration(self, kind: str, worker: Worker, split: bool = True) -> int:
         """Time of an action of ``kind`` on ``worker``, ``ceil(cost x speed)``; ``S`` takes ``step`` as it is.
 
-        ``stage`` is where the worker works now (default: its home). Without ``split`` a ``B`` costs both
-        halves of the backward and a ``W`` nothing. The factor is taken as the decimal it prints as, so that
-        20 x 1.1 is 22.
+        Without ``split`` a ``B`` costs both halves of the backward and a ``W`` nothing. A ``FB`` takes as long as its
+        ``B`` and its ``W`` one after the other. The factor is taken as the decimal it prints as, so that 20 x 1.1 is
+        22.
         """
-        at = worker.stage if stage is None else stage
+        at = worker.stage
+        if kind == "FB":
+            return self.duration("B", worker, split) + self.duration("W", worker, split)
         if kind == "S":
             return self.step[at]
         if kind == "F":

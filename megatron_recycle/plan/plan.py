@@ -7,8 +7,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,16 @@ from .errors import PlanError
 from .grid import Worker
 from .problem import Problem
 
-FORMAT, VERSION = "recycle-plan", 1
+FORMAT, VERSION = "recycle-plan", 2
 SOURCES = ("1f1b", "greedy", "portfolio", "cpsat", "drop")
-_DIGESTED = ("grid", "failed", "stage_of", "costs", "cap", "held", "block", "tied", "split_backward",
-             "workers")
+_DIGESTED = ("grid", "failed", "costs", "cap", "held", "block", "tied", "split_backward", "full_backward", "workers")
+_DIGESTED_1 = (*(name for name in _DIGESTED if name != "full_backward"), "stage_of")
+"""Of version 1, in which ``stage_of`` had to be empty."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Version 1 of the plan file. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
+    """Version 2 of the plan file. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
 
     ``stats`` says how the plan was made and is no part of the digest. ``stated`` is the digest a file came
     with, or "" for a plan made here; validate.violations compares it with ``digest``.
@@ -54,7 +55,7 @@ class Plan:
 
     @cached_property
     def _route(self) -> dict[tuple[int, int, int], Worker]:
-        return {(action.pipeline, action.microbatch, self.problem.stage(worker)): worker
+        return {(action.pipeline, action.microbatch, worker.stage): worker
                 for worker, actions in self.workers.items() for action in actions if action.kind == "F"}
 
     def route(self) -> dict[tuple[int, int, int], Worker]:
@@ -73,10 +74,9 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """``sha256:`` and the SHA-256 of the sorted-key, space-free JSON of the digested parts."""
-        body = self._content()
-        text = json.dumps({name: body[name] for name in _DIGESTED}, sort_keys=True, separators=(",", ":"))
-        return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+        """``sha256:`` and the SHA-256 of the sorted-key, space-free JSON of grid, failed, costs, cap, held, block,
+        tied, split_backward, full_backward and workers."""
+        return _digest_of(self._content(), _DIGESTED)
 
     def _content(self) -> dict[str, Any]:
         named: dict[Action, str] = {}
@@ -97,12 +97,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Any) -> Plan:
-        """Read a plan file's JSON. Raises PlanError when malformed; whether it is legal is for validate to
-        say."""
+        """Read a plan file's JSON, of this version or of version 1. Raises PlanError when malformed; whether it is
+        legal is for validate to say."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise PlanError(f"plan file: format must be {FORMAT!r}")
-        if value.get("version") != VERSION:
-            raise PlanError(f"plan file: version {value.get('version')!r} is not {VERSION}")
+        version = value.get("version")
+        if version not in (1, VERSION):
+            raise PlanError(f"plan file: version {version!r} is neither 1 nor {VERSION}")
         problem = Problem.from_json(value)
         listed = value.get("workers")
         if not isinstance(listed, dict):
@@ -129,7 +130,10 @@ class Plan:
         stated = value.get("digest", "")
         if not isinstance(stated, str):
             raise PlanError("plan file: digest must be a string")
-        return cls(problem=problem, workers=workers, source=source, stats=stats, stated=stated, **numbers)
+        plan = cls(problem=problem, workers=workers, source=source, stats=stats, stated=stated, **numbers)
+        if version == 1 and stated == _digest_of({**plan._content(), "stage_of": {}}, _DIGESTED_1):
+            return replace(plan, stated=plan.digest)
+        return plan
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -147,3 +151,8 @@ class Plan:
         aside = target.with_name(target.name + f".{os.getpid()}.tmp")
         aside.write_text(json.dumps(self.to_json(), separators=(", ", ": ")) + "\n", encoding="utf-8")
         os.replace(aside, target)
+
+
+def _digest_of(content: Mapping[str, Any], names: Sequence[str]) -> str:
+    text = json.dumps({name: content[name] for name in names}, sort_keys=True, separators=(",", ":"))
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -23,28 +23,28 @@ def _count(value: Any, what: str, least: int = 0) -> int:
 class Problem:
     """A membership of a grid with its costs and rules.
 
-    ``failed``: workers that are out. ``stage_of``: workers moved away from their home stage, with the stage
-    they work at now. ``cap``: most memory units a worker may hold (a worker not named has no cap).
+    ``failed``: workers that are out. ``cap``: most memory units a worker may hold (a worker not named has no cap).
     ``before_b``/``after_b``: units a micro-batch weighs per stage from F's start to B's end, and from there
     to W's end. ``block``: micro-batches per block of the exact reduction, 0 for none. ``tied``: groups of
-    stages that step together. Raises PlanError.
+    stages that step together. ``full_backward``: stages whose workers may run B and W in one (FB). Raises PlanError.
     """
 
     grid: Grid
     costs: Costs
     failed: tuple[Worker, ...] = ()
-    stage_of: Mapping[Worker, int] = field(default_factory=dict)
     cap: Mapping[Worker, int] = field(default_factory=dict)
     before_b: tuple[int, ...] = ()
     after_b: tuple[int, ...] = ()
     block: int = 0
     tied: tuple[tuple[int, ...], ...] = ()
     split_backward: bool = True
+    full_backward: tuple[int, ...] = ()
     objective: str = "period"
 
     def __post_init__(self) -> None:
         stages = self.grid.stages
         object.__setattr__(self, "failed", tuple(sorted(set(self.failed))))
+        object.__setattr__(self, "full_backward", tuple(sorted(set(self.full_backward))))
         for name in ("before_b", "after_b"):
             if not getattr(self, name):
                 object.__setattr__(self, name, (1,) * stages)
@@ -54,20 +54,19 @@ class Problem:
                 _count(value, f"held: {name}")
         if self.costs.stages != stages:
             raise PlanError(f"costs: {self.costs.stages} stages are given, the grid has {stages}")
-        for what, workers in (("failed", self.failed), ("stage_of", self.stage_of), ("cap", self.cap),
-                              ("costs: speed", self.costs.speed)):
+        for what, workers in (("failed", self.failed), ("cap", self.cap), ("costs: speed", self.costs.speed)):
             for worker in workers:
                 if worker not in self.grid:
                     raise PlanError(f"{what}: worker {worker} is outside the grid of"
                                     f" {self.grid.pipelines} pipelines and {stages} stages")
-        for worker, stage in self.stage_of.items():
-            if _count(stage, f"stage_of: {worker}") >= stages:
-                raise PlanError(f"stage_of: worker {worker} is moved to stage {stage}, the grid has {stages}")
         for worker, cap in self.cap.items():
             _count(cap, f"cap: worker {worker}'s cap", least=1)
         _count(self.block, "block")
         if self.objective not in OBJECTIVES:
             raise PlanError(f"objective {self.objective!r} is neither period nor makespan")
+        for stage in self.full_backward:
+            if _count(stage, "full_backward: a stage") >= stages:
+                raise PlanError(f"full_backward: stage {stage} is outside the grid of {stages} stages")
         seen: set[int] = set()
         for group in self.tied:
             for stage in group:
@@ -75,17 +74,10 @@ class Problem:
                     raise PlanError(f"tied: stage {stage} is outside the grid or tied twice")
                 seen.add(stage)
 
-    def stage(self, worker: Worker) -> int:
-        """The stage ``worker`` works at now."""
-        return self.stage_of.get(worker, worker.stage)
-
     def live(self, stage: int) -> tuple[Worker, ...]:
-        """The live workers of ``stage``, moved ones included, in order."""
+        """The live workers of ``stage``, in order."""
         out = set(self.failed)
-        moved = self.stage_of
-        if not moved:
-            return tuple(w for w in (Worker(d, stage) for d in range(self.grid.pipelines)) if w not in out)
-        return tuple(w for w in self.grid.workers() if w not in out and moved.get(w, w.stage) == stage)
+        return tuple(w for w in (Worker(d, stage) for d in range(self.grid.pipelines)) if w not in out)
 
     def live_workers(self) -> tuple[Worker, ...]:
         """Every live worker, in order."""
@@ -93,8 +85,8 @@ class Problem:
         return tuple(w for w in self.grid.workers() if w not in out)
 
     def duration(self, kind: str, worker: Worker) -> int:
-        """Time of an action of ``kind`` on ``worker`` at the stage it works at now."""
-        return self.costs.duration(kind, worker, self.stage(worker), self.split_backward)
+        """Time of an action of ``kind`` on ``worker``."""
+        return self.costs.duration(kind, worker, self.split_backward)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Stages that step together: the tied groups, every other stage alone, ordered by their first
@@ -123,44 +115,45 @@ class Problem:
     def fits(self, worker: Worker) -> bool:
         """Whether the worker's cap lets it hold one micro-batch."""
         cap = self.cap.get(worker)
-        return cap is None or self.weight(self.stage(worker)) <= cap
+        return cap is None or self.weight(worker.stage) <= cap
 
     def without(self, workers: Iterable[Worker]) -> Problem:
         """The same problem with ``workers`` failed as well."""
-        gone = set(workers)
-        return replace(self, failed=tuple({*self.failed, *gone}),
-                       stage_of={w: s for w, s in self.stage_of.items() if w not in gone})
+        return replace(self, failed=(*self.failed, *workers))
 
     def to_json(self) -> dict[str, Any]:
         """Everything of the plan file's digest but ``workers``, and ``objective``."""
         return {"grid": {"stages": self.grid.stages, "microbatches": list(self.grid.microbatches)},
                 "failed": [str(w) for w in self.failed],
-                "stage_of": {str(w): s for w, s in sorted(self.stage_of.items())},
                 "costs": self.costs.to_json(),
                 "cap": {str(w): c for w, c in sorted(self.cap.items())},
                 "held": {"before_b": list(self.before_b), "after_b": list(self.after_b)},
                 "block": self.block, "tied": [list(group) for group in self.tied],
-                "split_backward": self.split_backward, "objective": self.objective}
+                "split_backward": self.split_backward, "full_backward": list(self.full_backward),
+                "objective": self.objective}
 
     @classmethod
     def from_json(cls, value: Any) -> Problem:
-        """Read what to_json wrote, or a whole plan file (the rest is left alone). Raises PlanError."""
+        """Read what to_json wrote, or a whole plan file of any version (the rest is left alone). Raises PlanError."""
         if not isinstance(value, dict):
             raise PlanError("an object is needed at the top of a plan file")
         grid = _member(value, "grid", dict)
         held = _member(value, "held", dict, {})
         split = _member(value, "split_backward", bool, True)
+        if moved := _member(value, "stage_of", dict, {}):
+            raise PlanError(f"stage_of: worker {min(moved)} is moved to another stage, which no job has ever done; name"
+                            " the position that its process takes instead, and its own among the failed")
         return cls(
             grid=Grid(grid.get("stages", 0), tuple(_member(grid, "microbatches", list))),
             costs=Costs.from_json(_member(value, "costs", dict)),
             failed=tuple(Worker.parse(w) for w in _member(value, "failed", list, [])),
-            stage_of={Worker.parse(w): s for w, s in _member(value, "stage_of", dict, {}).items()},
             cap={Worker.parse(w): c for w, c in _member(value, "cap", dict, {}).items()},
             before_b=tuple(_member(held, "before_b", list, [])),
             after_b=tuple(_member(held, "after_b", list, [])),
             block=value.get("block", 0),
             tied=_tied(_member(value, "tied", list, [])),
             split_backward=split,
+            full_backward=tuple(_member(value, "full_backward", list, [])),
             objective=value.get("objective", "period"))
 
 

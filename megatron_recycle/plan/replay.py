@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from .action import Action
+from .action import PASSES_ON, Action
 from .cycles import cycle_mean
 from .errors import DeadlockError
 from .grid import Worker
@@ -43,11 +43,6 @@ class Timeline:
         """When ``action`` ends on ``worker``."""
         return self._index[worker, action][1]
 
-    def idle(self, worker: Worker) -> int:
-        """Time the worker waits between its first action's start and its last action's end."""
-        spans = self.times[worker]
-        return spans[-1][1] - spans[0][0] - sum(end - start for start, end in spans)
-
 
 @dataclass(frozen=True)
 class _Network:
@@ -69,8 +64,8 @@ def replay(plan: Plan) -> Timeline:
     network = _order(problem, names, orders)
     groups = problem.groups()
     group_of_stage = {stage: g for g, group in enumerate(groups) for stage in group}
-    group = [group_of_stage[problem.stage(name)] for name in names]
-    step = [problem.costs.step[problem.stage(name)] for name in names]
+    group = [group_of_stage[name.stage] for name in names]
+    step = [problem.costs.step[name.stage] for name in names]
     starts, ends = _times(network, len(names), group, step, [0] * len(names), 1)
     spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(order) for order in orders]
     for i, owner in enumerate(network.owner):
@@ -86,7 +81,7 @@ def replay(plan: Plan) -> Timeline:
 
 def peak(problem: Problem, worker: Worker, actions: Sequence[Action]) -> int:
     """Most memory units ``worker`` holds when it runs ``actions`` in order."""
-    stage = problem.stage(worker)
+    stage = worker.stage
     before, after = problem.before_b[stage], problem.after_b[stage] if problem.split_backward else 0
     held = most = 0
     for action in actions:
@@ -96,6 +91,8 @@ def peak(problem: Problem, worker: Worker, actions: Sequence[Action]) -> int:
             held += after - before
         elif action.kind == "W":
             held -= after
+        elif action.kind == "FB":
+            held -= before
         most = max(most, held)
     return most
 
@@ -103,8 +100,8 @@ def peak(problem: Problem, worker: Worker, actions: Sequence[Action]) -> int:
 def _order(problem: Problem, names: Sequence[Worker], orders: Sequence[tuple[Action, ...]]) -> _Network:
     """Sort all actions so that each comes after what it needs. Raises DeadlockError."""
     last, hop = problem.grid.stages - 1, problem.costs.hop
-    stages = [problem.stage(name) for name in names]
-    durations = [{kind: problem.duration(kind, name) for kind in "FBW"} for name in names]
+    stages = [name.stage for name in names]
+    durations = [{kind: problem.duration(kind, name) for kind in ("F", "B", "W", "FB")} for name in names]
     network = _Network([], [], [], [], [], [])
     node: dict[tuple[str, int, int, int], int] = {}
     waiting: dict[tuple[str, int, int, int], list[int]] = {}
@@ -134,14 +131,14 @@ def _order(problem: Problem, names: Sequence[Worker], orders: Sequence[tuple[Act
                 break
             if kind == "F" and stage > 0:
                 key, lag = ("F", d, m, stage - 1), hop
-            elif kind == "B":
+            elif kind in ("B", "FB"):
                 key, lag = (("B", d, m, stage + 1), hop) if stage < last else (("F", d, m, stage), 0)
             elif kind == "W":
                 key = ("B", d, m, stage)
             if key is not None and key not in node:
                 waiting.setdefault(key, []).append(w)
                 break
-            own = (kind, d, m, stage)
+            own = (PASSES_ON.get(kind, kind), d, m, stage)  # whoever waits for a B waits for the end of a FB
             node[own] = len(network.owner)
             _append(network, w, pointer, previous, -1 if key is None else node[key], lag, durations[w][kind])
             work.extend(waiting.pop(own, ()))

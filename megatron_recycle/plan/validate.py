@@ -13,6 +13,7 @@ from .replay import replay
 
 #: the most violations of one rule that are spelled out
 SHOWN = 20
+_HALVES = {"FB": ("B", "W")}
 
 
 def violations(plan: Plan) -> list[str]:
@@ -21,7 +22,7 @@ def violations(plan: Plan) -> list[str]:
     Also checks what the file states about itself: period, makespan, bound and digest.
     """
     found: list[str] = []
-    for rule in (_membership, _once, _steps, _local_order, _memory, _blocks):
+    for rule in (_membership, _once, _full, _steps, _local_order, _memory, _blocks):
         count = 0
         for count, text in enumerate(rule(plan), 1):
             if count <= SHOWN:
@@ -72,17 +73,19 @@ def _once(plan: Plan) -> Iterator[str]:
     for worker, actions in sorted(plan.workers.items()):
         if worker not in grid:
             continue
-        stage = problem.stage(worker)
+        stage = worker.stage
         for action in actions:
             if action.kind == "S":
                 continue
-            if action.kind not in kinds:
+            halves = _HALVES.get(action.kind, (action.kind,))
+            if halves[-1] not in kinds:
                 yield f"once: {action} of worker {worker}, but this plan does not split the backward"
             elif not (0 <= action.pipeline < grid.pipelines
                       and 0 <= action.microbatch < grid.microbatches[action.pipeline]):
                 yield f"once: {action} of worker {worker} is outside the grid"
             else:
-                where.setdefault((action.kind, action.pipeline, action.microbatch, stage), []).append(worker)
+                for kind in halves:
+                    where.setdefault((kind, action.pipeline, action.microbatch, stage), []).append(worker)
     for d, m in grid.items():
         for stage in range(grid.stages):
             homes = set()
@@ -99,6 +102,17 @@ def _once(plan: Plan) -> Iterator[str]:
                        f" {' and '.join(str(w) for w in sorted(homes))} at stage {stage}")
 
 
+def _full(plan: Plan) -> Iterator[str]:
+    for worker, actions in sorted(plan.workers.items()):
+        split = False  # some micro-batch of this worker: its sums are there then, and B and W are measured apart
+        for action in actions:
+            split = split or action.kind == "W"
+            if action.kind == "FB" and worker.stage not in plan.problem.full_backward:
+                yield f"full: {action} of worker {worker}, but workers of stage {worker.stage} run B and W apart"
+            elif action.kind == "FB" and not split:
+                yield f"full: {action} of worker {worker} comes before any W; a worker's first backward is split"
+
+
 def _steps(plan: Plan) -> Iterator[str]:
     for worker, actions in sorted(plan.workers.items()):
         count = sum(1 for action in actions if action.kind == "S")
@@ -109,7 +123,7 @@ def _steps(plan: Plan) -> Iterator[str]:
 
 
 def _local_order(plan: Plan) -> Iterator[str]:
-    needs = {"B": "F", "W": "B"}
+    needs = {"B": "F", "W": "B", "FB": "F"}
     for worker, actions in sorted(plan.workers.items()):
         seen: set[Action] = set()
         for action in actions:
@@ -125,7 +139,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         cap = problem.cap.get(worker)
         if cap is None or worker not in problem.grid:
             continue
-        stage = problem.stage(worker)
+        stage = worker.stage
         before, after = problem.before_b[stage], problem.after_b[stage]
         held: dict[tuple[int, int], int] = {}
         total = 0
@@ -135,7 +149,7 @@ def _memory(plan: Plan) -> Iterator[str]:
                 weight = before
             elif action.kind == "B" and problem.split_backward:
                 weight = after
-            elif action.kind in "BW":
+            elif action.kind in ("B", "W", "FB"):
                 weight = 0
             else:
                 continue
@@ -153,13 +167,15 @@ def _blocks(plan: Plan) -> Iterator[str]:
         return
     home: dict[tuple[int, int, int], Worker] = {}
     for worker, actions in sorted(plan.workers.items()):
-        stage = problem.stage(worker) if worker in problem.grid else -1
+        stage = worker.stage
         latest: dict[tuple[str, int], int] = {}
-        for kind, d, m in actions:
-            if kind not in "BW":
+        halves = ((action, kind) for action in actions for kind in _HALVES.get(action.kind, (action.kind,)))
+        for action, kind in halves:
+            _, d, m = action
+            if kind not in ("B", "W"):
                 continue
             if latest.get((kind, d), -1) > m:
-                yield (f"block: {kind}{d}.{m} of worker {worker} comes after {kind}{d}.{latest[kind, d]};"
+                yield (f"block: {action} of worker {worker} comes after {kind}{d}.{latest[kind, d]};"
                        " micro-batch order is needed")
             latest[kind, d] = max(m, latest.get((kind, d), -1))
             if kind == "B" and home.setdefault((d, m // block, stage), worker) != worker:

@@ -1,5 +1,4 @@
-"""Plans remembered by canonical problem, in memory and (if asked for) on disk, and what to plan ahead of
-failures."""
+"""Plans remembered by canonical problem, and what to plan ahead of failures."""
 
 from __future__ import annotations
 
@@ -8,69 +7,41 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
-from ..plan import Plan, PlanError, Problem, violations
+from ..plan import Plan, Problem
 from .canonical import Canonical, canonical
-
-#: part of every key: raised when the planner changes so that older plans should not be used any more
-GENERATION = 2
 
 
 class Cache:
-    """The best plan known for each canonical problem.
+    """The best plan known for each canonical problem."""
 
-    With a ``folder`` plans outlive the process; a file that does not hold a legal plan for its problem is
-    ignored.
-    """
-
-    def __init__(self, folder: str | Path | None = None) -> None:
-        self._folder = Path(folder) if folder is not None else None
+    def __init__(self) -> None:
         self._plans: dict[str, Plan] = {}
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, problem: Problem) -> Plan | None:
         """The remembered plan, in the problem's own names, or None."""
         form = canonical(problem)
-        plan = self._load(key(form))
+        plan = self._plans.get(key(form))
         return None if plan is None else form.back(plan, problem)
 
     def put(self, problem: Problem, plan: Plan) -> None:
         """Remember a plan unless a better one is known."""
         form = canonical(problem)
         name = key(form)
-        known = self._load(name)
-        if known is not None and known.objective_value <= plan.objective_value:
-            return
-        self._plans[name] = form.forth(plan)
-        if self._folder is not None:
-            self._plans[name].save(self._folder / f"{name}.json")
+        known = self._plans.get(name)
+        if known is None or plan.objective_value < known.objective_value:
+            self._plans[name] = form.forth(plan)
 
     def __contains__(self, problem: Problem) -> bool:
-        return self._load(key(canonical(problem))) is not None
+        return key(canonical(problem)) in self._plans
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def _load(self, name: str) -> Plan | None:
-        if name in self._plans:
-            return self._plans[name]
-        if self._folder is None or not (self._folder / f"{name}.json").exists():
-            return None
-        try:
-            plan = Plan.load(self._folder / f"{name}.json")
-        except PlanError:
-            return None
-        if key(Canonical(plan.problem, {}, ())) != name or violations(plan):
-            return None
-        self._plans[name] = replace(plan, stated="")
-        return self._plans[name]
-
 
 def key(form: Canonical) -> str:
     """A short name of a canonical problem."""
-    text = json.dumps([GENERATION, form.problem.to_json()], sort_keys=True, separators=(",", ":"))
+    text = json.dumps(form.problem.to_json(), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -12,8 +12,8 @@ from ..plan.grid import Grid
 
 @dataclass(frozen=True)
 class Canonical:
-    """``problem`` has its failures in the first pipelines, nobody moved; ``workers`` and ``pipelines`` lead
-    from its names back to those of the membership that was asked for."""
+    """``problem`` has its failures in the first pipelines; ``workers`` and ``pipelines`` lead from its names back to
+    those of the membership that was asked for."""
 
     problem: Problem
     workers: Mapping[Worker, Worker]
@@ -40,24 +40,19 @@ class Canonical:
 
 
 def canonical(problem: Problem) -> Canonical:
-    """The canonical form of a membership; the problem itself, under its own names, where peers are too
-    unlike."""
+    """The canonical form of a membership."""
     grid = problem.grid
     live = [problem.live(s) for s in range(grid.stages)]
-    if any(len(crew) > grid.pipelines for crew in live):
-        return _itself(problem)
     lost = [0] * grid.pipelines
     for worker in problem.failed:
         lost[worker.pipeline] += 1
-    for worker, stage in problem.stage_of.items():
-        lost[worker.pipeline] += stage != worker.stage
     order = tuple(sorted(range(grid.pipelines), key=lambda d: (-lost[d], grid.microbatches[d], d)))
     back: dict[Worker, Worker] = {}
     failed = []
     for s, crew in enumerate(live):
         missing = grid.pipelines - len(crew)
         failed += [Worker(i, s) for i in range(missing)]
-        at_home = {w.pipeline: w for w in crew if w.stage == s}
+        at_home = {w.pipeline: w for w in crew}
         kept = {i: at_home[d] for i, d in enumerate(order) if i >= missing and d in at_home}
         taken = set(kept.values())
         spare = [w for w in crew if w not in taken]
@@ -68,12 +63,8 @@ def canonical(problem: Problem) -> Canonical:
     speed = {own[w]: f for w, f in costs.speed.items() if w in own}
     return Canonical(
         replace(problem, grid=Grid(grid.stages, tuple(grid.microbatches[d] for d in order)),
-                failed=tuple(failed), stage_of={},
+                failed=tuple(failed),
                 cap={own[w]: c for w, c in problem.cap.items() if w in own},
                 costs=Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.hop, costs.step,
                             dict(sorted(speed.items())))),
         back, order)
-
-
-def _itself(problem: Problem) -> Canonical:
-    return Canonical(problem, {w: w for w in problem.live_workers()}, tuple(range(problem.grid.pipelines)))

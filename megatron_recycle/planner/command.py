@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from ..plan import Costs, Grid, Plan, PlanError, Problem, Worker, check, replay
 from . import terminal
-from .normalise import Prices, normalise
+from .normalise import Prices, moved, normalise
 from .technique import TECHNIQUES, planned, shaped
 
 
@@ -61,43 +61,48 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what ``recycle plan`` was asked; 0, or 2 after one line on standard error that names the fault."""
+    """Do what ``recycle plan`` was asked; 0, 1 if a running job would end there, since all workers of a stage are lost,
+    or 2 after one line on standard error that names the fault."""
     try:
         if args.check:
             plan = check(Plan.load(args.check))
-            extra = {"legal": "yes", "digest": plan.digest}
+            extra, status = {"legal": "yes", "digest": plan.digest}, 0
         else:
-            plan, extra = _plan(args)
+            plan, extra, status = _plan(args)
         _show(plan, extra, args)
     except BrokenPipeError:
         raise  # nobody reads what is printed
     except (PlanError, OSError) as error:
         print(f"recycle plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    return 0
+    return status
 
 
-def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str]]:
-    problem = shaped(_problem(args), args.technique, args.objective)
+def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str], int]:
+    """The plan, what else is to be said of it, and the status to end with."""
+    asked = problem = shaped(_problem(args), args.technique, args.objective)
+    moves = {}
     if args.technique not in ("none", "drop") and not args.no_moves:
-        problem = normalise(problem, Prices(args.move_cost, args.horizon))
+        moves = normalise(problem, Prices(args.move_cost, args.horizon))
+        problem = moved(problem, moves)
     begin = time.perf_counter()
     first: list[Plan] = []
     plan = planned(problem, args.technique, args.budget, args.seed, first.append)
     total = time.perf_counter() - begin
     check(plan)
     extra = {"time to best plan": f"{total * 1000:.0f} ms"}
+    named = {"moves": ", ".join(f"{mover} takes the place of {to}" for mover, to in moves.items()) or "none"}
     if first:
         quickly = first[0].stats["first_seconds"] * 1000
         extra = {"time to first plan": f"{quickly:.1f} ms (orders; its {problem.objective}"
                                        f" {first[0].objective_value:g})", **extra}
-    gone = [str(stage) for stage in range(problem.grid.stages)
-            if all(Worker(pipeline, stage) in problem.failed for pipeline in range(problem.grid.pipelines))]
+    gone = [str(stage) for stage in range(asked.grid.stages) if not asked.live(stage)]
     if gone:
         extra["parameters"] = f"nobody holds those of stage {', '.join(gone)}: a running job ends here"
+        print(f"recycle plan: parameters: {extra['parameters']}", file=sys.stderr)
     if plan.stats.get("cut"):
         extra["cut"] = "the clock ended the search before its work was done"
-    return plan, extra
+    return plan, {**named, **extra}, 1 if gone else 0
 
 
 def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:

@@ -116,10 +116,6 @@ class _Model:
         self._workers()
         self._objective(bound, hint)
 
-    def _durations(self) -> list[int]:
-        instance = self.instance
-        return [*instance.forward, *instance.backward, *instance.weight, 1]
-
     def length(self, code: int) -> int:
         """Duration of an action."""
         kind, node = divmod(code, self.nodes)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan import STEP, Action, Plan, Problem, Worker
+from .merge import merged
 
 KINDS = "FBW"
+_NUMBERS = {"F": (0,), "B": (1,), "W": (2,), "FB": (1, 2)}
 #: the cap of a worker that has none
 NO_CAP = 1 << 60
 
@@ -55,16 +57,16 @@ def build(problem: Problem) -> Instance:
         jobs = sorted(grid.items(), key=lambda x: (x[1] * longest // grid.microbatches[x[0]], x[0]))
     workers = list(problem.live_workers())
     number = {worker: w for w, worker in enumerate(workers)}
-    stage = [problem.stage(worker) for worker in workers]
+    stage = [worker.stage for worker in workers]
     at: list[list[int]] = [[] for _ in range(grid.stages)]
     for w, worker in enumerate(workers):
         if problem.fits(worker):
             at[stage[w]].append(w)
     usable = {w for row in at for w in row}
     home = [[number.get(Worker(d, s), -1) for d in range(grid.pipelines)] for s in range(grid.stages)]
-    for s, row in enumerate(home):
+    for row in home:
         for d, w in enumerate(row):
-            if w >= 0 and (stage[w] != s or w not in usable):
+            if w >= 0 and w not in usable:
                 row[d] = -1
     groups = problem.groups()
     group = [0] * grid.stages
@@ -82,7 +84,7 @@ def build(problem: Problem) -> Instance:
         keep=[problem.after_b[s] if split else 0 for s in stage],
         at=at, home=home, group=group, groups=len(groups),
         # a job in which nobody is a guest keeps the stock engine's order, and with it its bits
-        ordered=problem.block > 0 or not (problem.failed or problem.costs.speed or problem.stage_of
+        ordered=problem.block > 0 or not (problem.failed or problem.costs.speed
                                           or len(set(grid.microbatches)) > 1))
 
 
@@ -107,7 +109,7 @@ def plan_of(instance: Instance, schedule: Schedule, bound: float, source: str,
 
 
 def orders_of(instance: Instance, route: list[int], trace: list[int]) -> dict[Worker, tuple[Action, ...]]:
-    """Per worker the actions of a trace, in order, and ``S``."""
+    """Per worker the actions of a trace, in order, with full backwards where they may be, and ``S``."""
     count = len(instance.jobs)
     nodes = count * instance.stages
     named = [[Action(kind, d, m) for d, m in instance.jobs] for kind in KINDS]
@@ -115,7 +117,7 @@ def orders_of(instance: Instance, route: list[int], trace: list[int]) -> dict[Wo
     for code in trace:
         kind, node = divmod(code, nodes)
         listed[route[node]].append(named[kind][node % count])
-    return {worker: (*listed[w], STEP) for w, worker in enumerate(instance.workers)}
+    return {worker: (*merged(instance.problem, worker, listed[w]), STEP) for w, worker in enumerate(instance.workers)}
 
 
 def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
@@ -131,7 +133,7 @@ def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
             if kind != "S":
                 node = instance.stage[w] * count + job[d, m]
                 route[node] = w
-                codes.append(KINDS.index(kind) * nodes + node)
+                codes += [number * nodes + node for number in _NUMBERS[kind]]
         queue.append(codes)
     return route, merge(instance, queue)
 

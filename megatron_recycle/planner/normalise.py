@@ -10,6 +10,7 @@ picked.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..plan import Problem, Worker
@@ -23,37 +24,36 @@ class Prices:
     horizon: float = 100.0
 
 
-def normalise(problem: Problem, prices: Prices | None = None) -> Problem:
-    """The problem with the moves that pay off added to ``stage_of``; itself where none does.
+def normalise(problem: Problem, prices: Prices | None = None) -> dict[Worker, Worker]:
+    """The moves that pay off: which workers had better take which empty positions of other stages.
 
-    A stage without a live worker is filled whatever it costs, if any other stage has a worker to spare; if
-    none has, the problem comes back as it is and is refused by whoever plans it.
+    A stage without a live worker is filled whatever it costs, if any other stage has a worker to spare.
     """
     prices = prices or Prices()
     stages = range(problem.grid.stages)
     live = [list(problem.live(s)) for s in stages]
     counts = [len(crew) for crew in live]
     if sum(counts) < len(counts):
-        return problem
+        return {}
     target = _target(problem, counts, prices)
-    if target == counts:
-        return problem
-    moves: dict[Worker, int] = {}
-    leaving = [w for s in stages for w in _leaving(problem, live[s], counts[s] - target[s])]
-    for s in stages:
-        for _ in range(max(0, target[s] - counts[s])):
-            worker = leaving.pop(0)
-            if s != worker.stage:
-                moves[worker] = s
-            else:
-                moves.pop(worker, None)
-    kept = {w: s for w, s in problem.stage_of.items() if w not in leaving}
-    return replace(problem, stage_of={w: s for w, s in {**kept, **moves}.items() if s != w.stage})
+    leaving = iter([w for s in stages for w in _leaving(problem, live[s], counts[s] - target[s])])
+    wanted = [s for s in stages for _ in range(target[s] - counts[s])]
+    empty, found = set(problem.failed), {}
+    for mover, stage in sorted(zip(leaving, wanted, strict=True)):
+        # Away from its own pipeline, so that what is missing lies in few pipelines.
+        to = min((worker for worker in empty if worker.stage == stage),
+                 key=lambda worker: (worker.pipeline == mover.pipeline, worker))
+        empty.discard(to)
+        found[mover] = to
+    return found
 
 
-def moves(before: Problem, after: Problem) -> int:
-    """How many workers change their stage from one problem to the other."""
-    return sum(1 for worker in after.live_workers() if before.stage(worker) != after.stage(worker))
+def moved(problem: Problem, moves: Mapping[Worker, Worker]) -> Problem:
+    """The problem after these moves: every mover is as fast as before in its new position, and its own is empty."""
+    taken = set(moves.values())
+    speed = {moves.get(worker, worker): factor for worker, factor in problem.costs.speed.items() if worker not in taken}
+    return replace(problem, failed=(*(worker for worker in problem.failed if worker not in taken), *moves),
+                   costs=replace(problem.costs, speed=speed))
 
 
 def load(problem: Problem, stage: int, workers: int) -> float:

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ..plan import Plan, Timeline, Worker, replay
 
-_COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "S": "45;97"}
+_LETTERS = {"FB": "D"}
+_COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "D": "46;30", "S": "45;97"}
 #: a schedule with more rows than this is not drawn
 ROWS = 40
 
@@ -23,7 +24,6 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
         "bubbles": f"{bubbles(plan):.1%} of the workers' time",
         "peak activations": f"per stage {peaks}",
         "guests": str(guest_count(plan)),
-        "moves": ", ".join(f"{w} to stage {s}" for w, s in sorted(plan.problem.stage_of.items())) or "none",
         "source": plan.source,
         **extra,
     }
@@ -68,11 +68,14 @@ def drawing(plan: Plan, width: int, colour: bool) -> str | None:
             continue
         letters = []
         for action in plan.workers[worker]:
-            home = action.kind == "S" or worker == Worker(action.pipeline, plan.problem.stage(worker))
-            letters.append(action.kind if home else action.kind.lower())
+            home = action.kind == "S" or worker.pipeline == action.pipeline
+            letter = _LETTERS.get(action.kind, action.kind)
+            letters.append(letter if home else letter.lower())
         lines.append(f"{worker!s:>6}  {_row(letters, timeline.times[worker], scale, colour)}")
     unit = "unit" if scale == 1 else f"{scale} units"
-    return "\n".join([*lines, f"        one column is {unit}; small letters are guests"])
+    full = "; D is a full backward, B and W in one" if any(
+        action.kind == "FB" for actions in plan.workers.values() for action in actions) else ""
+    return "\n".join([*lines, f"        one column is {unit}; small letters are guests{full}"])
 
 
 def _row(letters: Sequence[str], spans: Sequence[tuple[int, int]], scale: int, colour: bool) -> str:

@@ -1,11 +1,9 @@
-"""The work on micro-batches: what a worker's F, B and W do, within one attempt at an iteration."""
+"""The work on micro-batches: what a worker's F, B, W and FB do, within one attempt at an iteration."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import torch
 
@@ -41,18 +39,8 @@ class Attempt:
     reports: dict[Microbatch, tuple[float, ...]] = field(default_factory=dict)
 
 
-def whole_backwards(actions: Sequence[Action]) -> frozenset[Microbatch]:
-    """Those whose W follows directly after their B, from the second W on."""
-    found, summed = [], False
-    for action, after in pairwise(actions):
-        if summed and action.kind == "B" and after == action._replace(kind="W"):
-            found.append((action.pipeline, action.microbatch))
-        summed = summed or action.kind == "W"
-    return frozenset(found)
-
-
 class Actions:
-    """Runs the F, B and W of one worker.
+    """Runs the F, B, W and FB of one worker.
 
     Args:
         place: position and grid.
@@ -66,10 +54,10 @@ class Actions:
         exact: whether gradients have to have the same bits whoever computes them.
 
     Attributes:
-        whole: micro-batches whose B and W are one backward, as in the stock framework. On the first stage nobody waits
-            for a B, so that splitting it gains nothing where its W comes next. Only if gradients of both kinds of
-            backward may differ in the last bit, and only if autograd can add them to the sums itself; so not the first
-            micro-batch, which also shows how long B and W take apart from each other.
+        may_be_full: whether the plan may have full backwards (FB) here. They are faster where splitting costs something
+            and autograd can add to the sums itself; but their gradients may differ in the last bit from a B's and a
+            W's, so never where bits have to be the same whoever computes them.
+        full: the forwards and backwards of those micro-batches whose backward the plan has in full.
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, layout: Layout, seed: int,
@@ -84,24 +72,28 @@ class Actions:
         self._activity = activity
         self._watch = watch
         self._memory = memory
-        self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight}
+        self._handlers = {"F": self._forward, "B": self._backward, "W": self._weight, "FB": self._full_backward}
         self._attempt: Attempt | None = None
         self._relay_before: LossRelay | None = None
         self._forwards = 0
         self.running: Action | None = None
         """What is being done; stays where that has raised, until the attempt is forgotten."""
         self._split = True
-        self._may_be_whole = place.first and not exact and splitter.deferring_costs and layout.sums_in_place
-        self.whole: frozenset[Microbatch] = frozenset()
+        self.may_be_full = not exact and splitter.deferring_costs and layout.sums_in_place
+        self.full: frozenset[Action] = frozenset()
         self._groups: Groups
         self._transport: Transport
 
     def use(self, plan: Plan, groups: Groups, transport: Transport) -> None:
         """Follow ``plan`` on these handles from the next attempt on."""
+        actions = plan.actions(self._place.me)
         self._groups, self._transport = groups, transport
-        self._forwards = sum(action.kind == "F" for action in plan.actions(self._place.me))
+        self._forwards = sum(action.kind == "F" for action in actions)
         self._split = plan.problem.split_backward
-        self.whole = whole_backwards(plan.actions(self._place.me)) if self._may_be_whole else frozenset()
+        backwards = frozenset(action for action in actions if action.kind == "FB")
+        if backwards and not self.may_be_full:
+            raise AssertionError(f"{self._place.me} runs B and W apart, the plan has {min(backwards)}")
+        self.full = backwards | {action._replace(kind="F") for action in backwards}
 
     def begin(self, sums: Accumulators, relay: LossRelay) -> None:
         """A new attempt, whose gradients go to ``sums`` and whose losses to ``relay``."""
@@ -112,14 +104,10 @@ class Actions:
         self._share_losses_if_complete()
 
     def run(self, action: Action) -> None:
-        """One F, B or W. Raises TransportAborted."""
+        """One F, B, W or FB. Raises TransportAborted."""
         self.running = action
         self._handlers[action.kind](action)
         self.running = None
-
-    def is_whole(self, action: Action) -> bool:
-        """Whether it is of a micro-batch whose B and W are one backward: then its W has nothing to do."""
-        return (action.pipeline, action.microbatch) in self.whole and action.kind != "S"
 
     def forget(self) -> None:
         """The attempt is given up."""
@@ -143,7 +131,7 @@ class Actions:
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(("F", pipeline, microbatch)))
-        layers = self._splitter.whole() if self.is_whole(action) else nullcontext()
+        layers = self._splitter.whole() if action in self.full else nullcontext()
         with (seeded(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage), self._stage.device),
               self._groups.together(), layers, self._watch.measure("F"),
               self._memory.forward((pipeline, microbatch), inputs)):
@@ -164,25 +152,37 @@ class Actions:
 
     def _backward(self, action: Action) -> None:
         _, pipeline, microbatch = action
+        forward, gradients = self._begin_backward(pipeline, microbatch)
+        queue = WeightQueue()
+        with (self._splitter.into(queue if self._split else None, forward.roots), self._groups.together(),
+              self._watch.measure("B")):
+            for_inputs = self._stage.backward(forward, gradients)
+        self._end_backward(pipeline, microbatch, for_inputs, queue)
+        self.now.queues[pipeline, microbatch] = queue
+
+    def _full_backward(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        forward, gradients = self._begin_backward(pipeline, microbatch)
+        # Layers that it runs again, after a checkpoint, have to be those that F ran.
+        with self._splitter.whole(), self._groups.together(), self.now.sums.lent(pipeline, microbatch):
+            for_inputs = self._stage.backward(forward, gradients)
+        self._end_backward(pipeline, microbatch, for_inputs, WeightQueue())
+        self._memory.weight((pipeline, microbatch))
+
+    def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
         forward = self.now.forwards.pop((pipeline, microbatch))
         gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
         self._memory.begin_backward((pipeline, microbatch), gradients)
-        queue = WeightQueue()
-        if self.is_whole(action):
-            # Layers that B runs again, after a checkpoint, have to be those that F ran.
-            with self._splitter.whole(), self._groups.together(), self.now.sums.lent(pipeline, microbatch):
-                for_inputs = self._stage.backward(forward, gradients)
-        else:
-            with (self._splitter.into(queue if self._split else None, forward.roots), self._groups.together(),
-                  self._watch.measure("B")):
-                for_inputs = self._stage.backward(forward, gradients)
+        return forward, gradients
+
+    def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
         if not self._place.first:
             self._transport.send(("B", pipeline, microbatch), for_inputs)
         self._harvest(pipeline, microbatch, queue)
         self._memory.end_backward((pipeline, microbatch), queue)
 
     def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
-        """Take the gradients that B formed off the parameters; those that W adds to wait for it."""
+        """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
         later = queue.identities()
         now = []
         for parameter in self._layout.parameters:
@@ -194,14 +194,12 @@ class Actions:
                 now.append((parameter, parameter.grad))
             parameter.grad = None
         self.now.sums.add(pipeline, microbatch, now)
-        self.now.queues[pipeline, microbatch] = queue
 
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
         queue = self.now.queues.pop((pipeline, microbatch))
-        if not self.is_whole(action):
-            with torch.no_grad(), self._watch.measure("W"):
-                self.now.sums.add(pipeline, microbatch, queue.contributions())
+        with torch.no_grad(), self._watch.measure("W"):
+            self.now.sums.add(pipeline, microbatch, queue.contributions())
         self._memory.weight((pipeline, microbatch))
 
     def _share_losses_if_complete(self) -> None:

@@ -2,8 +2,8 @@
 
 Every collective and every transfer of a generation runs on handles that one :class:`Groups` object owns.
 A new generation gets new handles under its own store prefix, so that nothing a worker of an older
-generation still sends can reach anybody (promise P6). torch's WORLD group is left alone: it is created
-by the framework before any failure and is not used for training.
+generation still sends can reach anybody (promise P6). Training does not use torch's WORLD group, which the
+framework creates before any failure; `runtime.world` keeps that one of use to scripts.
 
 The handles are registered with torch.distributed under explicit names, so that they work as ``group=``
 arguments with global ranks. torch's own ``new_group`` derives names from a per-process counter, which

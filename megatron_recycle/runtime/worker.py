@@ -25,7 +25,7 @@ from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
 from megatron_recycle.runtime.data import DataSource
 from megatron_recycle.runtime.evaluate import Evaluations, run_pass
 from megatron_recycle.runtime.groups import CONNECTING, RETIRING, Groups
-from megatron_recycle.runtime.interpreter import Observer, execute
+from megatron_recycle.runtime.interpreter import PHASES, Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.memory import ActivationMemory
@@ -92,7 +92,7 @@ class StageWorker:
         self._world = World()
         self._passes = 0  # of evaluation that the script has asked for
         self._announce_resumed = False
-        self._handlers = {**dict.fromkeys("FBW", self._micro_batch), "S": self._reduce_and_step}
+        self._handlers = {**dict.fromkeys(("F", "B", "W", "FB"), self._micro_batch), "S": self._reduce_and_step}
         self._plan: Plan
         self._plan_number = 0
         self._offers = Offers(agent)
@@ -304,11 +304,10 @@ class StageWorker:
         return self.agent.stop_generation > self.generation or self.agent.ended is not None
 
     def observe(self, phase: str, iteration: int, action: Action | None = None) -> None:
-        if action is not None and self.actions.is_whole(action):
-            if action.kind != "W":  # kinds of their own: they take longer, and are compiled apart
-                self.activity.work(f"whole {phase}")
-        elif phase not in _NO_WORK:
-            self.activity.work(phase)
+        if phase not in _NO_WORK:
+            # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.
+            full = action in self.actions.full and phase in PHASES.values()
+            self.activity.work(f"full {phase}" if full else phase)
         self._observed = iteration, self.ledger.attempt, phase, action
         if action is not None:
             self.tell_resumed()
@@ -334,7 +333,7 @@ class StageWorker:
     # ---- actions
 
     def _micro_batch(self, action: Action) -> None:
-        """One F, B or W."""
+        """One F, B, W or FB."""
         self.actions.run(action)
         self.ledger.done.append(action)
         self._transport.post()

@@ -97,7 +97,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False) -> Any:
-    """Train and return {"losses", "parameters", "state", "members", "counters", "whole"} of this worker; the last are
+    """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward.
 
     Args:
@@ -176,7 +176,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine._worker.live()]
-        result["whole"] = sorted(engine._worker.actions.whole)
+        result["full"] = sorted(str(a) for a in engine._worker.actions.full if a.kind == "FB")
         if tidy:
             torch.distributed.destroy_process_group()
         engine._finish()

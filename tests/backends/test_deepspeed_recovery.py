@@ -31,7 +31,7 @@ def tiers(values: list[str], fast: set[str]) -> list[Any]:
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures, in which every backward is split."""
     results = run(gpt_job.train, PIPELINES * STAGES, EXACT)
-    assert not any(result.value["whole"] for result in results.values())
+    assert not any(result.value["full"] for result in results.values())
     return results
 
 
@@ -39,7 +39,7 @@ def undisturbed() -> dict[int, Result]:
 def undisturbed_fast() -> dict[int, Result]:
     """The fast one, whose first stage runs most B and W in one."""
     results = run(gpt_job.train, PIPELINES * STAGES, FAST_SGD)
-    assert all(bool(result.value["whole"]) == (rank < PIPELINES) for rank, result in results.items())
+    assert all(bool(result.value["full"]) == (rank < PIPELINES) for rank, result in results.items())
     return results
 
 
@@ -180,8 +180,8 @@ def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipe
     for rank in stock:
         assert stock[rank].status == ours[rank].status == 0
         assert differences(stock[rank], ours[rank]) == {}
-        most = [(rank % pipelines, microbatch) for microbatch in range(1, 4)]
-        assert ours[rank].value["whole"] == (most if rank < pipelines else []), "B and W in one"
+        most = [f"FB{rank % pipelines}.{microbatch}" for microbatch in range(1, 4)]
+        assert ours[rank].value["full"] == (most if rank < pipelines else []), "B and W in one"
 
 
 # ---- the comparison itself can fail

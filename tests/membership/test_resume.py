@@ -90,11 +90,6 @@ def test_an_announced_attempt_is_passed_over() -> None:
         assert isinstance(resume, Resume) and resume.attempt == attempt
 
 
-def test_a_worker_moved_to_another_stage_counts_there() -> None:
-    reports = {"0:0": report(), "1:0": report()}
-    assert isinstance(_decide(reports, stage_of={"1:0": 1}), Resume)
-
-
 @given(some.data())
 def test_whoever_is_told_to_copy_gets_what_its_source_holds(data: some.DataObject) -> None:
     """With a synchronous commit nobody steps k before every stage holds it; then there is always a way on."""

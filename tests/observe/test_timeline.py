@@ -12,7 +12,8 @@ import pytest
 from megatron_recycle import cli
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.timeline import COLOURS, FAILED, boxes, draw, draw_pair
-from megatron_recycle.plan import DeadlockError, Worker, lower_bound, replay
+from megatron_recycle.plan import Action, DeadlockError, Worker, lower_bound, replay
+from megatron_recycle.planner.merge import merged
 from tests.observe.plans import simple_plan
 
 
@@ -31,8 +32,17 @@ def test_every_action_is_one_box_at_the_time_of_the_replay_and_guests_are_marked
     assert {box.worker for box in shown} == set(plan.problem.live_workers())
 
 
+def back_to_back(action: Action) -> tuple[bool, int, int, str]:
+    """All forwards, then B and W of each micro-batch."""
+    return (action.kind != "F", action.microbatch, action.pipeline, action.kind)
+
+
 def test_a_picture_shows_all_kinds_the_failed_worker_its_guests_and_a_legend(tmp_path: Path):
-    draw(simple_plan(3, 2, 4, failed=("1:1",)), tmp_path / "plan.svg", title="after the kill")
+    plan = simple_plan(3, 2, 4, failed=("1:1",))
+    problem = dataclasses.replace(plan.problem, full_backward=(0,))
+    orders = {worker: merged(problem, worker, sorted(actions[:-1], key=back_to_back)) + actions[-1:]
+              for worker, actions in plan.workers.items()}
+    draw(dataclasses.replace(plan, problem=problem, workers=orders), tmp_path / "plan.svg", title="after the kill")
     picture = (tmp_path / "plan.svg").read_text()
     for colour in (*COLOURS.values(), FAILED):
         assert colour in picture
@@ -44,6 +54,7 @@ def test_a_picture_shows_all_kinds_the_failed_worker_its_guests_and_a_legend(tmp
         "1.3",
         "F  forward",
         "W  weight gradient",
+        "FB  both gradients in one",
         "guest (of another pipeline)",
     ):
         assert word in words

@@ -46,8 +46,8 @@ def test_period_equals_karps_on_the_matrix_of_single_releases(problem):
     names = sorted(plan.workers)
     network = _order(problem, names, [plan.workers[n] for n in names])
     groups = problem.groups()
-    group = [next(g for g, stages in enumerate(groups) if problem.stage(n) in stages) for n in names]
-    step = [problem.costs.step[problem.stage(n)] for n in names]
+    group = [next(g for g, stages in enumerate(groups) if n.stage in stages) for n in names]
+    step = [problem.costs.step[n.stage] for n in names]
     matrix = []
     for source in range(len(groups)):
         release = [step[w] if g == source else -10 ** 9 for w, g in enumerate(group)]

@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+from pathlib import Path
 
 import pytest
 
-from megatron_recycle.plan import Action, Costs, Grid, Plan, PlanError, Problem, Worker
+from megatron_recycle.plan import Action, Costs, Grid, Plan, PlanError, Problem, Worker, violations
 from megatron_recycle.planner import quick
+
+VERSION_1 = Path(__file__).parent / "version-1.json"
 
 
 def small(**changes) -> Problem:
     grid = Grid(2, (2, 2))
     return Problem(grid, Costs.uniform(2, 20, 22, 18, 1, 15, {Worker(0, 1): 1.5}), (Worker(1, 1),),
                    cap=dict.fromkeys(grid.workers(), 2), **changes)
+
+
+def test_a_file_of_version_1_is_read_and_its_digest_counts(tmp_path):
+    """It knew no full backwards, and had workers that were moved to another stage, which no job did."""
+    plan = Plan.load(VERSION_1)
+    assert violations(plan) == [] and plan.problem.full_backward == ()
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    value = json.loads(VERSION_1.read_text())
+    value["workers"]["0:0"][:2] = reversed(value["workers"]["0:0"][:2])
+    assert any(text.startswith("digest") for text in violations(Plan.from_json(value)))
+    with pytest.raises(PlanError, match="worker 1:0 is moved to another stage"):
+        Plan.from_json({**value, "stage_of": {"1:0": 2}})
 
 
 def test_round_trip_keeps_everything(tmp_path):
@@ -27,14 +43,14 @@ def test_round_trip_keeps_everything(tmp_path):
 
 def test_digest_is_the_hash_of_the_documented_parts():
     value = quick(small()).to_json()
-    names = ["grid", "failed", "stage_of", "costs", "cap", "held", "block", "tied", "split_backward", "workers"]
+    names = ["grid", "failed", "costs", "cap", "held", "block", "tied", "split_backward", "full_backward", "workers"]
     text = json.dumps({name: value[name] for name in names}, sort_keys=True, separators=(",", ":"))
     assert value["digest"] == "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def test_file_has_the_documented_form():
     value = quick(small()).to_json()
-    assert value["format"] == "recycle-plan" and value["version"] == 1
+    assert value["format"] == "recycle-plan" and value["version"] == 2
     assert value["grid"] == {"stages": 2, "microbatches": [2, 2]}
     assert value["failed"] == ["1:1"] and value["costs"]["speed"] == {"0:1": 1.5}
     assert value["held"] == {"before_b": [1, 1], "after_b": [1, 1]}
@@ -43,7 +59,7 @@ def test_file_has_the_documented_form():
 
 
 @pytest.mark.parametrize(("change", "fault"), [
-    ({"version": 2}, "version"),
+    ({"version": 3}, "version"),
     ({"format": "x"}, "format"),
     ({"failed": ["7:0"]}, "7:0"),
     ({"failed": ["a"]}, "'a'"),
@@ -57,6 +73,9 @@ def test_file_has_the_documented_form():
     ({"objective": "speed"}, "objective"),
     ({"tied": [[0, 0]]}, "tied"),
     ({"tied": [0]}, "tied"),
+    ({"full_backward": [2]}, "full_backward: stage 2 is outside"),
+    ({"full_backward": 0}, "full_backward"),
+    ({"stage_of": {"0:1": 0}}, "stage_of: worker 0:1 is moved"),
     ({"workers": {"0:0": [f"F{'9' * 5000}.0"]}}, "F9"),
 ])
 def test_malformed_file_is_refused_with_its_fault(change, fault):
@@ -75,7 +94,8 @@ def test_costs_must_be_non_negative_integers(bad):
 
 def test_workers_and_actions_print_and_parse():
     assert Worker.parse("1:2") == Worker(1, 2) and str(Worker(1, 2)) == "1:2"
-    assert str(Action.parse("W10.3")) == "W10.3" and str(Action.parse("S")) == "S"
+    assert all(str(Action.parse(text)) == text for text in ("W10.3", "FB0.1", "F0.1", "B0.1", "S"))
+    assert Action.parse("FB0.1") == Action("FB", 0, 1)
 
 
 def test_a_slow_worker_takes_the_exact_decimal_rounded_up():

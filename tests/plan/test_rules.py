@@ -135,6 +135,45 @@ def test_unsplit_plan_has_no_weight_actions():
     assert not any(a.kind == "W" for actions in plan.workers.values() for a in actions)
 
 
+def test_a_full_backward_is_its_b_and_its_w():
+    """Here on the last stage, where 0:0 and its successors wait for what it passes on."""
+    plan = quick(problem(failed=(), full_backward=(1,)))
+    b, w = Action.parse("B0.3"), Action.parse("W0.3")
+
+    def full(actions):
+        return [Action("FB", 0, 3) if action == b else action for action in actions if action != w]
+
+    split, merged = replay(plan), replay(rewritten(plan, "0:1", full))
+    last, first = Worker(0, 1), Worker(0, 0)
+    start, end = merged.start(last, Action("FB", 0, 3)), merged.end(last, Action("FB", 0, 3))
+    assert end - start == plan.problem.duration("B", last) + plan.problem.duration("W", last)
+    assert merged.start(first, b) >= end + plan.problem.costs.hop, "its message leaves at its end"
+    assert merged.peak[last] <= split.peak[last]
+    figures = replace(rewritten(plan, "0:1", full), period=merged.period, makespan=merged.makespan)
+    assert violations(figures) == [] and channels(figures) == channels(plan)
+
+
+def test_full_backwards_stand_only_where_they_may():
+    plan = quick(problem(failed=(), full_backward=(0,)))
+    assert any(action.kind == "FB" for action in plan.workers[Worker(0, 0)])
+    elsewhere = replace(plan, problem=replace(plan.problem, full_backward=(1,)))
+    assert "full: FB0.1 of worker 0:0, but workers of stage 0 run B and W apart" in names(elsewhere)
+    first = rewritten(plan, "0:0", lambda a: [Action("FB", 0, 0) if str(x) == "B0.0" else x for x in a
+                                             if str(x) != "W0.0"])
+    assert "full: FB0.0 of worker 0:0 comes before any W" in names(first)
+    twice = rewritten(plan, "0:0", lambda a: [*a[:-1], Action("W", 0, 1), a[-1]])
+    assert "W0.1 is listed 2 times" in names(twice)
+    assert "comes before its F0.1" in names(rewritten(plan, "0:0", swap("F0.1", "FB0.1")))
+    unsplit = replace(plan, problem=replace(plan.problem, split_backward=False))
+    assert "FB0.1 of worker 0:0, but this plan does not split" in names(unsplit)
+
+
+def test_full_backwards_of_a_block_come_in_order():
+    plan = quick(problem(failed=(), block=2, full_backward=(0,)))
+    assert violations(plan) == []
+    assert "block: FB0.2" in names(rewritten(plan, "0:0", swap("FB0.2", "FB0.3")))
+
+
 def test_tied_stages_step_together():
     timeline = replay(quick(problem(tied=((0, 1),))))
     starts = {spans[-1][0] for spans in timeline.times.values()}
@@ -143,7 +182,7 @@ def test_tied_stages_step_together():
 
 def test_idle_worker_has_a_step_alone():
     grid = Grid(1, (1, 1))
-    plan = quick(Problem(grid, Costs.uniform(1, 1, 1, 1), (), {}, {Worker(1, 0): 1}, before_b=(2,)))
+    plan = quick(Problem(grid, Costs.uniform(1, 1, 1, 1), (), {Worker(1, 0): 1}, before_b=(2,)))
     assert plan.actions(Worker(1, 0)) == (Action("S"),) and violations(plan) == []
 
 

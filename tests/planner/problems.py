@@ -30,6 +30,8 @@ def problems(draw, blocks=True, largest=4):
                   hop=draw(st.integers(0, 5)), step=tuple(draw(cost) for _ in range(stages)), speed=speeds)
     caps = {w: draw(st.integers(need, need + 6)) for w in grid.workers()} if draw(st.booleans()) else {}
     tied = ((0, stages - 1),) if stages > 1 and draw(st.booleans()) else ()
-    return Problem(grid, costs, tuple(failed), {}, caps, before, after,
+    return Problem(grid, costs, tuple(failed), caps, before, after,
                    block=draw(st.integers(0, 3)) if blocks else 0, tied=tied,
-                   split_backward=draw(st.booleans()), objective=draw(st.sampled_from(["period", "makespan"])))
+                   split_backward=draw(st.booleans()),
+                   full_backward=draw(st.sampled_from([(), (0,), tuple(range(stages))])),
+                   objective=draw(st.sampled_from(["period", "makespan"])))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.plan import Plan, violations
+from megatron_recycle.plan import Plan, Worker, violations
 from megatron_recycle.planner.command import add_arguments, run
 
 PAPER = ["--pipelines", "3", "--stages", "4", "--microbatches", "6", "--failed", "1:2", "--no-moves"]
@@ -95,16 +95,18 @@ def test_moves_are_part_of_the_plan(capsys):
     _, moved, _ = recycle_plan(capsys, *arguments)
     _, stayed, _ = recycle_plan(capsys, *arguments, "--no-moves")
     moved, stayed = Plan.from_json(json.loads(moved)), Plan.from_json(json.loads(stayed))
-    assert moved.problem.stage_of and not stayed.problem.stage_of
+    assert stayed.problem.failed == (Worker(0, 1), Worker(1, 1))
+    assert sorted(worker.stage for worker in moved.problem.failed) != [1, 1]
     assert moved.period < stayed.period and violations(moved) == []
 
 
 def test_a_stage_that_only_moves_could_fill_is_pointed_out(capsys):
     arguments = ["--pipelines", "2", "--stages", "2", "--microbatches", "2", "--budget", "0"]
-    _, out, _ = recycle_plan(capsys, *arguments, "--failed", "0:0", "1:0")
-    assert "nobody holds those of stage 0: a running job ends here" in out
-    _, out, _ = recycle_plan(capsys, *arguments, "--failed", "0:0", "1:1")
-    assert "nobody holds" not in out
+    status, out, err = recycle_plan(capsys, *arguments, "--failed", "0:0", "1:0")
+    assert status == 1 and "nobody holds those of stage 0: a running job ends here" in out and "of stage 0" in err
+    assert "takes the place of 1:0" in out or "takes the place of 0:0" in out
+    status, out, err = recycle_plan(capsys, *arguments, "--failed", "0:0", "1:1")
+    assert status == 0 and "nobody holds" not in out + err
 
 
 @pytest.mark.parametrize(("arguments", "fault"), [

@@ -185,7 +185,7 @@ def test_caps_from_bytes_never_promise_more_than_there_is():
     unit = -(-(100 << 20) // 8)
     assert all(cap[w] * unit <= free[w] for w in free)
     assert all(units_before[s] * unit >= before[s] and units_after[s] * unit >= after[s] for s in range(2))
-    plan = quick(Problem(Grid(2, (12, 12)), Costs.uniform(2, 2, 2, 1), (Worker(0, 1),), {}, cap,
+    plan = quick(Problem(Grid(2, (12, 12)), Costs.uniform(2, 2, 2, 1), (Worker(0, 1),), cap,
                          units_before, units_after))
     assert violations(plan) == []
     with pytest.raises(PlanError, match="bytes"):

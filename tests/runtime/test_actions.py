@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_recycle.plan import Action, Grid, Worker
+from megatron_recycle.plan import Action, Costs, Grid, Problem, Worker
+from megatron_recycle.planner.merge import merged
 from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
-from megatron_recycle.runtime.actions import Actions, whole_backwards
+from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import Activity
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.memory import ActivationMemory
@@ -98,7 +100,7 @@ class Alone:
         return [self.gradients[message[1:]]]
 
     def use(self, order: list[Action]) -> None:
-        plan = SimpleNamespace(actions=lambda _: order, problem=SimpleNamespace(split_backward=True))
+        plan = SimpleNamespace(actions=lambda _: tuple(order), problem=SimpleNamespace(split_backward=True))
         self.actions.use(plan, SimpleNamespace(together=nullcontext), self)
 
     def run(self, order: list[Action], attempt: int = 1) -> None:
@@ -112,8 +114,11 @@ class Alone:
         return list(self.layout.views(self.actions.now.sums.sum(WHOLE)))
 
 
+PROBLEM = Problem(Grid(2, (MICROBATCHES,) * PIPELINES), Costs.uniform(2, 1, 1, 1), full_backward=(0, 1))
+
+
 def an_order(draw: random.Random) -> list[Action]:
-    """F, B and W of all micro-batches; many a W right after its B."""
+    """Of all micro-batches F, B and W, and many a FB, as the planner merges them."""
     order, left = [], {(d, m): "FBW" for d in range(PIPELINES) for m in range(MICROBATCHES)}
     while left:
         place = draw.choice(list(left))
@@ -122,7 +127,11 @@ def an_order(draw: random.Random) -> list[Action]:
         left[place] = left[place][count:]
         if not left[place]:
             del left[place]
-    return order
+    return list(merged(PROBLEM, FIRST, order))
+
+
+def full(order: list[Action]) -> set[tuple[int, int]]:
+    return {(action.pipeline, action.microbatch) for action in order if action.kind == "FB"}
 
 
 def autograds(alone: Alone) -> list[torch.Tensor]:
@@ -139,7 +148,7 @@ def autograds(alone: Alone) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whole_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
+def test_full_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
     """After an attempt that was given up somewhere."""
     draw = random.Random(seed)
     alone, order = Alone(), an_order(draw)
@@ -151,12 +160,12 @@ def test_whole_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
     alone.run(order, attempt=2)
     assert alone.memory.now == 0 and not alone.actions.now.queues and not alone.actions.now.forwards
     assert all(parameter.grad is None for parameter in alone.layout.parameters)
-    assert 0 < len(alone.actions.whole) < PIPELINES * MICROBATCHES
+    assert 0 < len(full(order)) < PIPELINES * MICROBATCHES
     for found, expected in zip(alone.sums(), autograds(alone), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_autograd_adds_whole_backwards_to_the_sums(monkeypatch):
+def test_autograd_adds_full_backwards_to_the_sums(monkeypatch):
     """All but the gradient that a hook asks for."""
     alone, order, added = Alone(), an_order(random.Random(0)), {}
     right = Accumulators.add
@@ -170,39 +179,45 @@ def test_autograd_adds_whole_backwards_to_the_sums(monkeypatch):
     alone.use(order)
     alone.run(order)
     for place, parameters in added.items():
-        if place in alone.actions.whole:
+        if place in full(order):
             assert len(parameters) == 1 and parameters[0] is alone.stage.module.doubled.weight
         else:
             assert len(parameters) == len(alone.layout.parameters)
 
 
 def test_only_the_split_ones_are_timed():
-    """So that B and W are known apart from each other, whatever runs whole."""
+    """So that B and W are known apart from each other, whatever runs in full."""
     alone, order = Alone(), an_order(random.Random(0))
     alone.use(order)
     alone.run(order)
     taken = alone.watch.take()
-    split = PIPELINES * MICROBATCHES - len(alone.actions.whole)
+    split = PIPELINES * MICROBATCHES - len(full(order))
     assert len(taken["F"]) == PIPELINES * MICROBATCHES and len(taken["B"]) == len(taken["W"]) == split
 
 
 @pytest.mark.parametrize("options", [
-    {"exact": True}, {"kernel": lambda inputs, gradient, sum_: None}, {"dtype": torch.float64},
-    {"me": Worker(0, 1)}],
-    ids=["its bits must not depend on where it ran", "a kernel adds up what is deferred", "sums of another type",
-         "the stage before waits for the B"])
+    {"exact": True}, {"kernel": lambda inputs, gradient, sum_: None}, {"dtype": torch.float64}],
+    ids=["its bits must not depend on where it ran", "a kernel adds up what is deferred", "sums of another type"])
 def test_every_backward_is_split_where(options):
+    """The worker says so when the job begins, and takes no plan that has forgotten it."""
     alone = Alone(**options)
-    alone.use(an_order(random.Random(0)))
-    assert not alone.actions.whole
+    assert not alone.actions.may_be_full and Alone().actions.may_be_full
+    with pytest.raises(AssertionError, match="runs B and W apart, the plan has FB"):
+        alone.use(an_order(random.Random(0)))
 
 
-def test_a_backward_is_whole_if_its_w_comes_next_and_is_not_the_first():
-    listed = "F0.0 F0.1 F0.2 F1.0 B0.0 W0.0 B0.1 F1.1 W0.1 B0.2 W0.2 B1.0 B1.1 W1.1 W1.0 S"
-    order = [Action.parse(name) for name in listed.split()]
-    assert whole_backwards(order) == {(0, 2), (1, 1)}
-    assert whole_backwards(order[6:]) == {(0, 2), (1, 1)}, "W0.1 was the first"
-    assert not whole_backwards([])
+def test_a_full_backward_elsewhere_passes_its_gradients_on():
+    """A plan may have one where others wait for it, though ours do not."""
+    sent = []
+    alone = Alone(me=Worker(0, 1))
+    alone.send = lambda message, tensors: sent.append(message)
+    order = [Action.parse(name) for name in ("F0.0", "F0.1", "B0.0", "W0.0", "FB0.1")]
+    alone.use(order)
+    alone.stage.forward = lambda inputs, batch: Forward(None, (), None)
+    alone.stage.backward = lambda forward, gradients: [torch.zeros(1)]
+    alone.actions._place = replace(alone.actions._place, grid=Grid(3, (MICROBATCHES,) * PIPELINES))
+    alone.run(order)
+    assert [message for message in sent if message[0] == "B"] == [("B", 0, 0), ("B", 0, 1)]
 
 
 def test_what_a_forward_has_put_on_a_parameter_counts():
@@ -218,9 +233,9 @@ def test_what_a_forward_has_put_on_a_parameter_counts():
         patch.setattr(Model, "forward", with_auxiliary)
         alone, order = Alone(), [Action(kind, 0, number) for number in range(2) for kind in "FBW"]
         alone.tokens = {place: tokens for place, tokens in alone.tokens.items() if place in ((0, 0), (0, 1))}
+        order[4:] = [Action("FB", 0, 1)]
         alone.use(order)
         alone.run(order)
-        assert alone.actions.whole == {(0, 1)}
         for found, expected in zip(alone.sums(), autograds(alone), strict=True):
             torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
