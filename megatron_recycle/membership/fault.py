@@ -80,13 +80,18 @@ class Fault:
     @property
     def microbatch(self) -> str | None:
         """The micro-batch, e.g. ``1.3``, if it came up in the work on one."""
-        return self.action[1:] if self.action and "." in self.action else None
+        return self.action.lstrip("FBW") if self.action and "." in self.action else None
+
+    @property
+    def work(self) -> str | None:
+        """The action, as any worker has it: one runs a backward in full (``FB1.3``) that another splits (``B1.3``)."""
+        return self.action.replace("FB", "B") if self.action else None
 
     def same(self, other: Fault) -> bool:
         """Whether another worker's is the same one: type, text but for numbers, and what was being done. Outside of
         actions no two workers are at the same place; there one iteration more or less makes no difference."""
         alike = self.error == other.error and _VARYING.sub("#", self.text) == _VARYING.sub("#", other.text)
-        if not alike or self.action != other.action:
+        if not alike or self.work != other.work:
             return False
         if self.action is None:
             return abs((self.iteration or 0) - (other.iteration or 0)) <= 1

@@ -23,7 +23,7 @@ def check(value: dict[str, Any]) -> Plan:
     held = 0
     planned = 0
     before, after = value["before_b"], value["after_b"]
-    change = {"F": before, "B": after - before, "W": -after, "S": 0}
+    change = {"F": before, "B": after - before, "W": -after, "FB": -before, "S": 0}
     for kind, _, _ in plan.actions(me):
         held += change[kind]
         planned = max(planned, held)

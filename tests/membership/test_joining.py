@@ -17,6 +17,23 @@ def ready_to_join(cluster: Cluster, name: str) -> None:
     cluster.feed(st.Ready(f"{name}/1", description, report(attempt=0)))
 
 
+def test_who_comes_in_must_run_its_backwards_as_its_stage_does() -> None:
+    for told, taken in ((True, False), (False, True)):
+        cluster = Cluster()
+        for name in cluster.names:
+            cluster.hello(name)
+        for name in cluster.names:
+            cluster.ready(name, full_backward=name.endswith(":0"))
+        cluster.plan()
+        cluster.resume_all()
+        cluster.exit("1:1")
+        recover(cluster, 1)
+        cluster.hello("1:1", life=1)
+        description = {"grid": cluster.grid, "block": 2, "reduction": "exact", "full_backward": told}
+        decisions = cluster.feed(st.Ready("1:1/1", description, report(attempt=0)))
+        assert bool(events(decisions, "waiting")) == taken, decisions
+
+
 def recover(cluster: Cluster, iteration: int) -> None:
     """From a decision to the first actions after it."""
     for member in list(cluster.state.proven.values()):

@@ -36,6 +36,21 @@ def test_workers_that_disagree_on_the_job_end_it_and_the_key_is_named() -> None:
     assert "block = 2" in end.message and "3" in end.message and "1:1" in end.message
 
 
+def test_stages_of_which_all_workers_can_run_full_backwards_are_the_planners() -> None:
+    """Workers of one stage must agree, as on the model; those of others need not."""
+    cluster = Cluster(pipelines=2)
+    for name in cluster.names:
+        cluster.hello(name)
+        cluster.ready(name, model=f"of stage {name[-1]}", full_backward=name.endswith(":0"))
+    assert cluster.state.description is not None and cluster.state.description["full_backward"] == [0]
+    other = Cluster(pipelines=2)
+    for name in other.names:
+        other.hello(name)
+    other.ready("0:0", full_backward=True)
+    (end,) = endings(other.ready("1:0", full_backward=False))
+    assert "full_backward = true but worker 1:0 has false" in end.message
+
+
 def test_a_wrong_number_of_processes_is_told() -> None:
     cluster = Cluster()
     cluster.grid = {"stages": 2, "microbatches": [4, 4]}

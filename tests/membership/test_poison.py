@@ -97,6 +97,13 @@ def test_the_same_error_in_the_same_work_on_a_second_worker_ends_the_job_with_it
     assert both["worker"] == second and both["error"] == "ValueError: sample 31 is corrupt"
 
 
+def test_a_full_backward_is_the_backward_that_another_worker_splits():
+    """A guest's backward may be another kind of action than it was at home."""
+    full, split = (Fault("ValueError", "no", 6, action) for action in ("FB1.3", "B1.3"))
+    assert full.same(split) and split.same(full) and full.microbatch == split.microbatch == "1.3"
+    assert not full.same(Fault("ValueError", "no", 6, "W1.3")) and full.where == "in FB1.3 of iteration 6"
+
+
 def test_another_error_or_other_work_on_a_second_worker_is_a_second_failure():
     cluster = Cluster(4).train()
     raised(cluster, "1:0", CORRUPT)
