@@ -196,16 +196,22 @@ class Act:
         self._lasts(wake, self.order.frozen and self.order.seconds is not None)
 
     def _network(self) -> None:
-        order = self.order
+        order, cuts = self.order, network.Cuts()
+        told = {"hosts": list(order.hosts), "others": list(order.others) or None, "one_way": order.one_way or None,
+                "link": order.link or None, "iteration": self._job.committed + 1}
         if order.act == "heal":
             network.heal(self._job, order.hosts)
-        else:
-            network.cut(self._job, order)
-        self._tell(order.act, hosts=list(order.hosts), others=list(order.others) or None,
-                   one_way=order.one_way or None, link=order.link or None, iteration=self._job.committed + 1)
+            self._tell(order.act, **told)
+            self.done = True
+            return
 
         def undo() -> None:
-            network.heal(self._job, order.hosts)
-            self._tell("heal", hosts=list(order.hosts))
+            left = cuts.undo()
+            self._tell("heal", hosts=list(order.hosts), left="; ".join(left) or None)
 
-        self._lasts(undo, order.act == "partition" and order.seconds is not None)
+        self._undo = undo  # from the first cut on: half of a partition is undone as well
+        network.cut(self._job, order, cuts)
+        self._tell(order.act, **told, cuts=cuts.as_record())
+        if order.seconds is None:
+            self._undo = None
+        self._lasts(undo, order.seconds is not None)

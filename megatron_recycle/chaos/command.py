@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dice = acts.add_parser("random", help="random acts; the same seed draws the same ones")
     dice.add_argument("--seed", type=int, default=0)
     dice.add_argument("--rate", type=float, default=6.0, metavar="R", help="acts in a minute (default 6)")
-    dice.add_argument("--count", type=int, metavar="N", help="how many (default: as many as the job bears)")
+    dice.add_argument("--count", type=int, metavar="N", help="how many (default: until the job ends, or Ctrl-C)")
+    dice.add_argument("--last", action="store_true", help="hit the last worker of a stage too, which ends the job")
     dice.add_argument("--kinds", type=_kinds, default=None, metavar="A,B",
                       help=f"of {','.join(KINDS)} (default: all that the job's workers listen for)")
     for act in acts.choices.values():  # it may also stand behind the act
@@ -72,7 +73,7 @@ def _random(director: Director, args: argparse.Namespace) -> int:
     director.await_start()
     observed = (director.job.run_dir / holds.FOLDER).is_dir()
     kinds = args.kinds or [kind for kind in KINDS if observed or kind != "stall"]
-    return director.run_dice(Dice(args.seed, args.rate, kinds, observed), args.count)
+    return director.run_dice(Dice(args.seed, args.rate, kinds, observed, args.last), args.count)
 
 
 def _run_dir(given: Path | None) -> Path:

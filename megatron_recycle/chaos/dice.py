@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from megatron_recycle.chaos.job import TargetJob
 from megatron_recycle.chaos.orders import Moment, Order
@@ -16,20 +16,23 @@ _PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "steppe
 class Dice:
     """Draws orders, `rate` a minute on average.
 
-    A stage keeps one worker that was never hit: without it the job could only end. Half of the freezes are short, and
-    nobody may be declared out for those.
+    A stage keeps one process that was not hit: without it the job could only end. A worker that has come back is
+    another process, and may be hit again. Half of the freezes are short, and nobody may be declared out for those.
 
     Args:
         kinds: of KINDS.
         observed: whether workers can be held at precise moments.
+        last: whether the last worker of a stage may be hit too.
     """
 
-    def __init__(self, seed: int, rate: float, kinds: Sequence[str], observed: bool) -> None:
+    def __init__(self, seed: int, rate: float, kinds: Sequence[str], observed: bool, last: bool = False) -> None:
         self._draw = random.Random(seed)
         self._rate = rate
         self._kinds = tuple(kinds)
         self._observed = observed
-        self._hit: set[str] = set()
+        self._last = last
+        self._hit: set[tuple[str, int]] = set()
+        """(worker, pid)"""
 
     def pause(self) -> float:
         """Seconds until the next act."""
@@ -46,16 +49,20 @@ class Dice:
         worker = self._draw.choice(self.victims(job))
         brief = kind == "freeze" and self._draw.random() < 0.5
         if not brief:
-            self._hit.add(worker)
+            self._hit.add((worker, job.workers[worker].pid))
         seconds = round(self._draw.uniform(0.1, 1.0), 2) if brief else None
         return Order(kind, (worker,), self._moment(worker), seconds=seconds)
 
     def victims(self, job: TargetJob) -> list[str]:
         """Workers that may be hit."""
-        gone: Collection[str] = self._hit | job.out
-        live = [worker for worker in sorted(job.workers) if worker not in gone]
+        live = [worker for worker, process in sorted(job.workers.items())
+                if worker not in job.out and (worker, process.pid) not in self._hit]
         stages = [worker.partition(":")[2] for worker in live]
-        return [worker for worker in live if stages.count(worker.partition(":")[2]) > 1]
+        return [worker for worker in live if self._last or stages.count(worker.partition(":")[2]) > 1]
+
+    def spared(self, order: Order) -> None:
+        """The moment of the order never came, so that nobody was hit."""
+        self._hit = {(worker, pid) for worker, pid in self._hit if worker not in order.workers}
 
     def _moment(self, worker: str) -> Moment:
         if not self._observed:

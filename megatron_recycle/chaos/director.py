@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 from megatron_recycle.chaos.acts import Act, Missed
 from megatron_recycle.chaos.dice import Dice
 from megatron_recycle.chaos.job import ChaosError, TargetJob
-from megatron_recycle.chaos.orders import Order
+from megatron_recycle.chaos.orders import HEAL, Order
 from megatron_recycle.observe.events import EventLog, format_event
 
 _POLL = 0.005
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 REFUSED, MISSED = 2, 1
 """Exit statuses."""
 
@@ -36,18 +38,28 @@ class Director:
         self._wait = wait
         self._acts: list[Act] = []
         self._status = 0
+        self._done = False
 
     def __enter__(self) -> Director:
         return self
 
     def __exit__(self, *failure: object) -> None:
-        for act in self._acts:
-            act.close()
-        self._log.close()
+        # A second Ctrl-C, which also reaches what is started here, must not leave a network cut or a worker stopped.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            for act in self._acts:
+                act.close()
+            self._log.close()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def run(self, orders: Iterable[Order]) -> int:
-        """All of `orders`, each at its own moment; returns 0, MISSED or REFUSED."""
-        self.await_start()
+        """All of `orders`, each at its own moment; returns 0, MISSED or REFUSED. What was cut can also be healed when
+        the job has ended."""
+        orders = list(orders)
+        self.job.follow()
+        if any(order.act != HEAL for order in orders):
+            self.await_start()
         for order in orders:
             self._begin(order)
         while self._poll():
@@ -55,22 +67,28 @@ class Director:
         return self._status
 
     def run_dice(self, dice: Dice, count: int | None) -> int:
-        """`count` random acts, or as many as the job bears, after `await_start`; returns as `run`."""
-        due, left = time.monotonic() + dice.pause(), count
+        """`count` random acts, or acts until the job ends, which has begun; returns 0, or as `run` if none was done.
+
+        Where nobody may be hit it waits: workers that come back may be hit again.
+        """
+        due, left, said = time.monotonic() + dice.pause(), count, False
         while not self.job.ended and left != 0:
-            self._poll()
+            self._poll(dice)
             if time.monotonic() >= due:
                 order = dice.order(self.job)
-                if order is None and not self._acts:
-                    break
+                if order is None and not said and not self._acts:
+                    said = True
+                    self._say("recycle chaos: every stage is down to the last worker that was not hit; waiting for "
+                              "workers to come back (max_restarts, `recycle run --join`), or for the end of the job")
                 if order is not None:
+                    said = False
                     self._begin(order)
                     left = None if left is None else left - 1
                 due = time.monotonic() + dice.pause()
             time.sleep(_POLL)
-        while self._poll():
+        while self._poll(dice):
             time.sleep(_POLL)
-        return self._status
+        return 0 if self._done else self._status
 
     def await_start(self) -> None:
         """Until the job's events name its workers. Raises ChaosError if nothing runs there."""
@@ -91,7 +109,7 @@ class Director:
         except ChaosError as error:
             self._failed(order, error, REFUSED)
 
-    def _poll(self) -> bool:
+    def _poll(self, dice: Dice | None = None) -> bool:
         """Move every act on; returns whether any is left."""
         self.job.follow()
         for act in tuple(self._acts):
@@ -103,6 +121,8 @@ class Director:
             except Missed as error:
                 self._failed(act.order, error, MISSED)
                 act.close()
+                if dice is not None:
+                    dice.spared(act.order)
             if act.done:
                 self._acts.remove(act)
         return bool(self._acts)
@@ -113,5 +133,6 @@ class Director:
         self._say(f"recycle chaos: {order}: {error}")
 
     def _tell(self, act: str, **fields: Any) -> None:
+        self._done = True
         record = self._log.emit(act, **fields)
         self._say(format_event(record).replace("recycle: ", "recycle chaos: ", 1))

@@ -47,7 +47,7 @@ class TargetJob:
 
     Attributes:
         workers: the process that stands at each position of the grid now, or did last.
-        out: positions that were declared out.
+        out: positions that were declared out, or whose worker has left.
         committed: the last committed iteration; -1 before the first.
         grid: (stages, micro-batches of each pipeline) of the plan file, once training has begun.
     """
@@ -84,7 +84,7 @@ class TargetJob:
             worker = event["worker"]
             self.workers[worker] = Process(worker, event["rank"], event["pid"], event["t"], event.get("host"))
             self.out.discard(worker)
-        elif name == "suspected" and event.get("removed", True):
+        elif name == "left" or (name == "suspected" and event.get("removed", True)):
             self.out.add(event["worker"])
         elif name == "committed":
             self.committed = max(self.committed, event["iteration"])

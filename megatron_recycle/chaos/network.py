@@ -1,18 +1,22 @@
 """Cuts network namespaces that stand for hosts off from each other. Needs root and iproute2.
 
 What a host sends to an address is lost by giving that address a link-layer address that nobody has: no error comes
-back, as with a real cut, and the other direction is left alone.
+back, as with a real cut, and the other direction is left alone. What was cut is written down (`Cuts`) and undone from
+there: by then the workers that were cut off may have ended.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron_recycle.chaos.job import ChaosError, TargetJob, environment
 from megatron_recycle.chaos.orders import Order
+from megatron_recycle.observe.events import read_events
 
 _NAMESPACES = Path("/run/netns")
 _NOBODY = "02:00:00:00:00:01"
@@ -37,32 +41,76 @@ def addresses(namespace: str | None) -> dict[str, str]:
             for address in device["addr_info"]}
 
 
-def lose(namespace: str | None, targets: Iterable[str]) -> None:
+@dataclass
+class Cuts:
+    """What was done to the network: (namespace, device) of links taken down, (namespace, device, address) of ways that
+    were cut. A step is written down before it is made, so that one that was interrupted is undone too."""
+
+    links: list[tuple[str, str]] = field(default_factory=list)
+    ways: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def as_record(self) -> dict[str, Any]:
+        return {"links": [list(link) for link in self.links], "ways": [list(way) for way in self.ways]}
+
+    def namespaces(self) -> set[str]:
+        """Those of them that are still there."""
+        named = {namespace for namespace, *_ in (*self.links, *self.ways)}
+        return {name for name in named if (_NAMESPACES / name).exists()}
+
+    def undo(self) -> list[str]:
+        """Undo all of it; returns what could not be undone. A namespace that is gone has no cuts any more."""
+        there, left = self.namespaces(), []
+        for namespace, device in self.links:
+            if namespace in there:
+                left += _failure(namespace, "link", "set", device, "up")
+        for namespace, device, address in self.ways:
+            if namespace in there and (address, device) in _lost(namespace):
+                left += _failure(namespace, "neighbour", "del", address, "dev", device)
+        return left
+
+
+def recorded(run_dir: Path) -> Cuts:
+    """All cuts that were made in the job of this folder, healed or not."""
+    cuts = Cuts()
+    path = run_dir / "chaos.jsonl"
+    for event in read_events(path) if path.exists() else ():
+        record: Mapping[str, Sequence[Sequence[str]]] = event.get("cuts", {})
+        cuts.links += [(one[0], one[1]) for one in record.get("links", ())]
+        cuts.ways += [(one[0], one[1], one[2]) for one in record.get("ways", ())]
+    return cuts
+
+
+def lose(namespace: str | None, targets: Iterable[str], cuts: Cuts | None = None) -> None:
     """What `namespace` sends to these addresses is lost from now on."""
-    for device in set(addresses(namespace).values()):
+    for device in sorted(set(addresses(namespace).values())):
         for target in targets:
+            if cuts is not None and namespace is not None:
+                cuts.ways.append((namespace, device, target))
             ip(namespace, "neighbour", "replace", target, "lladdr", _NOBODY, "dev", device, "nud", "permanent")
 
 
 def find(namespace: str | None) -> None:
     """Undo `lose` for all addresses."""
-    for device in set(addresses(namespace).values()):
-        ip(namespace, "neighbour", "flush", "dev", device, "nud", "permanent")
+    for address, device in _lost(namespace):
+        ip(namespace, "neighbour", "del", address, "dev", device)
 
 
-def set_link(namespace: str, up: bool) -> None:
+def set_link(namespace: str, up: bool, cuts: Cuts | None = None) -> None:
     """Take the devices of a namespace up or down."""
     for device in sorted(set(addresses(namespace).values())):
+        if cuts is not None:
+            cuts.links.append((namespace, device))
         ip(namespace, "link", "set", device, "up" if up else "down")
 
 
-def cut(job: TargetJob, order: Order) -> None:
-    """Carry out `partition`. Raises ChaosError if a host is not a namespace in which workers of the job run."""
+def cut(job: TargetJob, order: Order, cuts: Cuts) -> None:
+    """Carry out `partition`, and write down how. Raises ChaosError if a host is not a namespace in which workers of the
+    job run."""
     ours = namespaces_of(job)
     _check(job, (*order.hosts, *order.others), ours)
     if order.link:
         for host in order.hosts:
-            set_link(host, False)
+            set_link(host, False, cuts)
         return
     others = order.others or tuple(sorted(ours - set(order.hosts)))
     theirs = [address for other in others for address in addresses(other)]
@@ -70,20 +118,34 @@ def cut(job: TargetJob, order: Order) -> None:
         theirs += _control_address(job, order.hosts, theirs)
     own = [address for host in order.hosts for address in addresses(host)]
     for host in order.hosts:
-        lose(host, theirs)
+        lose(host, theirs, cuts)
     if not order.one_way:
         for other in others:
-            lose(other, own)
+            lose(other, own, cuts)
 
 
 def heal(job: TargetJob, hosts: Iterable[str]) -> None:
-    """Undo every `partition` between these hosts and all others of the job."""
-    ours = namespaces_of(job)
+    """Undo every `partition` between these hosts and all others of the job, also where no worker lives any more."""
+    ours = namespaces_of(job) | recorded(job.run_dir).namespaces()
     _check(job, hosts, ours)
     for host in hosts:
         set_link(host, True)
     for host in sorted(ours):
         find(host)
+
+
+def _lost(namespace: str | None) -> list[tuple[str, str]]:
+    """(address, device) of the ways that `lose` has cut there."""
+    found = json.loads(ip(namespace, "-j", "neighbour", "show", "nud", "permanent") or "[]")
+    return [(entry["dst"], entry["dev"]) for entry in found if entry.get("lladdr") == _NOBODY]
+
+
+def _failure(namespace: str, *words: str) -> list[str]:
+    try:
+        ip(namespace, *words)
+    except ChaosError as error:
+        return [str(error)]
+    return []
 
 
 def namespaces_of(job: TargetJob) -> set[str]:

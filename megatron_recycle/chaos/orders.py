@@ -14,7 +14,8 @@ from megatron_recycle.plan import Worker
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "boundary",
           "recovering", "joining")
 """What an observer is told of (`runtime.interpreter.Observer`)."""
-ACTS = ("kill", "freeze", "thaw", "stall", "slow", "coordinator", "partition", "heal")
+HEAL = "heal"
+ACTS = ("kill", "freeze", "thaw", "stall", "slow", "coordinator", "partition", HEAL)
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def add_acts(acts: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     cut.add_argument("--one-way", action="store_true", help="only what they send is lost")
     cut.add_argument("--link", action="store_true", help="take their link down")
     lasting(cut, "`heal`")
-    act("heal", "undo `partition`").add_argument("hosts", nargs="+", metavar="NAMESPACE")
+    act(HEAL, "undo `partition`").add_argument("hosts", nargs="+", metavar="NAMESPACE")
 
 
 def order_of(args: argparse.Namespace) -> Order:
