@@ -6,8 +6,12 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
+
+from tests.harness import Result
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 
@@ -30,6 +34,22 @@ def test_every_stage_keeps_a_worker_and_the_last_iteration_is_hit_too(pipelines:
             assert sum(worker.endswith(f":{stage}") for worker in scene.victims) < pipelines, scene.text
     assert sum(hold.iteration == campaign.ITERATIONS - 1 for scene in scenes for hold in scene.holds[:1]) > 25
     assert len({scene.play.__qualname__ for scene in scenes}) == 8
+
+
+def test_a_worker_that_wakes_up_in_its_last_step_may_end_well_with_the_jobs_bits_only():
+    def result(weight: float, status: int = 0) -> Result:
+        value = {"losses": [0.5], "parameters": {"weight": numpy.array([weight])}, "state": []}
+        return Result(value if status == 0 else None, None, status)
+
+    def faults(*results: Result) -> list[str]:
+        committed = [{"event": "committed", "iteration": iteration} for iteration in range(campaign.ITERATIONS)]
+        job = SimpleNamespace(wait=lambda: dict(enumerate(results)), events=committed)
+        scene = campaign.Scene("freeze and wake 1:0", (), lambda job: 0.0, {"1:0"})
+        return campaign.faults(job, scene, {rank: result(1.0) for rank in range(2)}, 2)  # type: ignore
+
+    assert faults(result(1.0), result(1.0)) == faults(result(1.0), result(1.0, 3)) == []
+    assert faults(result(1.0), result(2.0)) == ["rank 1 differs in weight"]
+    assert faults(result(1.0, 3), result(1.0)) == ["rank 0 ended with status 3: None"]
 
 
 @pytest.mark.slow
