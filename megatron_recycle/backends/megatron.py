@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -55,6 +57,7 @@ class RecycleSchedule:
         self._iteration = 0
         self._detached: megatron_groups.Detached | None = None
         self._late: tuple[LateNumber, ...] = ()
+        self._spoke = False
         self._data = LateSource()
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
         """Iterators that were evaluated with, by identity: where to read their micro-batches, passes over them."""
@@ -77,6 +80,7 @@ class RecycleSchedule:
         self._stage.forward_step = forward_step_func
         with self._script.call(), _ending():
             reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
+        self.speaks()  # a script may write log lines without asking
         return self._stage.reports(reports) if self._place.last else []
 
     def _train(self, data_iterator: Any) -> torch.Tensor:
@@ -176,11 +180,20 @@ class RecycleSchedule:
 
     def speaks(self) -> bool:
         """Whether this worker writes the log line: the last one of the last stage that is left. Others have written
-        those of iterations before it came in."""
+        those of iterations before it came in.
+
+        The launcher is told, before the first line, where in whose output they are: it shows them.
+        """
         if self._worker is None:
             return dist.get_rank() == dist.get_world_size() - 1
         place = self._place
-        return not self.catches_up() and self.live()[-1] == place.me and place.part == place.parts - 1
+        before, self._spoke = self._spoke, (
+            not self.catches_up() and self.live()[-1] == place.me and place.part == place.parts - 1)
+        if self._spoke and not before:
+            sys.stdout.flush()
+            self._agent.event("speaks", rank=place.ranks[place.me][place.part], pid=os.getpid(),
+                              offset=os.fstat(1).st_size)
+        return self._spoke
 
     def log_part(self) -> str:
         """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from

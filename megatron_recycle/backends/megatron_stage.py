@@ -28,7 +28,7 @@ from megatron_recycle.backends.buffers import check_unchanged
 from megatron_recycle.backends.megatron_groups import TensorGroup
 from megatron_recycle.backends.megatron_rates import SET_BY_LOOP, Rates
 from megatron_recycle.backends.megatron_support import single_optimizers
-from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.errors import UnsupportedError, VerificationError
 from megatron_recycle.runtime.data import Batch
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.reduce import Averaging
@@ -115,6 +115,10 @@ class MegatronStage:
             return 0.0
         overflow = torch.zeros(1, dtype=torch.int, device=self.device)
         norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [counted], False)
+        if self._model.ddp_config.check_for_nan_in_grad and not math.isfinite(norm.item()):
+            raise VerificationError(
+                f"the norm of this stage's gradient is {norm.item()}: look at the data and the learning rate, or train "
+                "on with --no-check-for-nan-in-loss-and-grad (check_for_nan_in_grad of DistributedDataParallelConfig)")
         return (norm**2.0).item()
 
     def zeros(self, gradients: Sequence[torch.Tensor]) -> float:

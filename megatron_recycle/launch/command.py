@@ -77,7 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--show",
         choices=("first", "all", "none"),
         default="first",
-        help="whose output is shown (default: the first live rank's); all of it is in RUN_DIR",
+        help="whose output is shown (default: the first live rank's, and that of the one that writes Megatron's log "
+        "lines); all of it is in RUN_DIR",
     )
     parser.add_argument(
         "--chaos",

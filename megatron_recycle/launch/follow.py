@@ -12,7 +12,8 @@ _CHUNK = 1 << 16
 
 
 class Follower:
-    """`show` is "none", "all", or "first": the first rank that lives, and the next one when it has ended."""
+    """`show` is "none", "all", or "first": the first rank that lives, and the next one when it has ended; and the one
+    that has said last that it writes the job's log lines, if any has (Megatron's are not the first rank's)."""
 
     def __init__(self, folder: Path, show: str, say: Callable[[str], None]) -> None:
         self._folder = folder
@@ -20,6 +21,14 @@ class Follower:
         self._say = say
         self._read: dict[int, int] = {}
         self._rest: dict[int, bytes] = {}
+        self._begun = False
+        self._speaker: int | None = None
+
+    def speaks(self, rank: int, offset: int) -> None:
+        """From now on `rank` writes the log lines, in its file from byte `offset` on."""
+        if self._show == "first":
+            self._speaker = rank
+            self._read[rank] = max(self._read.get(rank, 0), offset)
 
     def poll(self, live: Sequence[int]) -> None:
         """Show what is new; `live` are the ranks that may be shown, in order."""
@@ -29,13 +38,16 @@ class Follower:
             for rank in live:
                 self._forward(rank, f"[rank {rank}] ")
             return
-        first = min(live)
-        if self._read and first not in self._read:
-            # What the next rank has printed before is not shown again.
-            for rank in tuple(self._read):
-                self._forward(rank, "")
-            self._read = {first: self._size(first)}
-        self._forward(first, "")
+        shown = {min(live)} if self._speaker is None else {min(live), self._speaker}
+        for rank in self._read.keys() - shown:
+            self._forward(rank, "")  # its last words
+            del self._read[rank]
+        for rank in sorted(shown):
+            if self._begun:
+                # What the next rank has printed before is not shown again.
+                self._read.setdefault(rank, self._size(rank))
+            self._forward(rank, "")
+        self._begun = True
 
     def _path(self, rank: int) -> Path:
         return self._folder / f"worker-{rank}.log"

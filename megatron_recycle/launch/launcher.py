@@ -360,6 +360,8 @@ class Launcher:
             self._end_move(worker.rank, well=True)
             worker.out = None
             self.restarts.joined(worker.rank)
+        elif event["event"] == "speaks":
+            self._follower.speaks(worker.rank, event["offset"])
         elif removed:
             worker.out = event.get("kind")
             if self._end is None and worker.out == "exit":  # that comes by itself, unless it hangs on the way

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_recycle.backends import megatron_groups
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import TransportAborted, VerificationError
 
 
 def test_who_learns_of_a_failure_when_the_new_groups_stand_does_not_go_on_with_them(monkeypatch):
@@ -25,3 +27,22 @@ def test_who_learns_of_a_failure_when_the_new_groups_stand_does_not_go_on_with_t
     monkeypatch.setattr(megatron_groups, "_spanning", stand)
     with pytest.raises(TransportAborted), detached.attached("g2", lambda: bool(stopped)):
         pytest.fail("waits for the dead")
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_gradient_that_is_no_number_ends_training_as_in_stock_if_it_is_to_be_looked_for(check, monkeypatch):
+    from megatron_recycle.backends import megatron_stage
+
+    # Megatron's own computes on a GPU.
+    monkeypatch.setattr(megatron_stage, "multi_tensor_applier",
+                        lambda kernel, overflow, tensors, each: (torch.cat(tensors[0]).norm(), None))
+    stage: Any = object.__new__(megatron_stage.MegatronStage)
+    stage.device, stage._counted = torch.device("cpu"), list
+    stage._model = SimpleNamespace(ddp_config=SimpleNamespace(check_for_nan_in_grad=check))
+    assert stage.norm_square([torch.tensor([3.0, 4.0])]) == 25.0
+    for wrong in (float("nan"), float("inf")):
+        if check:
+            with pytest.raises(VerificationError, match="no-check-for-nan-in-loss-and-grad"):
+                stage.norm_square([torch.tensor([1.0, wrong])])
+        else:
+            stage.norm_square([torch.tensor([1.0, wrong])])

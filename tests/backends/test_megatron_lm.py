@@ -81,7 +81,7 @@ def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int
     try:
         if kill is not None:
             _kill(folder / "events.jsonl", *kill)
-        ended(job)
+        (folder / "screen.txt").write_text(ended(job))
     finally:
         job.kill()
     return "".join(path.read_text() for path in sorted(folder.glob("worker-*.log")))
@@ -156,6 +156,8 @@ def test_the_last_rank_killed_leaves_the_same_numbers(checkout, text, tmp_path, 
     assert {*calm} - {*found} <= {"3"}  # the line that the victim was about to write
     assert found == {key: calm[key] for key in found}
     assert "| live: 3/4 | rerouted: 4 |" in printed
+    # The user sees what the log has, whoever writes it, and nothing twice.
+    assert losses((tmp_path / "killed" / "screen.txt").read_text()) == found
     told = sorted(consumed(printed))  # of two workers
     assert told == [(iteration, 16 * iteration) for iteration, _ in told] and told[-1][0] == ITERATIONS
     # The victim wrote the times too; now another worker does, of itself alone.
