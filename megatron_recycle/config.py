@@ -23,6 +23,9 @@ from megatron_recycle.errors import ConfigError
 SECTION = "recycle"
 """Name of the section in the DeepSpeed JSON file."""
 
+SHORTEST_TOKEN = 16
+"""Characters. Every connection is greeted by a message that lets whoever hears it try tokens at leisure."""
+
 JOINING = "RECYCLE_JOIN"
 """Variable that is 1 in the environment of a process that is to join a running job."""
 

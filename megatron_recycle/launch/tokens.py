@@ -8,11 +8,10 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_recycle.config import SHORTEST_TOKEN
 from megatron_recycle.errors import ConfigError
 
 VARIABLE = "RECYCLE_TOKEN"
-SHORTEST = 16
-"""Characters. Every connection is greeted by a message that lets whoever hears it try tokens at leisure."""
 _HOW = "make one with `openssl rand -hex 16`"
 
 
@@ -51,7 +50,7 @@ def take(environ: os._Environ[str]) -> str:
 
 
 def _checked(token: str, source: str) -> str:
-    if len(token) < SHORTEST:
-        raise ConfigError(f"{source} has {len(token)} characters; a token has {SHORTEST} or more, since who guesses it "
-                          f"commands the job: {_HOW}")
+    if len(token) < SHORTEST_TOKEN:
+        raise ConfigError(f"{source} has {len(token)} characters; a token has {SHORTEST_TOKEN} or more, since who "
+                          f"guesses it commands the job: {_HOW}")
     return token

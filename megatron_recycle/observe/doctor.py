@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.metadata
+import ipaddress
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle import config
-from megatron_recycle.config import RecycleConfig
+from megatron_recycle.config import SHORTEST_TOKEN, RecycleConfig
 from megatron_recycle.errors import ConfigError
 
 PACKAGES = ("torch", "ortools", "deepspeed", "megatron-core")
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         found.append(Check("settings", "fail", str(error)))
     settings = settings or RecycleConfig()
-    for examine in (check_versions, check_system, check_interface, check_torch):
+    for examine in (check_versions, check_system, check_interface, check_name, check_token, check_torch):
         found.extend(examine(settings))
     failed = any(check.state == "fail" for check in found)
     if args.json:
@@ -137,6 +138,31 @@ def check_interface(settings: RecycleConfig) -> list[Check]:
     if address in ("0.0.0.0", "::"):
         return [Check("interface", "warn", f"{address} listens everywhere; name the cluster's own network")]
     return [Check("interface", "ok", address)]
+
+
+def check_name(settings: RecycleConfig) -> list[Check]:
+    """Whether other hosts could reach this one by the address that it has for its own name."""
+    name = socket.gethostname()
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
+    except OSError as error:
+        text = f"{name} is no address here ({error.strerror or error}): give --master-addr an address, not this name"
+        return [Check("own name", "warn", text)]
+    if all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in found):
+        text = f"{name} is {', '.join(found)} here (/etc/hosts): give --master-addr an address, not this name"
+        return [Check("own name", "warn", text)]
+    return [Check("own name", "ok", f"{name} is {', '.join(found)}")]
+
+
+def check_token(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> list[Check]:
+    """Whether the token in the environment, if there is one, would be taken."""
+    token = (os.environ if environ is None else environ).get("RECYCLE_TOKEN", "")
+    if not token:
+        return [Check("token", "ok", "RECYCLE_TOKEN is not set: a job on one host, or under Slurm, makes its own")]
+    if len(token) < SHORTEST_TOKEN:
+        text = f"RECYCLE_TOKEN has {len(token)} characters, and {SHORTEST_TOKEN} is the least: openssl rand -hex 16"
+        return [Check("token", "fail", text)]
+    return [Check("token", "ok", f"RECYCLE_TOKEN has {len(token)} characters")]
 
 
 def check_torch(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> list[Check]:

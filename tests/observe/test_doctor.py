@@ -59,6 +59,16 @@ def test_listening_everywhere_is_pointed_out():
     assert check.state == "warn"
 
 
+def test_a_name_that_leads_nowhere_and_a_short_token_are_pointed_out(monkeypatch: pytest.MonkeyPatch):
+    for name, state in (("localhost", "warn"), ("no.such.host.invalid", "warn"), ("192.0.2.7", "ok")):
+        monkeypatch.setattr(doctor.socket, "gethostname", lambda name=name: name)
+        (check,) = doctor.check_name(RecycleConfig())
+        assert check.state == state, check
+    for token, state in (("", "ok"), ("secret", "fail"), ("0123456789abcdef", "ok")):
+        (check,) = doctor.check_token(RecycleConfig(), {"RECYCLE_TOKEN": token})
+        assert check.state == state and (not token or token not in check.text)
+
+
 def test_unset_threads_matter_only_to_exact():
     for reduction, state in (("exact", "warn"), ("fast", "ok")):
         found = {check.name: check for check in doctor.check_torch(RecycleConfig(reduction=reduction), {})}

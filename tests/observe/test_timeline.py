@@ -116,10 +116,16 @@ def test_a_plan_that_deadlocks_and_an_unknown_ending_are_refused(tmp_path: Path)
     assert not (tmp_path / "missing").exists()
 
 
-def test_recycle_timeline_draws_a_plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_recycle_timeline_draws_a_plan_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
     plan = tmp_path / "plan.json"
     made = simple_plan(2, 2, 2)
     dataclasses.replace(made, lower_bound=lower_bound(made.problem)).save(plan)
+    assert cli.main(["timeline", str(plan)]) == 0 and (tmp_path / "plan.png").exists()
+    assert capsys.readouterr().out == "plan.png\n"
+    assert cli.main(["timeline", str(tmp_path)]) == 2 and "is a folder" in capsys.readouterr().err
     assert cli.main(["timeline", str(plan), "-o", str(tmp_path / "one.svg")]) == 0
     assert cli.main(["timeline", str(plan), str(plan), "-o", str(tmp_path / "two.svg")]) == 0
     assert len((tmp_path / "two.svg").read_text()) > len((tmp_path / "one.svg").read_text()) > 1000
