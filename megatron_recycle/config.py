@@ -110,6 +110,11 @@ class RecycleConfig:
         "three or more is brought back from its peers; 0: as verify says",
     )
     seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
+    emergency_checkpoint: str | None = _option(
+        None,
+        "folder for a last checkpoint of a job that an error of the script or its data ends (DeepSpeed); auto: where "
+        "the script has saved before, if it has; none: no such checkpoint",
+    )
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
     moves: bool = _option(
         False,

@@ -23,12 +23,14 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megatron_recycle.backends.deepspeed_last import LastCheckpoint
 from megatron_recycle.backends.deepspeed_masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed_stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed_support import check_supported, torch_optimizer
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
+from megatron_recycle.membership import Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.accumulate import Layout
@@ -105,7 +107,8 @@ class RecyclePipelineEngine(PipelineEngine):
         self._asked = 0  # the iteration that the script asks for next
         self._catching_up = is_joining()  # the script is where the others were before this worker came in
         self._agent = connect(place, settings, options.embed, self._abort_transport)
-        self._script = ScriptEnd(self._agent)
+        self._script = ScriptEnd(self._failed)
+        self._last = LastCheckpoint(self, settings.emergency_checkpoint)
         atexit.register(self._finish)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
@@ -135,7 +138,7 @@ class RecyclePipelineEngine(PipelineEngine):
         if self._worker is None:
             self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
                                        data=self._data_source(), agent=self._agent, config=self._recycle,
-                                       observer=self._options.observer)
+                                       observer=self._options.observer, save_last=self._save_last)
         begin = time.monotonic()
         try:
             loss = self._train_iteration(self._worker)
@@ -164,6 +167,15 @@ class RecyclePipelineEngine(PipelineEngine):
         """In the agent's thread."""
         if self._worker is not None:
             self._worker.abort(generation)
+
+    def _failed(self, error: BaseException) -> None:
+        """The script is over, by this error."""
+        if self._agent.ended is not None:
+            return
+        if self._worker is None:
+            self._agent.ending(Fault.of(error))
+        else:
+            self._worker.fail(error)
 
     def _finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""
@@ -244,8 +256,18 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock; False, with an error line, while a worker is missing: training is worth more than a checkpoint."""
-        return self._together(
-            "save_checkpoint()", lambda: super(RecyclePipelineEngine, self).save_checkpoint(*args, **keywords), False)
+        stock = super().save_checkpoint
+        bound = inspect.signature(PipelineEngine.save_checkpoint).bind(self, *args, **keywords).arguments
+        self._last.seen(bound["save_dir"])
+        done = self._together("save_checkpoint()", lambda: stock(*args, **keywords), False)
+        if done:
+            self._last.saved(bound.get("tag"))
+        return done
+
+    def _save_last(self) -> str:
+        """What the runtime asks for when the job cannot go on."""
+        assert self._worker is not None
+        return self._last.write(self._worker.current_groups())
 
     def _together(self, what: str, run: Callable[[], Any], otherwise: Any) -> Any:
         """What ``run`` returns, or ``otherwise`` if it cannot be run by all workers, which one line says."""

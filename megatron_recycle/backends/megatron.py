@@ -219,7 +219,7 @@ class RecycleSchedule:
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter,
                                    data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
         self._agent = agent
-        self._script = ScriptEnd(agent)
+        self._script = ScriptEnd(self._failed)
         self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining())
         megatron_training.take_over(self)
         atexit.register(self.finish)
@@ -230,6 +230,12 @@ class RecycleSchedule:
             self._worker.abort(generation)
             if self._agent.breaks_off and self._detached is not None:
                 self._detached.abort()
+
+    def _failed(self, error: BaseException) -> None:
+        """The script is over, by this error."""
+        assert self._worker is not None
+        if self._agent.ended is None:
+            self._worker.fail(error)
 
     def finish(self) -> None:
         """At the end of the process: if the script ended well, stand by until all others have ended too."""

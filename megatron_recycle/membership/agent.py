@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +40,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class Go:
-    """How `generation` goes on. `plan` is a plan file's content, `prefix` the store prefix of its groups."""
+    """How `generation` goes on. `plan` is a plan file's content, `prefix` the store prefix of its groups. With
+    `closing` it does not train: the job ends with these words, once its members have said `saved`."""
 
     generation: int
     attempt: int
@@ -49,6 +49,7 @@ class Go:
     plan: Mapping[str, Any]
     resume: Resume
     prefix: str
+    closing: str | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Agent:
         self.outside = joining
         """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. So does a part of
         a worker that has lost another part, until there is one again."""
-        self._heard = 0
+        self._heard = self._errors = self._answered = 0
         self._leave_asked = self._leave_told = False
         self._identity = {
             "type": "hello",
@@ -253,12 +254,22 @@ class Agent:
         generation with the same members follows."""
         self._send_kept({"type": "hint", "generation": generation, "error": error})
 
-    def raised(self, fault: Fault) -> None:
+    def raised(self, fault: Fault) -> bool:
         """The training thread has met this error. Returns when the coordinator has decided what follows, or cannot be
-        reached for `patience` seconds: then `ended` says what; see there."""
-        self._send_kept({"type": "raised", "fault": fault.to_json(), "t": time.time()})
-        with suppress(JobEnded):
-            self._wait(lambda: False, None, "a decision")
+        reached for `patience` seconds; whether this worker is to go on without what it did, in the next generation."""
+        number = self._errors = self._errors + 1
+        self._send_kept({"type": "raised", "number": number, "fault": fault.to_json(), "t": time.time()})
+        try:
+            self._wait(lambda: self._answered == number, None, "a decision")
+        except JobEnded:
+            return False
+        return True
+
+    def saved(self, generation: int, place: str, error: str) -> None:
+        """This worker's part of a last checkpoint is at ``place``, or, with an ``error``, nowhere; wait for the end of
+        the job. Returns if another generation comes instead. Raises JobEnded."""
+        self._send_kept({"type": "saved", "generation": generation, "place": place, "error": error})
+        self._wait(lambda: self.stop_generation > generation, None, "the end of the job")
 
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
@@ -337,6 +348,10 @@ class Agent:
             self._goes(message)
         elif kind == "offer" and message["generation"] == self.generation:
             self.offer = Offer(message["generation"], message["number"], message["plan"])
+        elif kind == "answer":
+            with self._changed:
+                self._answered = message["number"]
+                self._changed.notify_all()
         elif kind == "end":
             self._end(Ended(message["status"], message["message"]))
 
@@ -377,7 +392,7 @@ class Agent:
     def _goes(self, message: Message) -> None:
         if message["generation"] <= self.generation or message["generation"] < self.stop_generation:
             return
-        names = ("generation", "attempt", "members", "plan", "prefix")
+        names = ("generation", "attempt", "members", "plan", "prefix", "closing")
         go = Go(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
         with self._changed:
             self.outside = False

@@ -27,6 +27,7 @@ from megatron_recycle.membership.state import (
     Adopted,
     Await,
     AwaitLoss,
+    AwaitSaved,
     Boundary,
     Committed,
     Decision,
@@ -59,6 +60,8 @@ from megatron_recycle.membership.state import (
     ReportsLate,
     Restarted,
     Resumed,
+    Saved,
+    SavedLate,
     State,
     StaysOut,
     Step,
@@ -95,6 +98,7 @@ class Timeouts:
     heartbeat_timeout: float = 10.0
     report_timeout: float = 30.0
     start_timeout: float = 600.0
+    save_timeout: float = 600.0
     hello_timeout: float = 5.0
 
     @property
@@ -285,7 +289,8 @@ class Coordinator:
             self._hint(incarnation, fields)
             self._feed(Hinted(incarnation, fields["generation"], fields["error"]))
         elif kind == "raised" or (kind == "ending" and message["fault"] is not None):
-            self._feed(Raised(incarnation, Fault.parse(message["fault"]), message["t"]))
+            number = message.get("number", 0)
+            self._feed(Raised(incarnation, Fault.parse(message["fault"]), message["t"], number))
         elif kind == "ending":
             self._vanished(incarnation, message["t"])
         else:
@@ -473,6 +478,9 @@ class Coordinator:
             assert self._loop is not None
             late = ReportsLate(decision.generation)
             self._loop.call_later(self.timeouts.report_timeout, self._feed, late)
+        elif isinstance(decision, AwaitSaved):
+            assert self._loop is not None
+            self._loop.call_later(self.timeouts.save_timeout, self._feed, SavedLate(decision.generation))
         elif isinstance(decision, AwaitLoss):
             assert self._loop is not None
             self._loop.call_later(self.timeouts.detection, self._feed, NoLoss(decision.generation, decision.since))
@@ -572,6 +580,7 @@ _INPUTS: Mapping[str, Callable[[str, Message], Input]] = {
     "resumed": lambda who, m: Resumed(who, m["generation"], m["t"]),
     "committed": lambda who, m: Committed(who, m["iteration"], m["loss"]),
     "adopted": lambda who, m: Adopted(who, m["generation"], m["iteration"], m["digest"]),
+    "saved": lambda who, m: Saved(who, m["generation"], m["place"][:1000], m["error"][:500]),
     "leave": lambda who, m: Leave(who),
     "boundary": lambda who, m: Boundary(who, m["generation"], m["iteration"], m["t"]),
     "finished": lambda who, m: Finished(who, m["generation"]),

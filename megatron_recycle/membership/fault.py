@@ -33,7 +33,7 @@ class Fault:
     refused: bool = False
     """Whether it is a refusal of this package: whoever came in this worker's place would meet it too."""
     whole: bool = False
-    """Whether the worker waits in it, with everything that it holds, and could go on without that action."""
+    """Whether the worker waits in it for what the coordinator decides, with all of its state."""
 
     @classmethod
     def of(cls, error: BaseException, iteration: int | None = None, action: str | None = None,

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import forming, joining, mend, moves, notices, poison, progress
+from megatron_recycle.membership import closing, forming, joining, mend, moves, notices, poison, progress
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import (
     Adopted,
     Await,
+    AwaitSaved,
     Boundary,
+    Closing,
     Committed,
     Decision,
     Emit,
@@ -45,6 +47,8 @@ from megatron_recycle.membership.state import (
     ReportsLate,
     Restarted,
     Resumed,
+    Saved,
+    SavedLate,
     State,
     StaysOut,
     Step,
@@ -53,6 +57,8 @@ from megatron_recycle.membership.state import (
     Tell,
 )
 from megatron_recycle.membership.table import put
+
+_LAST = "the job ends after a last checkpoint"
 
 
 def step(state: State, happened: Input, now: float, offers: bool = True) -> Step:
@@ -125,7 +131,7 @@ def _restarted(state: State, happened: Restarted, now: float) -> Step:
     if (empty := _empty_stage(state)) is not None:  # decided, but the end was not written down any more
         state, ending = notices.end(state, 1, _stage_gone(state, empty), now)
         return state, (restarted, *ending)
-    return state, (restarted,)
+    return state, (restarted,) if state.closing is None else (restarted, AwaitSaved(state.generation))
 
 
 def _returned(state: State, happened: Hello, now: float) -> Step:
@@ -201,13 +207,29 @@ def _raised(state: State, happened: Raised, now: float) -> Step:
         return notices.end(state, 1, fault.text, now)
     if joining.waiting(state, who.incarnation) is not None:
         return joining.lost(state, who.incarnation, said, now)
-    state = poison.remembered(state, who, fault)
     member = state.member(who.incarnation)
-    if member is None or (text := poison.fatal(state, member, fault)) is None:
+    if member is not None and poison.repeated(state, member, happened.number):
+        return state, (closing.answer(member, happened.number),)
+    state = poison.remembered(state, who, fault, happened.number)
+    if member is not None and state.closing is not None and fault.whole:
+        return state, (closing.answer(member, happened.number),)
+    if member is None or state.closing is not None or (text := poison.fatal(state, member, fault)) is None:
         return _lost(state, Lost((Loss(who.incarnation, "exit"),), happened.since), now)
-    suspected = notices.suspected(state, member, "exit", happened.since, now, removed=False)
-    state, ending = notices.end(state, 1, text, now)
-    return state, (*(() if fault.refused else (Emit(suspected),)), *ending)
+    return _end_with(state, member, happened, text, now)
+
+
+def _end_with(state: State, member: Member, happened: Raised, text: str, now: float) -> Step:
+    """The job ends for this error, after a last checkpoint if there can be one. Peers that differ, or that read
+    different data, have nothing to save: who finds that does not hold a state that counts."""
+    fault = happened.fault
+    lost = {} if fault.whole else {member.worker: "exit"}
+    stays = notices.suspected(state, member, "exit", happened.since, now, removed=False)
+    told = () if fault.refused else (Emit(stays),)
+    if not closing.possible(state, lost) or (fault.refused and not fault.whole):
+        state, ending = notices.end(state, 1, text if fault.refused else f"{text} {notices.last(state)}", now)
+        return state, (*told, *ending)
+    state, decisions = _regenerate(state, lost, happened.since, now, reason=_LAST, to_close=Closing(text))
+    return state, (*decisions, *((closing.answer(member, happened.number), *told) if fault.whole else ()))
 
 
 def _lost_spare(state: State, spare: Member, kind: str, since: float, now: float) -> Step:
@@ -246,13 +268,20 @@ def _mend(state: State, reason: str, since: float, now: float) -> Step:
 
 def _regenerate(
     state: State, lost: Mapping[str, str], since: float, now: float, joined: Mapping[str, Member] | None = None,
-    reason: str | None = None,
+    reason: str | None = None, to_close: Closing | None = None,
 ) -> Step:
     """Generation g+1 without `lost` and with `joined`: decided, stored, announced; everything of g is void.
 
     The other parts of a lost worker are spares: told of it, and without work until that one is replaced.
     """
     removed = [state.members[name] for name in in_order(lost)]
+    if state.closing is not None and lost and closing.possible(state, lost):
+        to_close = Closing(state.closing.message)
+    elif state.closing is not None:
+        told = tuple(Emit(notices.suspected(state, member, lost[member.worker], since, now)) for member in removed)
+        why = poison.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
+        state, ending = notices.end(state, 1, why, now)
+        return state, (*told, *ending)
     leavers = [member for member in removed if joining.planned(state, member, lost[member.worker])]
     suspected = [
         notices.left(state, member, lost[member.worker], now) if member in leavers
@@ -282,6 +311,7 @@ def _regenerate(
         hints={},
         spared=frozenset(),
         mended=0 if lost else state.mended,
+        closing=to_close,
     )
     decided = {
         "event": "decided",
@@ -386,6 +416,7 @@ def _go(state: State, now: float) -> Step:
         "plan": state.plan,
         "resume": resume.to_json(),
         "prefix": notices.group_prefix(state.generation, incarnations),
+        "closing": None if state.closing is None else state.closing.message,
     }
     events = [progress.reconciled_event(state, resume, now)] if state.generation > 1 else []
     record = {
@@ -396,7 +427,8 @@ def _go(state: State, now: float) -> Step:
         "events": events,
     }
     state = progress.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
-    return state, (Store(record), Tell(tuple(incarnations.values()), go), *map(Emit, events))
+    limit = () if state.closing is None else (AwaitSaved(state.generation),)
+    return state, (Store(record), Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)
 
 
 # Ending
@@ -429,6 +461,8 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     Lost: _lost,
     Exited: _exited,
     Raised: _raised,
+    Saved: closing.saved,
+    SavedLate: closing.late,
     Reported: _reported,
     ReportsLate: _reports_late,
     Planned: _planned,

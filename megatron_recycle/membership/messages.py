@@ -27,10 +27,11 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "committed": {"iteration": int, "generation": int, "loss": _OPTIONAL_NUMBER},
     "event": {"event": str, "fields": dict},
     "hint": {"generation": int, "error": str},
-    "raised": {"fault": dict, "t": _NUMBER},
+    "raised": {"number": int, "fault": dict, "t": _NUMBER},
     "adopted": {"generation": int, "iteration": int, "digest": str},
     "finished": {"generation": int},
     "leave": {},
+    "saved": {"generation": int, "place": str, "error": str},
     "ending": {"fault": (dict, type(None)), "t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }
@@ -51,7 +52,9 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "plan": dict,
         "resume": dict,
         "prefix": str,
+        "closing": (str, type(None)),
     },
+    "answer": {"number": int},
     "offer": {"generation": int, "number": int, "plan": (dict, type(None))},
     "end": {"status": int, "message": str},
 }

@@ -130,6 +130,7 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "committed": state.committed,
         "since": state.since,
         "description": dict(state.description or {}),
+        "closing": None if state.closing is None else state.closing.message,
         "faults": [{**vars(said), "fault": said.fault.to_json()} for said in state.faults],
         **of_moves(state),
         "events": list(events),
@@ -154,7 +155,19 @@ def unwritable(journal: Path, error: OSError) -> str:
             f"--run-dir. {RESTART}")
 
 
+def sentence(text: str) -> str:
+    """With a full stop, whoever has written it."""
+    return text if text.endswith(".") else f"{text}."
+
+
+def last(state: State) -> str:
+    return f"Last committed iteration: {state.committed if state.committed >= 0 else 'none'}."
+
+
 def end(state: State, status: int, message: str, now: float) -> Step:
+    """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none."""
+    if state.closing is not None:
+        message = f"{sentence(state.closing.message)} No checkpoint was written: {sentence(message)} {last(state)}"
     told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
     event = {
         "event": "finished",

@@ -7,6 +7,8 @@ the same work on a second worker is the work's: it ends the job while the others
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process, in_order, siblings
 from megatron_recycle.membership.resume import RESTART, by_stage
@@ -17,10 +19,15 @@ _REMEMBERED = 64
 _MEND = "It would fail there again after a restart: mend the data or the code first."
 
 
-def remembered(state: State, member: Member, fault: Fault) -> State:
+def remembered(state: State, member: Member, fault: Fault, number: int) -> State:
     """The state that knows of it."""
-    said = Said(member.worker, member.incarnation, fault)
+    said = Said(member.worker, member.incarnation, fault, number)
     return state.with_(faults=(*state.faults, said)[-_REMEMBERED:])
+
+
+def repeated(state: State, member: Member, number: int) -> bool:
+    """Whether this error is told again, after a reconnect."""
+    return number > 0 and any((said.incarnation, said.number) == (member.incarnation, number) for said in state.faults)
 
 
 def said_by(state: State, member: Member) -> Fault | None:
@@ -32,26 +39,26 @@ def fatal(state: State, member: Member, fault: Fault) -> str | None:
     """Why the job ends with this error of a member; None if it goes on without that one."""
     if fault.refused:
         return fault.text
-    last = f"last committed iteration: {state.committed if state.committed >= 0 else 'none'}"
     if (twin := _twin(state, member, fault)) is not None:
         if fault.microbatch is not None:
             what = f"micro-batch {fault.microbatch} of iteration {fault.iteration} fails on every worker"
-            return f"{what}: {fault} (in {fault.action} on {twin} and {member.worker}); {last}. {_MEND}"
-        return f"{twin} and {member.worker} have failed alike {fault.where}: {fault}; {last}. {_MEND}"
+            return f"{what}: {fault} (in {fault.action} on {twin} and {member.worker}). {_MEND}"
+        return f"{twin} and {member.worker} have failed alike {fault.where}: {fault}. {_MEND}"
     lost = {member.worker, *siblings(state.members, [member.worker])}
     for stage, names in enumerate(by_stage(state.stages, state.proven)):
         if member.worker in names and lost.issuperset(names):
             out = by_stage(state.stages, state.out)[stage]
             before = f"; out before: {how(state, out)}" if out else ""
-            return (f"{member.worker}, the last worker of stage {stage}, has failed {fault.where}: {fault}{before}; "
-                    f"{last}. {RESTART}")
+            return (f"{member.worker}, the last worker of stage {stage}, has failed {fault.where}: {fault}{before}. "
+                    f"{RESTART}")
     return None
 
 
-def how(state: State, out: list[str]) -> str:
-    """Each of ``out`` with the kind of its failure, and with what it has said."""
+def how(state: State, out: list[str], kinds: Mapping[str, str] | None = None) -> str:
+    """Each of ``out`` with the kind of its failure (of ``kinds``, or as it is known), and with what it has said."""
     said = {one.worker: str(one.fault) for one in state.faults}
-    return ", ".join(f"{name} {state.out[name]}" + (f" ({said[name]})" if name in said else "")
+    kinds = state.out if kinds is None else kinds
+    return ", ".join(f"{name} {kinds[name]}" + (f" ({said[name]})" if name in said else "")
                      for name in in_order(out))
 
 

@@ -9,7 +9,7 @@ from megatron_recycle.membership import moves
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.joining import still_unproven
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import Member, Phase, Said, State
+from megatron_recycle.membership.state import Closing, Member, Phase, Said, State
 
 
 def restore(size: int, records: Sequence[Mapping[str, Any]], told: Sequence[Mapping[str, Any]] = ()) -> State:
@@ -47,8 +47,9 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], told: Sequence[Mapp
             ranks=decided["ranks"],
             description=decided["description"],
             committed=last,
-            faults=tuple(Said(said["worker"], said["incarnation"], Fault.parse(said["fault"]))
+            faults=tuple(Said(**{**said, "fault": Fault.parse(said["fault"])})
                          for said in decided["faults"]),
+            closing=None if decided["closing"] is None else Closing(decided["closing"]),
             **moves.restored(records),
         )
     if went is not None:

@@ -49,6 +49,17 @@ class Said:
     worker: str
     incarnation: str
     fault: Fault
+    number: int = 0
+    """Of the errors of this process that it waits in; 0: it does not."""
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The job ends with this message once the members have saved what is committed."""
+
+    message: str
+    saved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """By member where its part of the checkpoint is, and why it is not written, if it is not."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,8 @@ class State:
     """Generations with the same members in a row, without a committed iteration in between."""
     faults: tuple[Said, ...] = ()
     """Errors of scripts, the latest ones, in their order."""
+    closing: Closing | None = None
+    """What this generation is for, if not for training."""
 
     @property
     def stages(self) -> int:
@@ -350,6 +363,23 @@ class Raised:
     incarnation: str
     fault: Fault
     since: float
+    number: int = 0
+    """The process waits for an answer to this number; 0: it ends."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A member's part of the last checkpoint is at ``place``, or, with an `error`, nowhere."""
+
+    incarnation: str
+    generation: int
+    place: str
+    error: str
+
+
+@dataclass(frozen=True)
+class SavedLate:
+    generation: int
 
 
 @dataclass(frozen=True)
@@ -403,6 +433,8 @@ Input = (
     | Boundary
     | Hinted
     | Raised
+    | Saved
+    | SavedLate
     | NoLoss
     | Stuck
     | Restarted
@@ -456,6 +488,13 @@ class AwaitLoss:
 
 
 @dataclass(frozen=True)
+class AwaitSaved:
+    """Feed `SavedLate(generation)` when the time for a last checkpoint is over."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class MakePlan:
     """Make a plan at once for the grid without `failed`, and feed `Planned` or `PlanFailed`."""
 
@@ -495,5 +534,5 @@ class End:
     message: str
 
 
-Decision = Store | Note | Tell | Await | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
+Decision = Store | Note | Tell | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
 Step = tuple[State, tuple[Decision, ...]]

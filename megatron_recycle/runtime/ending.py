@@ -9,21 +9,19 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from megatron_recycle.membership import Agent, Fault
 
 
 class ScriptEnd:
     """Watches one script.
 
     Args:
-        agent: told of a failure as soon as the script is over.
+        failed: called with what the script has failed with, as soon as it is over.
     """
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
         self._left: BaseException | None = None
         # As concurrent.futures does: these run before threads are joined.
         getattr(threading, "_register_atexit", atexit.register)(self._tell)
@@ -44,7 +42,5 @@ class ScriptEnd:
         self._left = None
 
     def _tell(self) -> None:
-        error = self.error
-        if error is not None and self._agent.ended is None:
-            where = self._agent.progress() if self._agent.progress is not None else {}
-            self._agent.ending(Fault.of(error, where.get("iteration")))
+        if self.error is not None:
+            self._failed(self.error)

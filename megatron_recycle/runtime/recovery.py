@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from megatron_recycle.errors import JobEnded, TransportAborted
+from megatron_recycle.errors import JobEnded, RecycleError, TransportAborted
 from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
@@ -74,6 +74,8 @@ def _follow(worker: StageWorker, go: Go | None) -> None:
                 rebuild(worker, go)
                 reconcile(worker, go)
                 verify_recovery(worker)
+                if go.closing is not None:
+                    close_down(worker, go)
                 resume(worker, go)
                 return
         except TransportAborted as error:
@@ -196,6 +198,26 @@ def reconcile(worker: StageWorker, go: Go) -> None:
 def _copying(worker: StageWorker) -> AbstractContextManager[None]:
     """A stage's state may take minutes to copy: that nobody trains meanwhile is no sign of a lost message."""
     return worker.activity.during(WORKING, COPY)
+
+
+def close_down(worker: StageWorker, go: Go) -> NoReturn:
+    """7, at the end of a job that cannot go on: save what stands now, the same on all peers, and wait for the end.
+
+    Raises JobEnded, or TransportAborted if another member is lost before all have said that they have saved.
+    """
+    get_logger().error("megatron-recycle: the job ends after a last checkpoint: %s", go.closing)
+    place = error = ""
+    with _copying(worker):
+        try:
+            assert worker.save_last is not None, "this worker has said that it can save"
+            place = worker.save_last()
+        except TransportAborted:
+            raise
+        except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
+            error = f"{type(failure).__name__}: {failure}" if not isinstance(failure, RecycleError) else str(failure)
+            get_logger().error("megatron-recycle: no last checkpoint", exc_info=failure)
+    worker.agent.saved(go.generation, place, error)
+    raise TransportAborted("another member was lost before all had saved")
 
 
 def resume(worker: StageWorker, go: Go) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership import Agent, Fault
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.actions import Actions
@@ -51,6 +52,10 @@ _STEP = ("reduce", "reduced", "step")  # phases in which an error is the step's
 _NO_WORK = ("recovering", "joining", "boundary", "step", "stepped")  # phases that are no work, or told by `stepping`
 
 
+class _Kept(Exception):
+    """The script has raised, and the coordinator wants this worker in the next generation all the same."""
+
+
 class StageWorker:
     """Trains one stage of the model together with all other workers.
 
@@ -62,10 +67,14 @@ class StageWorker:
         agent: this process's link to the coordinator, started.
         config: settings.
         observer: told of every phase; None for nobody.
+        save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
+            part of a checkpoint and returns where that is. It may raise anything. None: there is no such thing.
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
-                 config: RecycleConfig, observer: Observer | None = None) -> None:
+                 config: RecycleConfig, observer: Observer | None = None,
+                 save_last: Callable[[], str] | None = None) -> None:
+        self.save_last = save_last
         self.place = place
         self.stage = stage
         self.agent = agent
@@ -171,9 +180,22 @@ class StageWorker:
         except JobEnded:
             raise
         except Exception as error:
+            fault = self._fault(error)
             with self.waiting("a decision"):
-                self.agent.raised(self._fault(error))
-            raise
+                kept = self.agent.raised(fault)
+            if not kept:
+                raise
+            get_logger().error("megatron-recycle: the script has failed %s", fault.where, exc_info=error)
+            raise _Kept(str(fault)) from None
+
+    def fail(self, error: BaseException) -> None:
+        """The script has failed with ``error``, in its own code or by handling what it could not mend. Returns when it
+        is decided what follows: the others go on, or the job is over, perhaps after a last checkpoint."""
+        with self.waiting("a decision"):
+            kept = self.agent.raised(Fault.of(error, None if self._observed is None else self._observed[0], whole=True))
+        if kept:
+            with suppress(JobEnded):
+                self._through_failures(lambda: 0.0, _Kept())
 
     def _fault(self, error: Exception) -> Fault:
         running = self.actions.running
@@ -229,15 +251,24 @@ class StageWorker:
         assert known is not None and known.iteration >= iteration
         return known.loss
 
-    def _through_failures(self, run: Callable[[], float]) -> float:
-        with self._telling():
-            while True:
-                try:
-                    return run()
-                except WrongGuess:
-                    self._roll_back()
-                except TransportAborted as error:
-                    self._leave_generation(error)
+    def _through_failures(self, run: Callable[[], float], kept: _Kept | None = None) -> float:
+        while True:
+            try:
+                with self._telling():
+                    if kept is not None:
+                        self._recover(TransportAborted(str(kept)))
+                    return self._through_generations(run)
+            except _Kept as again:
+                kept = again
+
+    def _through_generations(self, run: Callable[[], float]) -> float:
+        while True:
+            try:
+                return run()
+            except WrongGuess:
+                self._roll_back()
+            except TransportAborted as error:
+                self._leave_generation(error)
 
     def _leave_generation(self, error: TransportAborted) -> None:
         """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""

@@ -24,13 +24,16 @@ VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 class Text(Dataset):
     """Next-token prediction on fixed random tokens."""
 
-    def __init__(self, first_seed: int = 0) -> None:
+    def __init__(self, first_seed: int = 0, corrupt: int | None = None) -> None:
         self.first_seed = first_seed
+        self.corrupt = corrupt
 
     def __len__(self) -> int:
         return 997
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == self.corrupt:
+            raise ValueError(f"sample {index} is corrupt")
         tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(
             self.first_seed + index))
         return tokens[:-1], tokens[1:]
@@ -96,7 +99,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           tied: bool = False, bf16: bool = False, mistake: str | None = None,
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
-          load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False) -> Any:
+          load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
+          corrupt: int | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward.
 
@@ -106,6 +110,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         save: folder, and iterations after which a checkpoint is written there.
         save_every: folder, and after how many iterations again and again.
         load: folder of a checkpoint to begin with, and further arguments of load_checkpoint().
+        corrupt: index of a sample that cannot be read.
         tidy: whether the script ends with torch.distributed.destroy_process_group().
     """
     if mistake and mistake not in ("apart", "data"):
@@ -140,7 +145,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     # DeepSpeed refuses fp16 on CPUs; torch computes it there, slowly.
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
-                                      training_data=Text(rank if mistake == "data" else 0) if plugin else None)
+                                      training_data=Text(rank if mistake == "data" else 0, corrupt) if plugin else None)
     if mistake == "apart" and rank == 1:
         next(engine.module.parameters()).data[0] += 1
     if not plugin:

@@ -53,7 +53,7 @@ def test_refusals_of_this_package_are_known_from_errors_of_the_script(error: Exc
 @pytest.mark.parametrize("wrong", [{"text": "two\nlines"}, {"text": "x" * 1501}, {"iteration": True}, {"whole": 1},
                                    {"error": None}, {"action": 7}])
 def test_a_malformed_fault_is_refused_at_the_door(wrong: dict[str, Any]):
-    message = {"type": "raised", "t": 1.0, "fault": CORRUPT.to_json()}
+    message = {"type": "raised", "t": 1.0, "number": 1, "fault": CORRUPT.to_json()}
     assert check(message, FROM_WORKER) is message
     assert check({"type": "ending", "t": 1.0, "fault": None}, FROM_WORKER)
     with pytest.raises(WireError, match="raised"):
@@ -91,7 +91,7 @@ def test_the_same_error_in_the_same_work_on_a_second_worker_ends_the_job_with_it
     (end,) = endings(raised(cluster, second, CORRUPT))
     assert end.status == 1 and end.message.startswith(
         "micro-batch 1.3 of iteration 6 fails on every worker: ValueError: sample 31 is corrupt")
-    assert f"1:0 and {second}" in end.message and "last committed iteration: 5" in end.message
+    assert f"1:0 and {second}" in end.message and end.message.endswith("Last committed iteration: 5.")
     (both,) = [decision.event for decision in cluster.log if isinstance(decision, st.Emit)
                and decision.event.get("removed") is False]
     assert both["worker"] == second and both["error"] == "ValueError: sample 31 is corrupt"

@@ -1,0 +1,57 @@
+"""The end of a job that can still save: one last generation, in which nobody trains. Pure, like `machine`.
+
+It is decided, stored and announced like any other. Its members bring themselves to the last committed iteration, each
+writes its part of a checkpoint and says where, and then the job ends with the words that it would have ended with
+before. A member that is lost meanwhile is left out, and it is begun again; whatever else goes wrong ends the job at
+once: a checkpoint must not stand in the way of what has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from megatron_recycle.membership import notices
+from megatron_recycle.membership.names import in_order, siblings
+from megatron_recycle.membership.resume import by_stage
+from megatron_recycle.membership.state import Emit, Member, Phase, Saved, SavedLate, State, Step, Tell
+from megatron_recycle.membership.table import put
+
+
+def possible(state: State, lost: Collection[str]) -> bool:
+    """Whether those that are left without ``lost`` could save everything, and the job wants them to."""
+    wanted = (state.description or {}).get("emergency") and state.phase in (Phase.TRAINING, Phase.RECOVERING)
+    gone = {*lost, *siblings(state.members, lost)}
+    return bool(wanted) and all(set(names) - gone for names in by_stage(state.stages, state.proven))
+
+
+def answer(member: Member, number: int) -> Tell:
+    """To one that waits in its error: it goes on in the generation that it has just heard of."""
+    return Tell((member.incarnation,), {"type": "answer", "number": number})
+
+
+def saved(state: State, happened: Saved, now: float) -> Step:
+    """The job ends when all members have said where their part is."""
+    member, closing = state.member(happened.incarnation), state.closing
+    if member is None or closing is None or happened.generation != state.generation:
+        return state, ()
+    closing = replace(closing, saved=put(closing.saved, member.worker, (happened.place, happened.error)))
+    state = state.with_(closing=closing)
+    if len(closing.saved) < len(state.members):
+        return state, ()
+    errors = [f"{name}: {closing.saved[name][1]}" for name in in_order(closing.saved) if closing.saved[name][1]]
+    if errors or state.resume is None:
+        return notices.end(state, 1, errors[0] if errors else "nobody knows of which iteration", now)
+    place, iteration = happened.place, state.resume.target
+    event = {"event": "saved", "t": now, "generation": state.generation, "iteration": iteration, "place": place}
+    message = f"{notices.sentence(closing.message)} The state after iteration {iteration} is saved in {place}."
+    state, ending = notices.end(state.with_(closing=None), 1, message, now)
+    return state, (Emit(event), *ending)
+
+
+def late(state: State, happened: SavedLate, now: float) -> Step:
+    """It may not take for ever."""
+    if state.closing is None or happened.generation != state.generation:
+        return state, ()
+    missing = [name for name in in_order(state.members) if name not in state.closing.saved]
+    return notices.end(state, 1, f"it took too long ({', '.join(missing)})", now)

@@ -1,0 +1,42 @@
+"""Data that no worker can read: the job ends with what it says, and stock goes on from where it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.backends import gpt_job
+from tests.harness import Job
+
+# Read by pipeline 1, whose samples are 1, 4, 7, ...: it is its 21st, in its 11th micro-batch.
+CORRUPT, WHERE = 61, "micro-batch 1.2 of iteration 2"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_sample_that_nobody_can_read_ends_the_job_with_its_text_and_stock_loads_what_it_has_saved(tmp_path: Path):
+    settings = {"emergency_checkpoint": str(tmp_path)}
+    with Job(gpt_job.train, 6, {"corrupt": CORRUPT, "settings": settings}, limit=40) as job:
+        results = job.wait()
+        finished = job.wait_event("finished")
+        assert all(result.status == 1 for result in results.values()), job.where()
+        suspected = [event for event in job.events if event["event"] == "suspected"]
+    assert finished["message"].startswith(f"{WHERE} fails on every worker: ValueError: sample 61 is corrupt (in F1.2 on")
+    assert finished["message"].endswith(f"The state after iteration 1 is saved in {tmp_path}/global_step2.")
+    assert [event.get("removed", True) for event in suspected] == [True, False], "one is out, one waits"
+    assert {event["error"] for event in suspected} == {"ValueError: sample 61 is corrupt"}
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    with Job(gpt_job.train, 6, {"iterations": 2}, limit=40) as job:
+        calm = job.wait()
+    with Job(gpt_job.train, 6, {"iterations": 0, "plugin": False, "load": (str(tmp_path), {})}, coordinated=False,
+             limit=40) as job:
+        loaded = job.wait()
+    for rank, result in loaded.items():
+        assert result.value is not None, result.error
+        assert result.value["counters"]["steps"] == 2
+        for name, parameter in result.value["parameters"].items():
+            assert np.array_equal(parameter, calm[rank].value["parameters"][name])
+        for state, other in zip(result.value["state"], calm[rank].value["state"], strict=True):
+            assert all(np.array_equal(state[key], other[key]) for key in other)

@@ -1,0 +1,168 @@
+"""The last generation of a job that cannot go on, on paper: what is committed is saved, nothing hides why it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recycle.errors import DataError, UnsupportedError
+from megatron_recycle.membership import state as st
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.restart import restore
+from tests.membership.cluster import Cluster, endings, events, told
+
+CORRUPT = Fault("ValueError", "sample 31 is corrupt", 6, "F1.3", whole=True)
+
+
+def training(pipelines: int = 3) -> Cluster:
+    """A job whose framework can save, with iteration 5 committed."""
+    cluster = Cluster(pipelines)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, emergency=True)
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    return cluster
+
+
+def raised(cluster: Cluster, name: str, fault: Fault = CORRUPT, number: int = 1) -> list[st.Decision]:
+    return cluster.feed(st.Raised(f"{name}/0", fault, cluster.now, number))
+
+
+def closing() -> Cluster:
+    """1:0 and then 2:0 have met the same error."""
+    cluster = training()
+    raised(cluster, "1:0")
+    raised(cluster, "2:0")
+    return cluster
+
+
+def saves(cluster: Cluster, *names: str, place: str = "/runs/global_step6", error: str = "") -> list[st.Decision]:
+    decisions: list[st.Decision] = []
+    for name in names or tuple(cluster.state.members):
+        decisions += cluster.feed(st.Saved(f"{name}/0", cluster.state.generation, place, error))
+    return decisions
+
+
+def gone(cluster: Cluster) -> Cluster:
+    """All have come to the last committed iteration."""
+    cluster.plan()
+    cluster.reports(iteration=6, holds=5)
+    return cluster
+
+
+def test_the_second_worker_waits_in_its_error_and_is_a_member_of_the_last_generation():
+    cluster = training()
+    raised(cluster, "1:0")
+    decisions = raised(cluster, "2:0", number=7)
+    ((to, stop),) = told(decisions, "stop")
+    assert to == {"0:0", "0:1", "1:1", "2:0", "2:1"} == set(stop["members"])
+    assert told(decisions, "answer") == [({"2:0"}, {"type": "answer", "number": 7})]
+    assert not endings(decisions)
+    assert events(decisions, "decided")[0]["reason"] == "the job ends after a last checkpoint"
+    ((_, go),) = told(gone(cluster).log[-20:], "go")
+    assert go["closing"].startswith("micro-batch 1.3 of iteration 6 fails on every worker: ValueError")
+
+
+def test_the_job_ends_with_its_error_and_where_the_state_is_once_all_have_saved():
+    cluster = gone(closing())
+    assert not endings(saves(cluster, "0:0", "0:1", "1:1", "2:0"))
+    decisions = saves(cluster, "2:1")
+    (end,) = endings(decisions)
+    assert end.status == 1 and end.message.startswith("micro-batch 1.3 of iteration 6 fails on every worker")
+    assert end.message.endswith("The state after iteration 5 is saved in /runs/global_step6.")
+    assert events(decisions, "saved")[0]["iteration"] == 5
+
+
+def test_nobody_begins_to_look_for_plans_or_to_take_others_in():
+    cluster = gone(closing())
+    assert not [decision for decision in cluster.log if isinstance(decision, st.Improve) and decision.generation > 1]
+    cluster.hello("1:0", 1)
+    cluster.feed(st.Ready("1:0/1", {"grid": cluster.grid, "block": 2, "reduction": "exact", "emergency": True}, {}))
+    assert not told(cluster.log, "offer")
+
+
+@pytest.mark.parametrize(("what", "why"), [
+    (lambda cluster: saves(cluster, error="OSError: [Errno 28] No space left"), "0:0: OSError: [Errno 28] No space"),
+    (lambda cluster: cluster.feed(st.Lost((st.Loss("0:1/0", "unreachable"), st.Loss("1:1/0", "unreachable"),
+                                           st.Loss("2:1/0", "unreachable")), cluster.now)), "0:1 unreachable, 1:1"),
+    (lambda cluster: cluster.feed(st.SavedLate(3)), "it took too long (0:0, 0:1, 1:1, 2:0, 2:1)"),
+    (lambda cluster: cluster.feed(st.Interrupted(130, "interrupted by SIGINT")), "interrupted by SIGINT"),
+    (lambda cluster: cluster.feed(st.Stuck(3, {"0:0": "a verdict"}, cluster.now)), "all workers wait"),
+])
+def test_whatever_goes_wrong_meanwhile_ends_the_job_with_its_error_first(what, why: str):
+    cluster = gone(closing())
+    (end,) = endings(what(cluster))
+    assert end.message.startswith("micro-batch 1.3 of iteration 6 fails on every worker: ValueError: sample 31")
+    assert f"No checkpoint was written: {why}" in end.message and end.message.endswith("iteration: 5.")
+
+
+def test_one_that_does_not_come_from_its_script_s_own_code_is_not_waited_for():
+    cluster = closing()
+    cluster.plan()
+    cluster.reports("0:0", "1:1", iteration=6, holds=5)
+    cluster.feed(st.ReportsLate(3))
+    assert set(cluster.state.members) == {"0:0", "1:1"} and cluster.state.closing
+    cluster.reports("0:0", iteration=6, holds=5)
+    (end,) = endings(cluster.feed(st.ReportsLate(4)))
+    assert "No checkpoint was written: 1:1 stalled. Last" in end.message
+
+
+def test_others_that_meet_the_error_meanwhile_stay_and_a_member_that_is_lost_is_left_out():
+    cluster = closing()
+    assert told(raised(cluster, "1:1"), "answer") == [({"1:1"}, {"type": "answer", "number": 1})]
+    gone(cluster)
+    saves(cluster, "0:0")
+    ((to, _),) = told(cluster.exit("0:1"), "stop")
+    assert to == {"0:0", "1:1", "2:0", "2:1"} and cluster.state.generation == 4
+    assert told(gone(cluster).log, "go")[-1][1]["closing"]
+    assert not endings(saves(cluster, "1:1", "2:0", "2:1")), "0:0 has to say so again"
+    assert "is saved in" in endings(saves(cluster, "0:0"))[0].message
+
+
+def test_a_worker_that_cannot_wait_is_no_member_and_a_stage_that_is_empty_without_it_saves_nothing():
+    ends = Fault("KeyError", "'x'", 5)
+    cluster = training()
+    raised(cluster, "1:0", ends, 0)
+    ((to, _),) = told(raised(cluster, "2:0", ends, 0), "stop")
+    assert to == {"0:0", "0:1", "1:1", "2:1"} and not told(cluster.log, "answer")
+    last = training(2)
+    raised(last, "1:0", ends, 0)
+    (end,) = endings(raised(last, "0:0", ends, 0))
+    assert end.message.endswith("Last committed iteration: 5.")
+
+
+def test_the_last_worker_of_a_stage_can_still_save_what_it_holds():
+    cluster = training(2)
+    raised(cluster, "1:0", Fault("KeyError", "'x'", 5), 0)
+    assert told(raised(cluster, "0:0"), "answer")
+    (end,) = endings(saves(gone(cluster)))
+    assert end.message.startswith("0:0, the last worker of stage 0, has failed") and "is saved in" in end.message
+
+
+def test_a_refusal_in_an_action_saves_and_peers_that_differ_do_not():
+    cluster = training()
+    assert told(raised(cluster, "1:0", Fault.of(UnsupportedError("shapes"), 6, "F1.3", whole=True)), "answer")
+    assert endings(raised(training(), "1:0", Fault.of(DataError("read different data"), 6, "S")))[0].message == (
+        "read different data")
+
+
+def test_a_job_that_cannot_or_does_not_want_to_save_ends_at_once():
+    cluster = Cluster().train()
+    raised(cluster, "1:0")
+    assert endings(raised(cluster, "2:0"))
+
+
+def test_a_restarted_coordinator_knows_what_the_generation_is_for():
+    cluster = gone(closing())
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
+    cluster.state = restore(6, records, 5)
+    assert st.AwaitSaved(3) in cluster.feed(st.Restarted())
+    for name in tuple(cluster.state.members):
+        cluster.feed(st.Hello(cluster.member(name), 3))
+    assert told(raised(cluster, "2:0"), "answer"), "it may not have heard"
+    (end,) = endings(saves(cluster))
+    assert "sample 31 is corrupt" in end.message and "is saved in" in end.message
+    cluster.state = restore(6, records[:-1], 5)
+    cluster.feed(st.Restarted())
+    (end,) = endings(cluster.feed(st.Hello(cluster.member("0:0"), 2)))
+    assert "sample 31 is corrupt" in end.message and "the coordinator was lost meanwhile" in end.message
