@@ -23,7 +23,7 @@ def test_a_sample_that_nobody_can_read_ends_the_job_with_its_text_and_stock_load
         finished = job.wait_event("finished")
         assert all(result.status == 1 for result in results.values()), job.where()
         suspected = [event for event in job.events if event["event"] == "suspected"]
-    assert finished["message"].startswith(f"{WHERE} fails on every worker: ValueError: sample 61 is corrupt (in F1.2 on")
+    assert finished["message"].startswith(f"{WHERE} fails on every worker: ValueError: sample 61 is corrupt (in F1.2")
     assert finished["message"].endswith(f"The state after iteration 1 is saved in {tmp_path}/global_step2.")
     assert [event.get("removed", True) for event in suspected] == [True, False], "one is out, one waits"
     assert {event["error"] for event in suspected} == {"ValueError: sample 61 is corrupt"}

@@ -155,14 +155,14 @@ def test_a_job_that_cannot_or_does_not_want_to_save_ends_at_once():
 def test_a_restarted_coordinator_knows_what_the_generation_is_for():
     cluster = gone(closing())
     records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
-    cluster.state = restore(6, records, 5)
+    cluster.state = restore(6, records)
     assert st.AwaitSaved(3) in cluster.feed(st.Restarted())
     for name in tuple(cluster.state.members):
         cluster.feed(st.Hello(cluster.member(name), 3))
     assert told(raised(cluster, "2:0"), "answer"), "it may not have heard"
     (end,) = endings(saves(cluster))
     assert "sample 31 is corrupt" in end.message and "is saved in" in end.message
-    cluster.state = restore(6, records[:-1], 5)
+    cluster.state = restore(6, records[:-1])
     cluster.feed(st.Restarted())
     (end,) = endings(cluster.feed(st.Hello(cluster.member("0:0"), 2)))
     assert "sample 31 is corrupt" in end.message and "the coordinator was lost meanwhile" in end.message
