@@ -109,7 +109,9 @@ def _store(job: Running) -> TCPStore:
 
 @pytest.mark.slow
 def test_the_store_outlives_the_coordinator_and_comes_back_after_its_own_death(tmp_path: Path) -> None:
-    environ = {"RECYCLE_TEST_STORE": "1"}  # torch is loaded three times, which a busy machine takes long for
+    token = "a token that the store does not need"
+    # Torch is loaded three times, which a busy machine takes long for.
+    environ = {"RECYCLE_TEST_STORE": "1", "RECYCLE_TOKEN": token}
     with launched(tmp_path / "run", {"pause": {"0": 2}}, nproc=2, environ=environ) as job:
         job.deadline += 80
         _store(job).set("known", "yes")
@@ -117,6 +119,7 @@ def test_the_store_outlives_the_coordinator_and_comes_back_after_its_own_death(t
         job.event("restarted")
         assert _store(job).get("known") == b"yes"
         before = job.store()
+        assert token.encode() not in Path(f"/proc/{before}/environ").read_bytes()
         os.kill(before, signal.SIGKILL)
         again = _store(job)
         assert job.store() != before and not again.check(["known"])

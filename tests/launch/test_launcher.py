@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.launch.launcher import Grace, Job, Launcher, Worker
+from megatron_recycle.launch.ports import listen
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -125,3 +126,33 @@ def test_an_interrupt_of_a_host_that_has_joined_does_not_end_the_job(tmp_path: P
         until_ended(made, made.workers[0])
         assert made.workers[0].status == -signal.SIGTERM, "asked to leave; this one does not know how"
         assert not made._awaits_end() and made.message == "this host has left the job"
+
+
+def test_a_host_ends_once_the_coordinator_has_refused_for_long_enough(tmp_path: Path) -> None:
+    """The first host's launcher has died: nobody else tells this one, and its workers may not have said hello."""
+    grace = Grace(terminated=5.0, refused=0.3)
+    with listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+    made = Launcher(Job(SLEEP, os.environ, tmp_path, range(2, 4), 4, show="none", grace=grace, leader=False),
+                    f"127.0.0.1:{port}", "token", print)
+    begun = time.monotonic()
+    assert made.run() == 1 and time.monotonic() - begun < 10
+    assert f"the coordinator at 127.0.0.1:{port} has refused connections for 0 s" in made.message
+    assert {worker.status for worker in made.lives} == {-signal.SIGTERM}
+
+
+def test_hosts_but_the_first_tell_of_their_own_workers_only(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(tmp_path, said, range(2, 4)) as made:
+        made.job = dataclasses.replace(made.job, leader=False)
+        names = {f"{d}:{s}": 2 * s + d for d in range(2) for s in range(2)}
+        ours = made.workers[2]
+        for event in ({"event": "started", "t": 1.0, "ranks": names}, {"event": "hint", "t": 1.0, "worker": "1:0"},
+                      {"event": "hint", "t": 1.0, "worker": "1:1", "error": "\x1b[1mhere"},
+                      {"event": "suspected", "t": 1.0, "rank": 0, "pid": 1, "worker": "0:0", "kind": "exit",
+                       "generation": 1, "iteration": 3},
+                      {"event": "joined", "t": 1.0, "rank": 2, "pid": ours.child.pid, "worker": "0:1", "generation": 2},
+                      {"event": "finished", "t": 1.0}):
+            made._receive({"type": "event", "event": event})
+    assert said == ["recycle: hint worker=1:1 error=here",
+                    f"recycle: joined generation=2 worker=0:1 rank=2 pid={ours.child.pid}"]
