@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_recycle import enable
 from megatron_recycle.errors import ConfigError, JobEnded
+from megatron_recycle.observe.output import spare_output
 from megatron_recycle.streams import open_standard_streams
 
 USAGE = "usage: python -m megatron_recycle SCRIPT [ARGUMENT ...]"
@@ -32,6 +33,7 @@ def main(arguments: list[str]) -> int:
         Exception: whatever the script does not catch.
     """
     open_standard_streams()
+    spare_output()
     if not arguments or arguments[0].startswith("-"):
         print(USAGE, file=sys.stdout if arguments[:1] in (["-h"], ["--help"]) else sys.stderr)
         return 0 if arguments[:1] in (["-h"], ["--help"]) else USAGE_ERROR

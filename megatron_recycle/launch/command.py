@@ -36,6 +36,7 @@ from megatron_recycle.launch.rundir import make, prepare
 from megatron_recycle.launch.store import Store, keep_store
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.membership.notices import describe_status
+from megatron_recycle.observe.output import spare_output
 
 _HIGHEST_PORT = 65534
 """The next one is for torch's store."""
@@ -111,6 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> int:
     """Like `run`, with the workers' command given; without `store` there is none of torch.distributed's."""
+    spare_output()
     config = RecycleConfig.resolve()
     _check(args)
     say = say_to(sys.stderr)
@@ -147,7 +149,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
             size=nproc * hosts.count,
             show=args.show,
             heartbeat_interval=config.heartbeat_interval,
-            grace=Grace(refused=_patience(config)),
+            grace=_grace(config),
             leader=hosts.rank == 0,
         )
         say(f"recycle: {nproc} workers, control at {found.control}, logs and events in {run_dir}")
@@ -177,9 +179,10 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
     return Hosts(args.nnodes, args.node_rank)
 
 
-def _patience(config: RecycleConfig) -> float:
-    """Seconds for which the coordinator may refuse: longer than workers bear to be without it."""
-    return max(60.0, 10.0 + config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)
+def _grace(config: RecycleConfig) -> Grace:
+    """How long the coordinator may refuse, or be out of reach: longer than workers bear to be without it."""
+    patience = config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout
+    return Grace(refused=max(60.0, 10.0 + patience), cut_off=2 * patience)
 
 
 def _run_dir(args: argparse.Namespace, config: RecycleConfig, folder: str | None = None) -> Path:
@@ -273,7 +276,7 @@ def _join(
     environ = torchrun_environment({**os.environ, **found.environ}, host, int(port), 1, found.size + found.ranks[0])
     environ |= {"RECYCLE_COORDINATOR": control, tokens.VARIABLE: token, "RECYCLE_RUN_DIR": str(run_dir)}
     job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
-              Grace(refused=_patience(config)), leader=False)
+              _grace(config), leader=False)
     ranks = ", ".join(map(str, found.ranks))
     say(f"recycle: rank {ranks} of {found.size} join the job at {control}, logs in {run_dir}")
     launcher = Launcher(job, control, token, say)

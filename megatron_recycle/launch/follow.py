@@ -53,10 +53,17 @@ class Follower:
         return self._folder / f"worker-{rank}.log"
 
     def _size(self, rank: int) -> int:
-        return self._path(rank).stat().st_size
+        try:
+            return self._path(rank).stat().st_size
+        except OSError:
+            return 0
 
     def _forward(self, rank: int, prefix: str) -> None:
-        with self._path(rank).open("rb") as file:
+        try:
+            file = self._path(rank).open("rb")
+        except OSError:  # not there, where the disk was full when it was to be made
+            return
+        with file:
             file.seek(self._read.get(rank, 0))
             while data := file.read(_CHUNK):
                 self._read[rank] = file.tell()

@@ -37,19 +37,26 @@ from megatron_recycle.observe.text import printable
 _GLANCE = 0.25
 """Seconds between looks at log files and deadlines."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_SAME_SIGNAL = 2.0
+"""Seconds in which another SIGTERM is the same one: Slurm sends it to every process, srun and scripts pass it on."""
+_IDLE = 3.0
+"""Seconds without a worker after which a host says so."""
+_CUT_OFF = "unreachable"
+"""How workers fail whose host was out of reach: nothing is wrong with them."""
 
 
 @dataclass(frozen=True)
 class Grace:
     """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM, and after they
-    have said that they end, as one does whose script has failed. And for how long the coordinator may refuse: one that
-    has died is back within a few."""
+    have said that they end, as one does whose script has failed. For how long the coordinator may refuse: one that has
+    died is back within a few. And for how long a host without workers waits for one that is out of reach."""
 
     well: float = 60.0
     failed: float = 10.0
     terminated: float = 5.0
     ending: float = 20.0
     refused: float = 60.0
+    cut_off: float = 82.0
 
 
 @dataclass
@@ -123,8 +130,10 @@ class Launcher:
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
-        self._signals: deque[int] = deque()
+        self._signals: deque[tuple[int, float]] = deque()
         self._interrupted = False
+        self._asked = 0.0  # when
+        self._idle_since: float | None = None
         self._end: Message | None = None
         self._kill_at: tuple[float, int] | None = None
         self._told: list[Message] = []
@@ -180,6 +189,9 @@ class Launcher:
             return self._end["message"]
         if self.job.joining:
             return "this host has left the job"
+        if not self.job.leader and self._link.lost_since is not None:
+            return (f"the coordinator at {self._link.address} is out of reach and did not say how the job ended; if it "
+                    f"goes on, {self._how_to_join()}")
         return "the coordinator did not say how the job ended"
 
     # Workers
@@ -199,6 +211,8 @@ class Launcher:
         if rank in self.workers:
             self.workers[rank].child.release()
         child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
+        if child.unlogged is not None:
+            self._say(f"rank {rank}: {child.unlogged}: what it prints is lost")
         self.workers[rank] = Worker(rank, child, out=out, move=move)
         self.lives.append(self.workers[rank])
         self._selector.register(child.pidfd, selectors.EVENT_READ, self.workers[rank])
@@ -232,7 +246,9 @@ class Launcher:
         self._starts.end(worker.rank)
         others = [self.workers[rank] for rank in self._starts.others(worker.rank) if rank in self.workers]
         alone = all(other.status is not None for other in others)
-        if alone:
+        if alone and worker.out == _CUT_OFF:
+            self.restarts.cut_off(worker.rank, time.monotonic(), str(worker.child.log))
+        elif alone:
             self.restarts.ended(worker.rank, time.monotonic(), str(worker.child.log))
         elif not (worker.move and worker.out == "not joined"):  # the worker that was to move trains where it was
             self.restarts.replaced(worker.rank)
@@ -250,15 +266,26 @@ class Launcher:
         while not self._inbox.empty():
             self._receive(self._inbox.get())
         while self._signals:
-            self._interrupt(self._signals.popleft())
-        for rank in self.restarts.due(time.monotonic()):
-            self._spawn(rank, self.workers[rank].out or "exit")
+            self._interrupt(*self._signals.popleft())
+        self._start_again()
         self._start_moves()
         self._tend_store()
         self._check_coordinator()
         self._follower.poll(self._shown())
         self._check_ending()
         self._check_deadline()
+        self._check_idle()
+
+    def _start_again(self) -> None:
+        """Start the processes whose time it is; not while nobody would let them in."""
+        if self._link.lost_since is not None:
+            return
+        due = self.restarts.due(time.monotonic())
+        if back := [rank for rank in due if self.workers[rank].out == _CUT_OFF]:
+            places = "place is" if len(back) == 1 else f"{len(back)} places are"
+            self._say(f"this host's {places} free again: rejoining (rank {', '.join(map(str, back))})")
+        for rank in due:
+            self._spawn(rank, self.workers[rank].out or "exit")
 
     def _start_moves(self) -> None:
         """Start the processes of other stages that workers of this host move to."""
@@ -309,6 +336,12 @@ class Launcher:
                           f"{self.job.grace.refused:.0f} s ({self._link.error}): the first host's launcher has ended, "
                           "or its port is another job's by now. Restart the job from its last checkpoint")
 
+    def _progress(self) -> None:
+        """An iteration was committed: services that have died before may die again."""
+        for service in (self._coordinator, self._store):
+            if service is not None:
+                service.deaths.progress()
+
     def _give_up(self, message: str) -> None:
         self._finish({"type": "end", "status": 1, "message": message})
         self._deadline(0.0, signal.SIGTERM)  # nobody else tells the workers
@@ -326,12 +359,20 @@ class Launcher:
         """All workers have ended: the coordinator still has to say what that means, unless it is gone."""
         if self._end is not None:
             return False
-        if self.restarts.pending():
+        if self.restarts.pending() and self._link.lost_since is None:
             return True
         if self.job.joining and (self._interrupted or all(worker.out is not None for worker in self.workers.values())):
             return False  # the job goes on without this host
         lost = self._link.lost_since
-        return lost is None or time.monotonic() - lost < self.job.grace.failed
+        return lost is None or time.monotonic() - lost < self._longest_cut()
+
+    def _longest_cut(self) -> float:
+        """Seconds after which nobody waits for the network any more. The first host's coordinator is at home."""
+        return self.job.grace.failed if self.job.leader else max(self.job.grace.failed, self.job.grace.cut_off)
+
+    def _how_to_join(self) -> str:
+        return (f"`recycle run --join {self._link.address} --nproc {len(self.job.ranks)}` with the job's token, script "
+                "and arguments brings it in again")
 
     def _shown(self) -> list[int]:
         """Ranks in the order in which one would be shown as the first."""
@@ -348,6 +389,8 @@ class Launcher:
             self._say(line)
         removed = event.get("event") == "suspected" and event.get("removed", True)
         worker = self.workers.get(event.get("rank", -1))
+        if event["event"] == "committed":
+            self._progress()
         if event.get("event") == "started":
             self.restarts.most = 0 if self._over() else event.get("max_restarts", 0)
         if event["event"] == "move_failed" and event["number"] == self._starts.number(event["to_rank"]):
@@ -364,13 +407,22 @@ class Launcher:
             self._follower.speaks(worker.rank, event["offset"])
         elif removed:
             worker.out = event.get("kind")
-            if self._end is None and worker.out == "exit":  # that comes by itself, unless it hangs on the way
+            if worker.out == _CUT_OFF and not self._over():
+                self._was_cut_off(worker)
+            elif self._end is None and worker.out == "exit":  # that comes by itself, unless it hangs on the way
                 if worker.status is None:
                     why = f"{event['error']} {event['where']}; see" if "error" in event else "see"
                     self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed: {why} {worker.child.log}")
                 worker.kill_at = worker.kill_at or time.monotonic() + self.job.grace.ending
             elif self._end is not None or self.restarts.most:
                 worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
+
+    def _was_cut_off(self, worker: Worker) -> None:
+        """The others go on without it; it ends by itself, or has already, and its place is free for another life."""
+        if worker.status is None:
+            worker.kill_at = time.monotonic() + self.job.grace.terminated
+        else:
+            self._failed(worker)
 
     def _finish(self, message: Message) -> None:
         if self._end is not None:
@@ -386,10 +438,14 @@ class Launcher:
             elif worker.out is not None:  # it may be stopped for good; nobody waits for it
                 worker.child.signal(signal.SIGKILL)
 
-    def _interrupt(self, number: int) -> None:
+    def _interrupt(self, number: int, moment: float | None = None) -> None:
         """The first signal asks the workers to end, and with them the job, unless these have only joined it; the second
         does not ask."""
-        name = signal.Signals(number).name
+        name, moment = signal.Signals(number).name, time.monotonic() if moment is None else moment
+        if self._interrupted and number == signal.SIGTERM and moment - self._asked < _SAME_SIGNAL:
+            return
+        if not self._interrupted:
+            self._asked = moment
         if not self._interrupted and self.job.joining:
             self._interrupted = True
             self.restarts.cancel()
@@ -419,6 +475,19 @@ class Launcher:
                 if worker.status is None:
                     self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed and does not end: SIGKILL")
                     worker.child.signal(signal.SIGKILL)
+
+    def _check_idle(self) -> None:
+        """A host without workers says what becomes of it."""
+        waits = self._over() or self.job.joining or self.restarts.pending() or not any(
+            worker.status for worker in self.workers.values())
+        if waits or any(worker.status is None for worker in self.workers.values()):
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = time.monotonic()
+        elif time.monotonic() - self._idle_since > _IDLE and self._link.lost_since is None:
+            self._idle_since = float("inf")  # said
+            self._say("this host has no worker any more and starts none by itself (max_restarts); it stays until the "
+                      f"job ends. {self._how_to_join()}")
 
     def _check_deadline(self) -> None:
         if self._kill_at is None or time.monotonic() < self._kill_at[0]:
@@ -468,7 +537,7 @@ class Launcher:
         self._wake_out.send(b"m")
 
     def _signalled(self, number: int, frame: object) -> None:
-        self._signals.append(number)
+        self._signals.append((number, time.monotonic()))
 
 
 def _stays_out(rank: int) -> Message:

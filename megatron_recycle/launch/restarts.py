@@ -15,6 +15,7 @@ class _Rank:
     restarts: int = 0
     fruitless: int = 0
     """Lives in a row that have not joined."""
+    cuts: int = 0
     due: float | None = None
 
 
@@ -48,6 +49,18 @@ class Restarts:
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**known.fruitless)
             known.restarts, known.fruitless, known.due = known.restarts + 1, known.fruitless + 1, now + pause
             self._say(f"rank {rank} is started again in {pause:.0f} s (restart {known.restarts} of {self.most})")
+
+    def cut_off(self, rank: int, now: float, log: str) -> None:
+        """The rank's process was well, but its host was out of reach and counts as lost. There will be another,
+        whatever `most` says: nothing was wrong with it. A network that comes and goes makes the pauses longer."""
+        known = self._ranks.setdefault(rank, _Rank())
+        if known.due is not None:
+            return
+        if known.fruitless >= _FRUITLESS:
+            self._stays_out(rank, f"it has ended {known.fruitless} times before it had joined; see {log}")
+            return
+        pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**known.cuts)
+        known.cuts, known.fruitless, known.due = known.cuts + 1, known.fruitless + 1, now + pause
 
     def replaced(self, rank: int) -> None:
         """The rank's process has failed while another one, which it was to make room for, has its device."""

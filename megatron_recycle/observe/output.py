@@ -23,7 +23,7 @@ def spare_output() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(stream, io.TextIOWrapper) and _is_file(stream):
+        if type(stream) is io.TextIOWrapper and _is_file(stream):
             setattr(sys, name, _spared(stream))
 
 

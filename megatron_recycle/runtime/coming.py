@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,9 @@ import torch.distributed as dist
 
 from megatron_recycle.config import JOINING
 from megatron_recycle.membership import Agent
+
+_SAME_SIGNAL = 2.0
+"""Seconds in which another SIGTERM is the same one."""
 
 
 def is_joining() -> bool:
@@ -73,9 +77,10 @@ def backend_for(device: torch.device) -> str:
 def leave_on_sigterm(agent: Agent) -> None:
     """SIGTERM (a pre-emption, a spot notice) makes this worker leave the job at the next boundary.
 
-    A second one, or one when this process has no work (the job is over or has not begun, or it
-    waits to come in), ends the process at once. Left alone where the script
-    has a handler of its own, and where another launcher than ours ends the siblings of a dead worker.
+    A second one, or one when this process has no work (the job is over or has not begun, or it waits to come in), ends
+    the process at once. Within two seconds it is the same one: Slurm signals every process, and the launcher passes its
+    own on. Left alone where the script has a handler of its own, and where another launcher than ours ends the siblings
+    of a dead worker.
     """
     # A handler runs only between two steps of the interpreter, and the training thread may wait in the communication
     # library for long; what the signal writes to the pipe is read at once.
@@ -91,8 +96,12 @@ def leave_on_sigterm(agent: Agent) -> None:
         return
 
     def listen() -> None:
+        asked: float | None = None
         while number := os.read(reading, 1):
             if number[0] == signal.SIGTERM:
+                if asked is not None and time.monotonic() - asked < _SAME_SIGNAL and agent.ended is None:
+                    continue
+                asked = time.monotonic()
                 if agent.leaving or agent.ended is not None or agent.generation == 0 or agent.outside:
                     ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # the default; Python's own is for the main thread
                     os.kill(os.getpid(), signal.SIGTERM)

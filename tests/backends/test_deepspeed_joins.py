@@ -131,6 +131,7 @@ def test_a_worker_that_gets_sigterm_leaves_at_a_boundary_and_nothing_is_redone(u
         job.wait_held(LATE)
         os.kill(job.processes[rank_of("2:1")].pid, signal.SIGTERM)
         job.wait_event("leaving", worker="2:1")
+        os.kill(job.processes[rank_of("2:1")].pid, signal.SIGTERM)  # Slurm's, and the launcher's that got it too
         job.release(LATE)
         assert job.wait_ended(rank_of("2:1")).status == 0
         check_all(job, undisturbed, but={"2:1"})

@@ -4,7 +4,7 @@ Workers agree through files in the run directory, as a real job does through its
 all members have computed it, and steps k when all members hold it. Told what to do by RECYCLE_FAKE (JSON):
 `iterations`; `pause`: {rank: iteration} and `pause_report`: {rank: generation}, where a worker says so in a file
 and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks; `fail_when_connected`: ranks;
-`patience`: seconds that a waiting one bears a coordinator out of reach.
+`patience`: seconds that a waiting one bears a coordinator out of reach; `marks`: a folder for these files.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class FakeWorker:
     def __init__(self) -> None:
         self.orders = json.loads(os.environ["RECYCLE_FAKE"])
         self.folder = Path(os.environ["RECYCLE_RUN_DIR"])
+        self.marks = Path(self.orders.get("marks", self.folder / "marks"))
         self.rank = int(os.environ["RANK"])
         pipelines = int(os.environ["WORLD_SIZE"]) // STAGES
         # Not rank = d * S + s: the launcher must not assume an order.
@@ -132,12 +133,12 @@ class FakeWorker:
 
     def all_told(self, go: Go, what: str, text: str) -> bool:
         """Whether all members' marks say this."""
-        marks = self.folder / "marks" / f"{go.generation}-{what}"
+        marks = self.marks / f"{go.generation}-{what}"
         return all((marks / name).read_text() == text for name in go.members)
 
     def agreed(self, go: Go, what: str, text: str = "") -> bool:
         """Put a mark and wait for those of all members; False if a stop came."""
-        marks = self.folder / "marks" / f"{go.generation}-{what}"
+        marks = self.marks / f"{go.generation}-{what}"
         marks.mkdir(parents=True, exist_ok=True)
         (marks / f"{self.name}.part").write_text(text)
         (marks / f"{self.name}.part").rename(marks / self.name)

@@ -7,14 +7,22 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_recycle.errors import RecycleError
+from megatron_recycle.launch.child import Child
+from megatron_recycle.launch.deaths import Deaths
 from megatron_recycle.launch.launcher import Grace, Job, Launcher, Worker
 from megatron_recycle.launch.ports import listen
+from megatron_recycle.launch.restarts import Restarts
 
+IGNORES = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', end='', flush=True); "
+           "time.sleep(60)")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -156,3 +164,124 @@ def test_hosts_but_the_first_tell_of_their_own_workers_only(tmp_path: Path) -> N
             made._receive({"type": "event", "event": event})
     assert said == ["recycle: hint worker=1:1 error=here",
                     f"recycle: joined generation=2 worker=0:1 rank=2 pid={ours.child.pid}"]
+
+
+# ---- a host that was cut off
+
+
+def cut_off(made: Launcher, worker: Worker) -> None:
+    tell(made, "suspected", worker, worker=f"0:{worker.rank}", kind="unreachable", generation=1, iteration=3)
+
+
+def until(made: Launcher, reached: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < limit
+        made._wait()
+
+
+@pytest.mark.parametrize("most", [0, 1])
+@pytest.mark.parametrize("told_first", [True, False])
+def test_a_host_that_was_cut_off_offers_its_places_again(tmp_path: Path, most: int, told_first: bool) -> None:
+    """Whether it hears that it was given up before its workers have ended or afterwards, whatever `max_restarts`."""
+    said: list[str] = []
+    program = "import os, time; time.sleep(60 if 'RECYCLE_JOIN' in os.environ else 0.2); exit(3)"
+    with launcher(tmp_path, said, command=[sys.executable, "-c", program]) as made:
+        made.restarts.most = most
+        before = dict(made.workers)
+        if told_first:
+            for worker in before.values():
+                cut_off(made, worker)
+        until(made, lambda: all(worker.status is not None for worker in before.values()))
+        if not told_first:
+            for worker in before.values():
+                cut_off(made, worker)
+        for _ in range(8):
+            made._wait()
+        assert made.workers == before, "nobody would let them in"
+        made._link.lost_since = None
+        until(made, lambda: all(made.workers[rank] is not before[rank] for rank in (0, 1)))
+        if most == 0 or told_first:
+            assert "this host's 2 places are free again: rejoining (rank 0, 1)" in said
+        assert not made.restarts.given_up and all(worker.status is None for worker in made.workers.values())
+
+
+def test_a_network_that_comes_and_goes_makes_the_pauses_longer_and_what_never_joins_stays_out() -> None:
+    said: list[str] = []
+    known = Restarts(said.append)
+    now = 0.0
+    for pause in (1.0, 2.0, 4.0):
+        known.cut_off(0, now, "log")
+        known.cut_off(0, now, "log")
+        assert known.due(now + pause - 0.1) == [] and known.due(now + pause) == [0]
+        known.joined(0)
+    for _ in range(3):
+        known.cut_off(0, now, "log")
+        assert known.due(now + 100) == [0]
+    known.cut_off(0, now, "log")
+    assert not known.pending() and known.given_up == {0} and "before it had joined" in said[0]
+
+
+def test_a_host_without_workers_says_what_becomes_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_recycle.launch.launcher._IDLE", 0.1)
+    said: list[str] = []
+    with launcher(tmp_path, said, range(1), [sys.executable, "-c", "exit(1)"]) as made:
+        made.restarts.most = 0
+        made._link.lost_since = None
+        until(made, lambda: "starts none by itself" in "".join(said))
+        for _ in range(3):
+            made._wait()
+        assert len([line for line in said if "recycle run --join 127.0.0.1:1 --nproc 1" in line]) == 1
+
+
+# ---- signals
+
+
+def test_sigterm_twice_within_two_seconds_is_one_signal_and_ctrl_c_is_not(tmp_path: Path) -> None:
+    with launcher(tmp_path, [], range(2), [sys.executable, "-c", IGNORES]) as made:
+        for rank in (0, 1):
+            until(made, lambda rank=rank: (tmp_path / f"worker-{rank}.log").read_text() == "ready")
+        made._interrupt(signal.SIGTERM, 100.0)
+        made._interrupt(signal.SIGTERM, 101.9)
+        for _ in range(3):
+            made._wait()
+        assert [worker.child.status() for worker in made.workers.values()] == [None, None]
+        made._interrupt(signal.SIGINT, 101.95)
+        until(made, lambda: all(worker.status == -signal.SIGKILL for worker in made.workers.values()))
+
+
+def test_a_deaf_child_takes_no_notice_of_what_slurm_signals(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('ready', flush=True); time.sleep(60)"]
+    child = Child(command, os.environ, tmp_path / "log", deaf=True)
+    try:
+        limit = time.monotonic() + 20
+        while not (tmp_path / "log").read_text():
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        child.signal(signal.SIGTERM)
+        child.signal(signal.SIGINT)
+        assert child.wait(0.2) is None
+    finally:
+        child.signal(signal.SIGKILL)
+        assert child.wait(5.0) == -signal.SIGKILL
+        child.release()
+
+
+# ---- services that die
+
+
+def test_a_service_may_die_again_and_again_while_iterations_are_committed() -> None:
+    now = [0.0]
+    deaths = Deaths("the coordinator", lambda: now[0])
+    for _ in range(4):
+        for _ in range(5):
+            deaths.died("log")
+        deaths.progress()
+    for _ in range(5):
+        deaths.died("log")
+    now[0] += 61.0
+    deaths.died("log")  # an iteration may take long
+    for _ in range(4):
+        deaths.died("log")
+    with pytest.raises(RecycleError, match="has died 6 times in a row, without an iteration committed in between"):
+        deaths.died("log")

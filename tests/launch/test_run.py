@@ -119,9 +119,11 @@ def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
 def test_a_signal_ends_the_job_and_leaves_no_orphan(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path / "run", {"pause": {"4": 1}}) as job:
         job.paused(4)
+        os.kill(job.coordinator(), number)  # as Slurm does: every process of the job
         job.process.send_signal(number)
         assert job.wait() == 128 + number, job.where()
         assert job.event("finished")["status"] == 128 + number
+        assert "has died" not in job.output.read_text()
         _no_process_is_left(job)
 
 
