@@ -40,6 +40,7 @@ from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.random_state import Generators, Seeds
 from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.split import Splitter
 from megatron_recycle.runtime.worker import StageWorker
@@ -102,6 +103,7 @@ class RecyclePipelineEngine(PipelineEngine):
         if self.global_rank == 0:
             get_logger().info(settings.describe())
         self._at = place
+        self._generators = Generators(self.device)
         self._worker: StageWorker | None = None
         self._seconds = 0.0  # of training since the last log line
         self._asked = 0  # the iteration that the script asks for next
@@ -137,8 +139,9 @@ class RecyclePipelineEngine(PipelineEngine):
                 "that pipeline's micro-batches in the same order each time it is called")
         if self._worker is None:
             self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
-                                       data=self._data_source(), agent=self._agent, config=self._recycle,
-                                       observer=self._options.observer, save_last=self._save_last)
+                                       data=self._data_source(), agent=self._agent, generators=self._generators,
+                                       config=self._recycle, observer=self._options.observer,
+                                       save_last=self._save_last)
         begin = time.monotonic()
         try:
             loss = self._train_iteration(self._worker)
@@ -224,13 +227,14 @@ class RecyclePipelineEngine(PipelineEngine):
             self._worker.settle()
 
     def _data_source(self) -> DataSource:
+        seeds = Seeds(self._generators, self._recycle.seed)
         if self._options.data is not None:
-            return FactorySource(self._options.data)
+            return FactorySource(self._options.data, seeds)
         if self._dataset is None:
             raise DataError("there is no training data: give a dataset to deepspeed.initialize(training_data=...), or "
                             "call megatron_recycle.enable(data=factory) with factory(pipeline) -> iterator")
         return DatasetSource(self._dataset, self.grid.data_parallel_size, self.micro_batch_size, self.collate_fn,
-                             self.dataloader_drop_last())
+                             self.dataloader_drop_last(), seeds)
 
     def speaks(self) -> bool:
         """Whether this worker says what is said once in a job: it is the first live one."""

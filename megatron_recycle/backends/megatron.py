@@ -38,6 +38,7 @@ from megatron_recycle.runtime.data import DataSource, FactorySource
 from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.random_state import Generators, Seeds
 from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.worker import StageWorker
 
@@ -86,8 +87,10 @@ class RecycleSchedule:
     def _train(self, data_iterator: Any) -> torch.Tensor:
         assert self._worker is not None
         if self._iteration == 0:
-            self._data.source = (source_of(data_iterator, self._place.part) if self._options.data is None
-                                 else FactorySource(self._options.data))
+            self._worker.generators.adopt("forward_step_func", self._stage.forward_step)
+            seeds = Seeds(self._worker.generators, self._settings.seed)
+            self._data.source = (source_of(data_iterator, self._place.part, seeds) if self._options.data is None
+                                 else FactorySource(self._options.data, seeds))
         iteration, stepper = self._iteration, self._worker.stepper
         self._worker.begin(iteration)
         self._iteration += 1
@@ -150,8 +153,9 @@ class RecycleSchedule:
     def _evaluate(self, data_iterator: Any) -> torch.Tensor:
         assert self._worker is not None
         # The iterator is kept, so that no other one gets its identity.
+        seeds = Seeds(self._worker.generators, self._settings.seed, "evaluation data")
         _, source, passes = self._evaluated.get(id(data_iterator)) or (
-            None, source_of(data_iterator, self._place.part), 0)
+            None, source_of(data_iterator, self._place.part, seeds), 0)
         self._evaluated[id(data_iterator)] = (data_iterator, source, passes + 1)
         reports = self._worker.evaluate(self._iteration, source, passes)
         for pipeline in range(self._place.grid.pipelines):
@@ -216,8 +220,9 @@ class RecycleSchedule:
         self._stage = MegatronStage(models[0], optimizer, microbatches)
         agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
         self.splitter = MegatronSplitter()
-        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter,
-                                   data=self._data, agent=agent, config=self._settings, observer=self._options.observer)
+        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter, data=self._data,
+                                   agent=agent, generators=Generators(self._stage.device, self._place.part),
+                                   config=self._settings, observer=self._options.observer)
         self._agent = agent
         self._script = ScriptEnd(self._failed)
         self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining())

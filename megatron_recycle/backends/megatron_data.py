@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_recycle.errors import DataError
-from megatron_recycle.runtime.data import Batch, DataSource
+from megatron_recycle.runtime.data import Batch, DataSource, Reading
+from megatron_recycle.runtime.random_state import Seeds
 
 _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler has an attribute data_parallel_rank "
            "(--dataloader-type single), or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an "
@@ -56,12 +57,13 @@ class SamplerSource:
         dataset: map-style, the same on every worker.
         sampler: yields a micro-batch's indices, by its ``data_parallel_rank``; not advanced.
         collate: list of samples -> batch.
+        seeds: what random numbers they are read with; None: nobody's business.
     """
 
-    def __init__(self, dataset: Any, sampler: Any, collate: Any) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None) -> None:
+        self._reading = Reading(seeds, dataset, collate)
         self._sampler = sampler
-        self._collate = collate
+        self._seeds = seeds
         self._streams: dict[int, Iterator[list[int]]] = {}
         self._next: dict[int, int] = {}
         self._floor: dict[int, int] = {}
@@ -70,7 +72,7 @@ class SamplerSource:
     def batch(self, pipeline: int, number: int) -> Batch:
         if (pipeline, number) not in self._kept:
             self._read(pipeline, number)
-        return self._collate([self._dataset[index] for index in self._kept[pipeline, number]])
+        return self._reading.samples(pipeline, number, self._kept[pipeline, number])
 
     def forget(self, pipeline: int, before: int) -> None:
         self._floor[pipeline] = before
@@ -81,10 +83,12 @@ class SamplerSource:
         if pipeline not in self._streams:
             sampler = copy.copy(self._sampler)
             sampler.data_parallel_rank = pipeline
+            self._seed(pipeline, -1)
             self._streams[pipeline] = iter(sampler)
             self._next[pipeline] = 0
         floor = self._floor.get(pipeline, 0)
         while self._next[pipeline] <= number:
+            self._seed(pipeline, self._next[pipeline])
             try:
                 indices = next(self._streams[pipeline])
             except StopIteration:
@@ -94,11 +98,15 @@ class SamplerSource:
                 self._kept[pipeline, self._next[pipeline]] = indices
             self._next[pipeline] += 1
 
+    def _seed(self, pipeline: int, number: int) -> None:
+        if self._seeds is not None:
+            self._seeds.set(pipeline, number)
 
-def source_of(iterator: Any, part: int = 0) -> DataSource:
+
+def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
     """Where to read the micro-batches that ``iterator`` gives to one pipeline. Raises DataError.
 
-    ``part``: tensor-parallel rank of this process.
+    ``part``: tensor-parallel rank of this process; ``seeds``: what random numbers they are read with.
     """
     if isinstance(iterator, list) and len(iterator) == 1:
         iterator, = iterator
@@ -109,4 +117,4 @@ def source_of(iterator: Any, part: int = 0) -> DataSource:
     if not hasattr(sampler, "data_parallel_rank") or not hasattr(loader, "_dataset"):
         raise DataError(f"forward_backward_func() got a {type(loader).__name__}, which cannot give a dead worker's "
                         f"micro-batches to another worker. {_REMEDY}")
-    return SamplerSource(loader._dataset, sampler, loader._collate_fn)
+    return SamplerSource(loader._dataset, sampler, loader._collate_fn, seeds)

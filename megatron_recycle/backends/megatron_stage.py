@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import math
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applie
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
 from torch import nn
@@ -65,7 +63,6 @@ class MegatronStage:
         self.parameters: Sequence[nn.Parameter] = [
             parameter for parameter in model.module.parameters() if parameter.requires_grad][::-1]
         self.device = self.parameters[0].device
-        self._generator = torch.Generator(self.device)
         self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
         # With average_in_collective too: that is how NCCL averages.
         self.averaging: Averaging = "tokens" if self._config.calculate_per_token_loss else "before"
@@ -80,7 +77,6 @@ class MegatronStage:
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
-        self._seed_trackers()
         if self._checked_buffers or not self._model.training:
             return self._forward(inputs, batch)
         self._checked_buffers = True
@@ -274,18 +270,6 @@ class MegatronStage:
         gradients = [parameter.grad for parameter in self._single.get_parameters() if parameter.grad is not None]
         overflow = torch.zeros(1, dtype=torch.int, device=self.device)
         multi_tensor_applier(multi_tensor_scale_impl, overflow, [gradients, gradients], self._coefficient)
-
-    def _seed_trackers(self) -> None:
-        """Megatron's named generators, from the seed that torch's own has now, which depends on what is computed and
-        not on where."""
-        tracker = get_cuda_rng_tracker()
-        seed, part = torch.initial_seed(), parallel_state.get_tensor_model_parallel_rank()
-        # As in stock, tensor-parallel parts differ in all of them but one.
-        own = {name: name if part == 0 or name == get_data_parallel_rng_tracker_name() else f"{name} {part}"
-               for name in tracker.get_states()}
-        # Not tracker.add(), which takes the state of the device's generator away and back for each name.
-        tracker.set_states({name: self._generator.manual_seed((seed + zlib.crc32(key.encode())) % 2**63).get_state()
-                            for name, key in own.items()})
 
 
 def _mean(value: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.losses import LossRelay
 from megatron_recycle.runtime.memory import ActivationMemory
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.random_state import seed_of, seeded
+from megatron_recycle.runtime.random_state import Generators, seed_of
 from megatron_recycle.runtime.split import Deferring, WeightQueue
 from megatron_recycle.runtime.stage import Forward, Stage
 from megatron_recycle.runtime.stopwatch import Stopwatch
@@ -48,6 +48,7 @@ class Actions:
         splitter: defers weight gradients of the stage's linear layers.
         data: micro-batches by place.
         layout: of the flat gradient.
+        generators: what the user's code may draw random numbers from.
         seed: of the job.
         ledger: says which iteration is under way.
         activity, watch, memory: told of what goes on, how long it takes, and what is held.
@@ -60,13 +61,15 @@ class Actions:
         full: the forwards and backwards of those micro-batches whose backward the plan has in full.
     """
 
-    def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, layout: Layout, seed: int,
-                 ledger: Ledger, activity: Activity, watch: Stopwatch, memory: ActivationMemory, exact: bool) -> None:
+    def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, layout: Layout,
+                 generators: Generators, seed: int, ledger: Ledger, activity: Activity, watch: Stopwatch,
+                 memory: ActivationMemory, exact: bool) -> None:
         self._place = place
         self._stage = stage
         self._splitter = splitter
         self._data = data
         self._layout = layout
+        self._generators = generators
         self._seed = seed
         self._ledger = ledger
         self._activity = activity
@@ -132,8 +135,8 @@ class Actions:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(("F", pipeline, microbatch)))
         layers = self._splitter.whole() if action in self.full else nullcontext()
-        with (seeded(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage), self._stage.device),
-              self._groups.together(), layers, self._watch.measure("F"),
+        self._generators.seed(seed_of(self._seed, iteration, pipeline, microbatch, place.me.stage))
+        with (self._groups.together(), layers, self._watch.measure("F"),
               self._memory.forward((pipeline, microbatch), inputs)):
             forward = self._stage.forward(inputs, batch)
         if forward.loss is not None:
@@ -173,6 +176,10 @@ class Actions:
         forward = self.now.forwards.pop((pipeline, microbatch))
         gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
         self._memory.begin_backward((pipeline, microbatch), gradients)
+        place = (self._ledger.iteration, pipeline, microbatch, self._place.me.stage)
+        # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
+        # where their forward began, so that at least a single checkpoint draws the same numbers again.
+        self._generators.seed(seed_of(self._seed, *place), first=seed_of(self._seed, *place, "backward"))
         return forward, gradients
 
     def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:

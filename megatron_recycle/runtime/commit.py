@@ -230,4 +230,6 @@ def _compare(iteration: int, grid: Grid, first: Sequence[float], last: Sequence[
             raise DataError(
                 f"iteration {iteration}: the first and the last stage read different data for pipeline {pipeline}, "
                 f"micro-batch {microbatch}; the dataset must give the same sample for the same index on every worker "
-                "(no random augmentation without a seed per index), and a data factory the same sequence each time")
+                "(random numbers from torch's, Python's and numpy's global generators are the same there; those of "
+                "other generators, of threads and of files that change are not), and a data factory the same sequence "
+                "each time")

@@ -2,19 +2,21 @@
 
 After a failure any first- or last-stage worker may run any pipeline's micro-batch, and an iteration may
 be run again: so a batch must be found by its place, not by whose turn it is. A plain iterator cannot do
-that; a map-style dataset can, and so can a factory that gives each pipeline's iterator anew.
+that; a map-style dataset can, and so can a factory that gives each pipeline's iterator anew. What a dataset or
+a collate function draws at random (the masks of masked language modelling) is drawn by place too.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from megatron_recycle.errors import DataError
+from megatron_recycle.runtime.random_state import Seeds
 
 Batch = Any
 Factory = Callable[[int], Iterator[Batch]]
@@ -40,10 +42,12 @@ class DatasetSource:
         batch_size: samples of a micro-batch.
         collate: list of samples -> batch.
         drop_last: leave out an epoch's last, smaller micro-batch.
+        seeds: what random numbers it is read with; None: nobody's business.
     """
 
     def __init__(self, dataset: Dataset, pipelines: int, batch_size: int,
-                 collate: Callable[[list], Batch] | None = None, drop_last: bool = False) -> None:
+                 collate: Callable[[list], Batch] | None = None, drop_last: bool = False,
+                 seeds: Seeds | None = None) -> None:
         if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise DataError("training_data must be a map-style dataset (with __len__ and __getitem__), since a batch "
                             "may be needed again on another worker; give an iterable one as "
@@ -53,6 +57,7 @@ class DatasetSource:
         self._batch_size = batch_size
         self._collate = collate or default_collate
         self._drop_last = drop_last
+        self._reading = Reading(seeds, self._dataset, self._collate)
         self._indices: dict[int, list[int]] = {}
 
     def batch(self, pipeline: int, number: int) -> Batch:
@@ -66,17 +71,67 @@ class DatasetSource:
             raise DataError(f"the dataset has {len(indices)} samples for each pipeline, fewer than one micro-batch of "
                             f"{self._batch_size}; use more data or a smaller micro-batch")
         start = (number % per_epoch) * self._batch_size
-        return self._collate([self._dataset[index] for index in indices[start:start + self._batch_size]])
+        return self._reading.samples(pipeline, number, indices[start:start + self._batch_size])
 
     def forget(self, pipeline: int, before: int) -> None:
         pass  # any batch can be read again
 
 
-class FactorySource:
-    """Micro-batches of a user's ``factory(pipeline) -> iterator``; kept until they are committed."""
+class Reading:
+    """Reads samples by index, with random numbers by place.
 
-    def __init__(self, factory: Factory) -> None:
+    Args:
+        seeds: of the job's data; None: samples are read with whatever numbers come.
+        dataset: has ``__getitem__``.
+        collate: list of samples -> batch.
+    """
+
+    def __init__(self, seeds: Seeds | None, dataset: Any, collate: Callable[[list], Batch]) -> None:
+        self._seeds = seeds
+        self._dataset = dataset
+        self._collate = collate
+        self._checked = False
+
+    def samples(self, pipeline: int, number: int, indices: Sequence[int]) -> Batch:
+        """The batch of ``indices``. Raises DataError, at the first one, if the same is not read twice."""
+        if self._seeds is None:
+            return self._read(indices)
+        if not self._checked:
+            self._checked = True
+            self._check(self._seeds, indices)
+        self._seeds.set(pipeline, number)
+        return self._read(indices)
+
+    def _check(self, seeds: Seeds, indices: Sequence[int]) -> None:
+        seeds.generators.adopt("the data", self._dataset, self._collate)
+        digests = []
+        for _ in range(3):
+            # The same on all workers, for what a dataset draws once, when it is first read. That may shift what it
+            # draws for the samples, so that only the others are compared.
+            seeds.set(0, -1)
+            digests.append(digest(self._read(indices)))
+        if digests[1] != digests[2]:
+            raise DataError(
+                f"the same samples, read twice with the same random seeds, differ (indices {list(indices)[:4]}...): "
+                f"{type(self._dataset).__name__} or its collate function draws random numbers from a generator that is "
+                "out of sight, or counts how often it is read; workers would read different data. Draw from torch's, "
+                "Python's or numpy's global generators, which are set for each micro-batch, or seed by the index")
+
+    def _read(self, indices: Sequence[int]) -> Batch:
+        return self._collate([self._dataset[index] for index in indices])
+
+
+class FactorySource:
+    """Micro-batches of a user's ``factory(pipeline) -> iterator``; kept until they are committed.
+
+    ``seeds``: what random numbers they are read with; None: nobody's business.
+    """
+
+    def __init__(self, factory: Factory, seeds: Seeds | None = None) -> None:
         self._factory = factory
+        self._seeds = seeds
+        if seeds is not None:
+            seeds.generators.adopt("the data factory", factory)
         self._streams: dict[int, Iterator[Batch]] = {}
         self._next: dict[int, int] = {}
         self._floor: dict[int, int] = {}
@@ -95,11 +150,13 @@ class FactorySource:
     def _read(self, pipeline: int, number: int) -> None:
         """Read on to ``number``; what lies between may be asked for later in the same iteration and is kept."""
         if pipeline not in self._streams:
+            self._seed(pipeline, -1)
             self._streams[pipeline] = iter(self._factory(pipeline))
             self._next[pipeline] = 0
         floor = self._floor.get(pipeline, 0)
         try:
             while self._next[pipeline] <= number:
+                self._seed(pipeline, self._next[pipeline])
                 batch = next(self._streams[pipeline])
                 if self._next[pipeline] >= floor:
                     self._kept[pipeline, self._next[pipeline]] = batch
@@ -110,20 +167,31 @@ class FactorySource:
                             "one)") from None
 
 
+    def _seed(self, pipeline: int, number: int) -> None:
+        if self._seeds is not None:
+            self._seeds.set(pipeline, number)
+
+
 def digest(batch: Batch) -> int:
-    """CRC-32 of every tensor in a batch (nested lists, tuples and dicts), in order."""
+    """CRC-32 of every tensor, numpy array, number and text in a batch (nested lists, tuples and dicts), in order."""
     crc = 0
-    for tensor in _tensors(batch):
-        crc = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy(), crc)
+    for leaf in _leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(leaf, crc)
     return crc
 
 
-def _tensors(batch: Batch) -> Iterator[torch.Tensor]:
+def _leaves(batch: Batch) -> Iterator[torch.Tensor | bytes]:
     if isinstance(batch, torch.Tensor):
         yield batch
-    elif isinstance(batch, dict):
+    elif isinstance(batch, Mapping):
         for value in batch.values():
-            yield from _tensors(value)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
+            yield from _leaves(value)
+    elif isinstance(batch, (str, bytes, int, float)):
+        yield repr(batch).encode()
+    elif isinstance(batch, Sequence):
         for value in batch:
-            yield from _tensors(value)
+            yield from _leaves(value)
+    elif hasattr(batch, "tobytes"):
+        yield batch.tobytes()

@@ -16,6 +16,7 @@ from megatron_recycle.errors import TransportAborted
 from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by
 from megatron_recycle.runtime.data import DataSource
 from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.random_state import seed_of
 from megatron_recycle.runtime.reduce import all_reduce
 from megatron_recycle.runtime.transport import Message, Transport
 
@@ -106,6 +107,7 @@ def _forward(worker: StageWorker, transport: Transport, data: DataSource, number
         with worker.waiting("an activation"):
             inputs = tuple(transport.receive(("F", pipeline, microbatch)))
     worker.activity.work("evaluate")
+    worker.generators.seed(seed_of(worker.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage))
     with worker.current_groups().together():
         forward = worker.stage.forward(inputs, batch)
     if place.last:

@@ -45,7 +45,7 @@ class Listener(Protocol):
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """A block in which the training thread waits for other workers."""
 
-    def stepping(self) -> AbstractContextManager[None]:
+    def stepping(self, iteration: int) -> AbstractContextManager[None]:
         """A block in which the training thread steps; what it was in before goes on afterwards."""
 
     def committed(self, verdict: Verdict, adopt: bool) -> None:
@@ -182,7 +182,7 @@ class Stepper:
         """One update of the held iteration; nothing interrupts it."""
         assert self.held is not None
         iteration = self.held.iteration
-        with self.listener.stepping():
+        with self.listener.stepping(iteration):
             self.listener.observe("step", iteration)
             views = self.layout.views(self.held.gradient)
             if coefficient != 1.0 and self.pending is not None and self._early:

@@ -34,6 +34,7 @@ from megatron_recycle.runtime.modes import Modes
 from megatron_recycle.runtime.offers import Offers, number_of
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.profiling import Profiling
+from megatron_recycle.runtime.random_state import Generators, seed_of
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
 from megatron_recycle.runtime.reduce import Reduction, per_token, reduction_of
 from megatron_recycle.runtime.split import Deferring
@@ -65,6 +66,7 @@ class StageWorker:
         splitter: defers weight gradients of the stage's linear layers.
         data: micro-batches by place.
         agent: this process's link to the coordinator, started.
+        generators: what the user's code may draw random numbers from.
         config: settings.
         observer: told of every phase; None for nobody.
         save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
@@ -72,7 +74,7 @@ class StageWorker:
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
-                 config: RecycleConfig, observer: Observer | None = None,
+                 generators: Generators, config: RecycleConfig, observer: Observer | None = None,
                  save_last: Callable[[], str] | None = None) -> None:
         self.save_last = save_last
         self.place = place
@@ -81,7 +83,6 @@ class StageWorker:
         self.config = config
         self.ledger = Ledger()
         self.activity = Activity(config.stall_floor)
-        agent.doing, agent.progress = self.activity.told, self._where
         self.generation = 0
         self.groups: Groups | None = None
         self._members: tuple[Worker, ...] = ()
@@ -89,6 +90,9 @@ class StageWorker:
         self.next_attempt = 1
         self.verified = -1
         """The iteration before which the peers of this stage were last found to be equal."""
+        self.generators = generators
+        generators.adopt("the model", stage.module)
+        generators.adopt_trackers()
         self._data = data
         self._observer = observer
         self._observed: tuple[int, int, str, Action | None] | None = None
@@ -108,10 +112,11 @@ class StageWorker:
         self._profiling = Profiling(watch)
         self.memory = ActivationMemory(stage.device)
         self.actions = Actions(place=place, stage=stage, splitter=splitter, data=data, layout=self.layout,
-                               seed=config.seed, ledger=self.ledger, activity=self.activity, watch=watch,
-                               memory=self.memory, exact=config.reduction == "exact")
+                               generators=generators, seed=config.seed, ledger=self.ledger, activity=self.activity,
+                               watch=watch, memory=self.memory, exact=config.reduction == "exact")
         self._transport: Transport
         self._reduction: Reduction
+        agent.doing, agent.progress = self.activity.told, self._where  # last: its thread asks at once
 
     # ---- training
 
@@ -167,9 +172,11 @@ class StageWorker:
         """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""
         return iteration <= self.ledger.stepped
 
-    def _inside(self) -> AbstractContextManager[None]:
-        """Not in the script's own code."""
-        return self.activity.during(WORKING, "begin")
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Not in the script's own code, which finds its random numbers as it left them."""
+        with self.activity.during(WORKING, "begin"), self.generators.kept():
+            yield
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -208,10 +215,13 @@ class StageWorker:
         """A block in which the training thread waits for other workers or the coordinator."""
         return self.activity.during(WAITING, what)
 
-    def stepping(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def stepping(self, iteration: int) -> Iterator[None]:
         """A block of work inside a wait: who steps in a recovery waits for the others again afterwards, for as long as
-        they take."""
-        return self.activity.during(WORKING, "step")
+        they take. An optimizer that draws random numbers draws the same on all peers, and again if it steps again."""
+        number = seed_of(self.config.seed, "step", iteration, self.place.me.stage)
+        with self.activity.during(WORKING, "step"), self.generators.at(number):
+            yield
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""

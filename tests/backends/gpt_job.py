@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
+import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.nn import functional
@@ -21,12 +24,28 @@ from megatron_recycle.runtime.accumulate import Accumulators
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 
 
-class Text(Dataset):
-    """Next-token prediction on fixed random tokens."""
+class Noise:
+    """Random numbers from wherever users draw them."""
 
-    def __init__(self, first_seed: int = 0, corrupt: int | None = None) -> None:
+    def __init__(self) -> None:
+        self.own = numpy.random.default_rng(0)
+
+    def mask(self, length: int) -> torch.Tensor:
+        kept = torch.rand(length) > 0.1
+        kept[random.randrange(length)] = False
+        kept[numpy.random.randint(length)] = False
+        kept[self.own.integers(length)] = False
+        return kept
+
+
+class Text(Dataset):
+    """Next-token prediction on fixed random tokens, some of which ``noise`` replaces each time that they are read."""
+
+    def __init__(self, first_seed: int = 0, corrupt: int | None = None,
+                 noise: Noise | None = None) -> None:
         self.first_seed = first_seed
         self.corrupt = corrupt
+        self.noise = noise
 
     def __len__(self) -> int:
         return 997
@@ -36,7 +55,8 @@ class Text(Dataset):
             raise ValueError(f"sample {index} is corrupt")
         tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(
             self.first_seed + index))
-        return tokens[:-1], tokens[1:]
+        inputs = tokens[:-1] if self.noise is None else tokens[:-1].where(self.noise.mask(LENGTH), 0)
+        return inputs, tokens[1:]
 
 
 class Embedding(nn.Module):
@@ -49,14 +69,24 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    """With ``noise`` it is left out now and then, and has dropout through DeepSpeed's tracker."""
+
+    def __init__(self, dropout: float, noise: Noise | None = None) -> None:
         super().__init__()
+        self.noise = noise
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
         self.down = nn.Linear(2 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.noise is None:
+            return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
+        if random.random() < 0.2:
+            return x
+        with get_cuda_rng_tracker().fork():
+            x = functional.dropout(x, 0.1)
+        x = x * float(1 + 0.1 * numpy.random.randn() + 0.1 * self.noise.own.normal())
         return x + self.dropout(self.down(functional.gelu(self.up(self.norm(x)))))
 
 
@@ -100,7 +130,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
-          corrupt: int | None = None) -> Any:
+          corrupt: int | None = None, noisy: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward.
 
@@ -112,6 +142,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         load: folder of a checkpoint to begin with, and further arguments of load_checkpoint().
         corrupt: index of a sample that cannot be read.
         tidy: whether the script ends with torch.distributed.destroy_process_group().
+        noisy: whether model and data draw random numbers from all kinds of generators.
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
@@ -122,10 +153,14 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
                                   "verify": "peers", **(settings or {})})
         megatron_recycle.enable(config, observer=observer_of(f"{pipeline}:{stage}"))
     torch.manual_seed(7)
+    noise = Noise() if noisy else None
+    if noisy:
+        random.seed(rank)  # whatever the script does with it
+        get_cuda_rng_tracker().add("model-parallel-rng", rank)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
     middle = 2 * stages - 2
-    layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout) for _ in range(middle)], LayerSpec(Head)]
+    layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout, noise) for _ in range(middle)], LayerSpec(Head)]
     if tied:
         layers[0] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight")
         layers[-1] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight",
@@ -144,8 +179,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     ds_config.update(engine_settings or {})
     # DeepSpeed refuses fp16 on CPUs; torch computes it there, slowly.
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True
+    data = Text(rank if mistake == "data" else 0, corrupt, noise) if plugin else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
-                                      training_data=Text(rank if mistake == "data" else 0, corrupt) if plugin else None)
+                                      training_data=data)
     if mistake == "apart" and rank == 1:
         next(engine.module.parameters()).data[0] += 1
     if not plugin:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 5, 2
 POSITIONS = [f"{pipeline}:{stage}" for pipeline in range(PIPELINES) for stage in range(STAGES)]
-EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,
+EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS, "noisy": True,
                             "settings": {"reduction": "exact"}}
 FAST_SGD: Mapping[str, Any] = {**EXACT, "optimizer": "SGD", "settings": {"reduction": "fast"}}
 

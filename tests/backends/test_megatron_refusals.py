@@ -11,8 +11,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_recycle.runtime.random_state import Generators, Seeds
+
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
+
+SEEDS = Seeds(Generators(torch.device("cpu")), 0)
+
 
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
@@ -203,7 +208,7 @@ class Sampler:
 def test_every_pipelines_samples_are_found_from_the_iterator_of_one():
     from megatron_recycle.backends.megatron_data import source_of
 
-    source = source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(1))))
+    source = source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(1))), 0, SEEDS)
     assert source.batch(2, 3).tolist() == [32]
     assert source.batch(0, 5).tolist() == [50]
     source.forget(2, 4)
@@ -216,7 +221,7 @@ def test_data_that_ends_too_early_is_said_to(number):
     from megatron_recycle.errors import DataError
 
     with pytest.raises(DataError, match="--train-iters"):
-        source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(0)))).batch(1, number)
+        source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(0))), 0, SEEDS).batch(1, number)
 
 
 def test_an_iterator_without_places_is_refused():
@@ -224,4 +229,4 @@ def test_an_iterator_without_places_is_refused():
     from megatron_recycle.errors import DataError
 
     with pytest.raises(DataError, match="data_parallel_rank"):
-        source_of(iter([1, 2, 3]))
+        source_of(iter([1, 2, 3]), 0, SEEDS)

@@ -22,6 +22,7 @@ from megatron_recycle.runtime.activity import Activity
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.memory import ActivationMemory
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.random_state import Generators
 from megatron_recycle.runtime.split import Splitter
 from megatron_recycle.runtime.stage import Forward
 from megatron_recycle.runtime.stopwatch import Stopwatch
@@ -88,7 +89,8 @@ class Alone:
         self.watch = Stopwatch(CPU)
         self.actions = Actions(
             place=place, stage=self.stage, splitter=Splitter(self.stage.module, kernel), data=self, layout=self.layout,
-            seed=0, ledger=self.ledger, activity=Activity(1.0), watch=self.watch, memory=self.memory, exact=exact)
+            generators=Generators(CPU), seed=0, ledger=self.ledger, activity=Activity(1.0), watch=self.watch,
+            memory=self.memory, exact=exact)
 
     def batch(self, pipeline: int, index: int) -> tuple[torch.Tensor]:
         return (self.tokens[pipeline, index % MICROBATCHES],)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megatron_recycle.errors import DataError
 from megatron_recycle.runtime.data import DatasetSource, FactorySource, digest
+from megatron_recycle.runtime.random_state import Generators, Seeds
 
 
 class Squares(Dataset):
@@ -72,3 +75,95 @@ def test_the_digest_sees_every_nested_tensor():
     batch = {"x": (torch.ones(2), [torch.tensor(True)]), "y": torch.zeros(1, dtype=torch.bfloat16)}
     other = {"x": (torch.ones(2), [torch.tensor(False)]), "y": torch.zeros(1, dtype=torch.bfloat16)}
     assert digest(batch) == digest(batch) != digest(other)
+
+
+class Masked(Squares):
+    """Draws while it is read, as masking and augmentation do; also from a generator of its own."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.own = numpy.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        drawn = [random.random(), numpy.random.rand(), self.own.random(), float(torch.rand(1))]
+        return torch.tensor([index, *drawn])
+
+
+def seeds(purpose: str = "data") -> Seeds:
+    return Seeds(Generators(torch.device("cpu")), 0, purpose)
+
+
+def noisy(samples: list[torch.Tensor]) -> torch.Tensor:
+    batch = torch.stack(samples)
+    return batch + torch.rand_like(batch)
+
+
+def test_what_data_draw_at_random_depends_on_the_micro_batch_only():
+    """Whoever reads it, in whatever order, and how often."""
+    one, other, more = (DatasetSource(Masked(24), 3, 2, noisy, seeds=seeds(purpose))
+                        for purpose in ("data", "data", "evaluation data"))
+    places = [(pipeline, number) for pipeline in range(3) for number in range(4)]
+    found = {place: one.batch(*place) for place in places}
+    for place in [*reversed(places), *places]:
+        assert torch.equal(other.batch(*place), found[place])
+        assert not torch.equal(more.batch(*place), found[place])
+    assert len({float(batch[0, 1]) for batch in found.values()}) == len(places)
+    assert not torch.equal(one.batch(0, 4)[:, 1:], found[0, 0][:, 1:]), "the next epoch draws anew"
+
+
+def test_what_a_factorys_iterators_draw_depends_on_the_micro_batch_only():
+    """Though they read ahead, and share a generator."""
+    shared = random.Random(0)
+
+    def factory(pipeline: int):
+        order = torch.randperm(50).tolist()
+        while True:
+            yield pipeline, order, torch.rand(1).item(), shared.random()
+
+    one, other = FactorySource(factory, seeds()), FactorySource(factory, seeds())
+    places = [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)]
+    found = [one.batch(*place) for place in places]
+    assert [other.batch(*place) for place in reversed(places)] == found[::-1]
+    assert found[0][1] != found[1][1] and found[0][2] != found[2][2] and found[0][3] != found[2][3]
+
+
+def test_the_scripts_own_random_numbers_are_left_alone():
+    generators = Generators(torch.device("cpu"))
+    source = DatasetSource(Masked(24), 3, 2, noisy, seeds=Seeds(generators, 0))
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    with generators.kept():
+        source.batch(0, 0)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_data_that_are_not_the_same_twice_are_refused_at_the_first_reading():
+    """Also where first and last stage are one, so that nobody could compare."""
+    calls = itertools.count()
+
+    def counting(samples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(samples) + next(calls)
+
+    with pytest.raises(DataError, match="Squares or its collate function draws random numbers"):
+        DatasetSource(Squares(24), 3, 2, counting, seeds=seeds()).batch(1, 3)
+
+
+def test_what_is_drawn_once_is_drawn_alike_on_all_workers():
+    class Shuffled(Squares):
+        order: list[int] | None = None
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            if self.order is None:
+                self.order = torch.randperm(24).tolist()
+            return super().__getitem__(self.order[index]) + torch.rand(2)
+
+    one, other = (DatasetSource(Shuffled(24), 3, 2, seeds=seeds()) for _ in range(2))
+    one.batch(2, 1)
+    assert torch.equal(one.batch(0, 0), other.batch(0, 0))
+
+
+def test_the_digest_sees_numbers_texts_and_arrays():
+    batches = [{"a": numpy.arange(3), "n": 3, "t": "x"}, {"a": numpy.arange(3), "n": 4, "t": "x"},
+               {"a": numpy.arange(3) + 1, "n": 3, "t": "x"}, {"a": numpy.arange(3), "n": 3, "t": "y"}]
+    assert len({digest(batch) for batch in batches}) == 4
