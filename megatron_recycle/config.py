@@ -145,13 +145,15 @@ class RecycleConfig:
     )
     run_dir: str | None = _option(
         None,
-        "folder for events, logs and plans; auto: runs/ and the time of the start. `recycle run` makes it before JSON "
-        "and the script's flags are read: there its own --run-dir or the variable counts",
+        "folder for events, logs and plans; auto: runs/ and the time of the start, under Slurm on several nodes the "
+        "job's number. `recycle run` makes it before JSON and the script's flags are read: there its own --run-dir or "
+        "the variable counts",
     )
     interface: str = _option(
         "127.0.0.1",
         "address that the control services listen on, and no other. `recycle run` listens before JSON and the script's "
-        "flags are read: there its own --master-addr or the variable counts",
+        "flags are read: there its own --master-addr or the variable counts, and under Slurm on several nodes by "
+        "default the address that the others reach",
     )
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
