@@ -35,7 +35,7 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.accumulate import Layout
 from megatron_recycle.runtime.coming import backend_for, is_joining
-from megatron_recycle.runtime.data import DatasetSource, DataSource, FactorySource
+from megatron_recycle.runtime.data import DatasetSource, DataSource, FactorySource, Mapped
 from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.fused import fused_kernel
 from megatron_recycle.runtime.link import connect
@@ -139,9 +139,9 @@ class RecyclePipelineEngine(PipelineEngine):
                 "that pipeline's micro-batches in the same order each time it is called")
         if self._worker is None:
             self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
-                                       data=self._data_source(), agent=self._agent, generators=self._generators,
-                                       config=self._recycle, observer=self._options.observer,
-                                       save_last=self._save_last)
+                                       data=self._data_source(),
+                                       agent=self._agent, generators=self._generators, config=self._recycle,
+                                       observer=self._options.observer, save_last=self._save_last)
         begin = time.monotonic()
         try:
             loss = self._train_iteration(self._worker)
@@ -227,6 +227,12 @@ class RecyclePipelineEngine(PipelineEngine):
             self._worker.settle()
 
     def _data_source(self) -> DataSource:
+        """Where micro-batches are read; what `set_batch_fn` was given is part of the reading, so that first and last
+        stage see the same, also where it draws random numbers."""
+        return Mapped(self._plain_source(), lambda: self.batch_fn,
+                      Seeds(self._generators, self._recycle.seed, "batch_fn"))
+
+    def _plain_source(self) -> DataSource:
         seeds = Seeds(self._generators, self._recycle.seed)
         if self._options.data is not None:
             return FactorySource(self._options.data, seeds)

@@ -16,9 +16,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
-from megatron_recycle.backends.buffers import check_unchanged
 from megatron_recycle.backends.deepspeed_masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed_support import torch_optimizer
+from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.data import Batch
@@ -52,21 +52,18 @@ class DeepSpeedStage:
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(torch_optimizer(engine)).__name__}"
         self.tied_stages = _tied_stages(engine.module)
         self.ties = _ties(engine)
-        self._checked_buffers = False
+        self._hidden = HiddenState(engine.module)
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+
+    def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         engine = self._engine
-        if batch is not None and engine.batch_fn:
-            batch = engine.batch_fn(batch)
         if inputs is None:
             assert batch is not None
             inputs = self._load(batch[0])
         single = inputs[0] if len(inputs) == 1 else inputs
-        if self._checked_buffers:
-            outputs = engine.module(single)
-        else:
-            self._checked_buffers = True
-            outputs = check_unchanged(engine.module, lambda: engine.module(single))
+        outputs = engine.module(single)
         if not engine.is_last_stage():
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             return Forward((inputs, outputs), outputs, None, roots=outputs)

@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from megatron_recycle.backends.buffers import statistics
+from megatron_recycle.backends.hidden_state import statistics
 from megatron_recycle.errors import UnsupportedError
 
 _COMMUNICATING_OPTIMIZERS = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
 from torch import nn
 
-from megatron_recycle.backends.buffers import check_unchanged
+from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.backends.megatron_groups import TensorGroup
 from megatron_recycle.backends.megatron_rates import SET_BY_LOOP, Rates
 from megatron_recycle.backends.megatron_support import single_optimizers
@@ -57,7 +57,7 @@ class MegatronStage:
         self._config = get_model_config(model)
         self._microbatches = microbatches
         self._keys: list[tuple[str, int]] = []
-        self._checked_buffers = False
+        self._hidden = HiddenState(model)
         self._coefficient = 1.0
         # Megatron's buffer is laid out in this order, which decides gloo's order of sums.
         self.parameters: Sequence[nn.Parameter] = [
@@ -77,10 +77,9 @@ class MegatronStage:
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
-        if self._checked_buffers or not self._model.training:
+        if not self._model.training:
             return self._forward(inputs, batch)
-        self._checked_buffers = True
-        return check_unchanged(self._model, lambda: self._forward(inputs, batch))
+        return self._hidden.unchanged(lambda: self._forward(inputs, batch))
 
     def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         last = parallel_state.is_pipeline_last_stage()

@@ -15,7 +15,7 @@ from megatron.core.optimizer.optimizer import (
     MegatronOptimizer,
 )
 
-from megatron_recycle.backends.buffers import statistics
+from megatron_recycle.backends.hidden_state import statistics
 from megatron_recycle.backends.megatron_options import ANYWHERE, apply, message
 from megatron_recycle.errors import UnsupportedError
 

@@ -172,6 +172,36 @@ class FactorySource:
             self._seeds.set(pipeline, number)
 
 
+class Mapped:
+    """What a function makes of another source's micro-batches, such as the one given to DeepSpeed's `set_batch_fn`.
+
+    Args:
+        source: where they are read.
+        function: gives the function of now, or None.
+        seeds: what random numbers it is run with.
+    """
+
+    def __init__(self, source: DataSource, function: Callable[[], Callable[[Batch], Batch] | None],
+                 seeds: Seeds) -> None:
+        self._source = source
+        self._function = function
+        self._seeds = seeds
+        self._known: Any = None
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        batch, function = self._source.batch(pipeline, number), self._function()
+        if function is None:
+            return batch
+        if function is not self._known:
+            self._known = function
+            self._seeds.generators.adopt("the function for batches", function)
+        self._seeds.set(pipeline, number)
+        return function(batch)
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self._source.forget(pipeline, before)
+
+
 def digest(batch: Batch) -> int:
     """CRC-32 of every tensor, numpy array, number and text in a batch (nested lists, tuples and dicts), in order."""
     crc = 0

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megatron_recycle.errors import DataError
-from megatron_recycle.runtime.data import DatasetSource, FactorySource, digest
+from megatron_recycle.runtime.data import DatasetSource, FactorySource, Mapped, digest
 from megatron_recycle.runtime.random_state import Generators, Seeds
 
 
@@ -167,3 +167,12 @@ def test_the_digest_sees_numbers_texts_and_arrays():
     batches = [{"a": numpy.arange(3), "n": 3, "t": "x"}, {"a": numpy.arange(3), "n": 4, "t": "x"},
                {"a": numpy.arange(3) + 1, "n": 3, "t": "x"}, {"a": numpy.arange(3), "n": 3, "t": "y"}]
     assert len({digest(batch) for batch in batches}) == 4
+
+
+def test_a_function_for_batches_draws_the_same_on_first_and_last_stage():
+    functions = [None, lambda batch: batch * (torch.rand(2, 2) > 0.3)]
+    one, other = (Mapped(DatasetSource(Squares(24), 3, 2), lambda: functions[-1], seeds("batch_fn")) for _ in range(2))
+    found = [one.batch(1, number) for number in range(6)]
+    assert all(torch.equal(other.batch(1, number), found[number]) for number in (5, 3, 1, 0, 0))
+    del functions[-1]
+    assert any(not torch.equal(one.batch(1, number), found[number]) for number in range(6))

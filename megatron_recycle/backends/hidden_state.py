@@ -1,0 +1,87 @@
+"""What a forward leaves behind in the model: what the next micro-batch finds would depend on where both run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.observe.log import get_logger
+
+_FORWARDS = 3  # in which an attribute changes before somebody is told: what is computed once and kept does not
+_SIMPLE = (bool, int, float, complex, str, torch.Tensor)
+_OWN = {"training", "_parameters", "_buffers", "_modules"}
+
+
+def statistics(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The parts of ``module`` that are known to keep running statistics, by name."""
+    kinds = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    return [(name, part) for name, part in module.named_modules()
+            if isinstance(part, kinds) and part.track_running_stats]
+
+
+class HiddenState:
+    """Watches what forwards of ``model`` change in it.
+
+    A buffer that changes is refused, whenever that happens: it is state by its name. A number, text or tensor
+    that is an attribute of a module may be state (a count of calls) or only be left for somebody to read (the last
+    loss), which nobody can tell; if each of the first forwards changes it, one line says so.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.named_modules())
+        self._buffers = [module._buffers for _, module in self._modules]
+        self._looked = 0
+        self._changing: set[str] | None = None
+
+    def unchanged(self, forward: Callable[[], Any]) -> Any:
+        """Run ``forward()``; raises UnsupportedError naming the buffers that it changed."""
+        before = self._versions()
+        attributes = self._attributes() if self._looked < _FORWARDS else None
+        result = forward()
+        if not all(was is buffer and version == own for (was, version), (buffer, own)
+                   in zip_longest(before, self._versions(), fillvalue=(None, 0))):
+            raise UnsupportedError(
+                f"these buffers change in forward: {', '.join(self._changed(before))}. What a micro-batch leaves in "
+                "them would depend on where it runs; keep such state out of the model, or train without the plugin")
+        if attributes is not None:
+            self._compare(attributes)
+        return result
+
+    def _versions(self) -> list[tuple[torch.Tensor, int]]:
+        return [(buffer, buffer._version) for buffers in self._buffers if buffers
+                for buffer in buffers.values() if buffer is not None]
+
+    def _changed(self, before: list[tuple[torch.Tensor, int]]) -> list[str]:
+        known = {(id(buffer), version) for buffer, version in before}
+        return sorted(f"{name}.{key}".lstrip(".") for name, module in self._modules
+                      for key, buffer in module._buffers.items()
+                      if buffer is not None and (id(buffer), buffer._version) not in known) or ["one that is gone"]
+
+    def _compare(self, before: dict[str, Any]) -> None:
+        now = self._attributes()
+        changed = {name for name, value in now.items() if name in before and before[name] != value}
+        self._changing = changed if self._changing is None else self._changing & changed
+        self._looked += 1
+        if self._looked == _FORWARDS and self._changing:
+            get_logger().warning(
+                "megatron-recycle: these attributes change in each forward: %s. What a micro-batch finds there depends "
+                "on which others ran before it on the same worker. If results depend on it, they differ once "
+                "micro-batches are re-routed: make it a function of the input", ", ".join(sorted(self._changing)))
+
+    def _attributes(self) -> dict[str, Any]:
+        return dict(self._each_attribute())
+
+    def _each_attribute(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self._modules:
+            for key, value in vars(module).items():
+                if key in _OWN or not isinstance(value, _SIMPLE):
+                    continue
+                if not isinstance(value, torch.Tensor):
+                    yield f"{name}.{key}".lstrip("."), (type(value), repr(value))
+                elif value.grad_fn is None:  # one with a graph behind it belongs to this forward
+                    yield f"{name}.{key}".lstrip("."), (id(value), value._version)
