@@ -21,12 +21,13 @@ NOTABLE = 0.10
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in the planner's units: what workers have for activations, and what a micro-batch of each stage holds
-    before and after its B."""
+    """Memory in the planner's units: what workers have for activations, what a micro-batch of each stage holds before
+    and after its B, and what a posted receive takes."""
 
     room: Mapping[Worker, int]
     before_b: tuple[int, ...]
     after_b: tuple[int, ...]
+    message: tuple[int, ...]
 
     def cap(self, worker: Worker, activations: int) -> int:
         """Units that ``worker`` may hold: ``activations`` micro-batches, if there is room for so many."""
@@ -148,7 +149,7 @@ class Measurements:
             return {}
         stages = range(1 + max(worker.stage for worker in live))
         held = {name: [max(profile["held"][name] for worker, profile in live.items() if worker.stage == stage)
-                       for stage in stages] for name in ("before_b", "after_b")}
+                       for stage in stages] for name in ("before_b", "after_b", "message")}
         if not all(held["before_b"]):
             return {}
         of_workers = {name: {str(worker): profile["held"].get(name) for worker, profile in sorted(live.items())}
@@ -164,7 +165,7 @@ def _memory(found: Mapping[str, Any]) -> Memory | None:
         return None
     room = {Worker.parse(name): int(size) for name, size in found["room"].items()}
     try:
-        return Memory(*caps(room, found["held"]["before_b"], found["held"]["after_b"]))
+        return Memory(*caps(room, *(found["held"][name] for name in ("before_b", "after_b", "message"))))
     except PlanError as error:
         log.warning("recycle: memory does not limit the plans: %s", error)
         return None

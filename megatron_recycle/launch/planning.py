@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_recycle.launch.measurements import Measured, Measurements
 from megatron_recycle.launch.moves import moves_of
-from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker
-from megatron_recycle.plan.replay import peak
+from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker, overfull
 from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
 from megatron_recycle.planner.technique import drop
 
@@ -45,6 +44,7 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
         cap=caps,
         before_b=memory.before_b if memory is not None else (),
         after_b=memory.after_b if memory is not None else (),
+        message=memory.message if memory is not None else (),
         block=description.get("block") or 0,
         tied=tuple(tuple(group) for group in description.get("tied", ())),
         split_backward=description.get("split_backward", True),
@@ -97,7 +97,7 @@ class Planning:
         if plan.stats.get("cached") or earlier is None or before == problem:
             return plan
         again = recosted(problem, earlier)
-        if any(peak(problem, worker, again.actions(worker)) > cap for worker, cap in problem.cap.items()):
+        if overfull(again):
             return plan
         return again if again.objective_value < plan.objective_value else plan
 
@@ -148,7 +148,7 @@ class Planning:
         seed = int(description.get("seed") or 0)
         incumbent = recosted(problem, Plan.from_json(dict(plan)))
         replaced, before = None, float(incumbent.objective_value)
-        if any(peak(problem, worker, incumbent.actions(worker)) > cap for worker, cap in problem.cap.items()):
+        if overfull(incumbent):
             # Memory has turned out shorter than the plan in use takes it to be.
             replaced = incumbent = plan_for(problem, self._cache, work=0, seed=seed)
         better = replaced

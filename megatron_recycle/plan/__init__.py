@@ -3,17 +3,18 @@ library only."""
 
 from .action import STEP, Action
 from .bounds import lower_bound
-from .channels import Message, buffers, channels, read_by
+from .channels import Message, channels, read_by, reads, receives, surplus
 from .costs import Costs
 from .errors import DeadlockError, PlanError
 from .grid import Grid, Worker
 from .pieces import pieces
 from .plan import Plan
-from .problem import Problem
+from .problem import AHEAD, Problem
 from .replay import Timeline, replay
-from .validate import check, violations
+from .validate import check, overfull, violations
 
 __all__ = [
-    "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Plan", "PlanError", "Problem",
-    "Timeline", "Worker", "buffers", "channels", "check", "lower_bound", "pieces", "read_by", "replay", "violations",
+    "AHEAD", "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Plan", "PlanError", "Problem",
+    "Timeline", "Worker", "channels", "check", "lower_bound", "overfull", "pieces", "read_by", "reads", "receives",
+    "replay", "surplus", "violations",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .action import PASSES_ON
 from .grid import Worker
 from .plan import Plan
+from .problem import AHEAD
 
 
 class Message(NamedTuple):
@@ -58,27 +59,46 @@ def read_by(plan: Plan, me: Worker) -> dict[Message, tuple[Message, ...]]:
     return found
 
 
-def buffers(plan: Plan) -> dict[tuple[Worker, Worker], int]:
-    """Per channel, how many receive buffers its reader needs when it posts receives in the sender's order.
+def reads(plan: Plan, me: Worker) -> tuple[tuple[Worker, Message], ...]:
+    """The messages that ``me`` reads from other workers, with their senders, in the order of its actions."""
+    route, found = plan._route, []
+    for kind, d, m in plan.actions(me):
+        read = PASSES_ON.get(kind)
+        source = route.get((d, m, me.stage + (-1 if read == "F" else 1))) if read else None
+        if read and source is not None and source != me:
+            found.append((source, Message(read, d, m)))
+    return tuple(found)
 
-    A reader that wants the sender's i-th message must have posted i+1 receives; what came before it and is
-    not yet used stays in its buffer. With that many buffers no order can deadlock for want of message tags.
+
+def receives(plan: Plan) -> dict[Worker, int]:
+    """The most receives that each worker has posted at a time.
+
+    It posts them for the next AHEAD activations and the next AHEAD gradients that it reads, and for whatever its
+    neighbour sends before these on the same channel: in the order in which they are sent, so that no order of a legal
+    plan can deadlock for want of message tags. What has been read makes room when its action is done.
     """
     talk = channels(plan)
-    needed: dict[tuple[Worker, Worker], int] = {}
     rank = {pair: {message: i for i, message in enumerate(messages)} for pair, messages in talk.items()}
-    route = plan._route
-    for worker, actions in plan.workers.items():
-        stage = worker.stage
-        posted: dict[tuple[Worker, Worker], int] = {}
-        used: dict[tuple[Worker, Worker], int] = {}
-        for kind, d, m in actions:
-            read = PASSES_ON.get(kind)
-            source = route.get((d, m, stage + (-1 if read == "F" else 1))) if read else None
-            if not read or source is None or (source, worker) not in talk:
-                continue
-            pair = (source, worker)
-            posted[pair] = max(posted.get(pair, 0), rank[pair][Message(read, d, m)] + 1)
-            needed[pair] = max(needed.get(pair, 0), posted[pair] - used.get(pair, 0))
-            used[pair] = used.get(pair, 0) + 1
-    return needed
+    return {me: _most_posted([(source, message.kind, rank[source, me][message]) for source, message in reads(plan, me)])
+            for me in plan.workers}
+
+
+def surplus(plan: Plan) -> dict[Worker, int]:
+    """How many receives a worker has posted beyond the usual ones (`Problem.receives`), if any: it reads messages in
+    another order than they are sent."""
+    found = {me: count - plan.problem.receives(me.stage) for me, count in receives(plan).items()}
+    return {me: count for me, count in found.items() if count > 0}
+
+
+def _most_posted(listed: Sequence[tuple[Worker, str, int]]) -> int:
+    """Of a reader's messages, each with its sender, its kind and its number on the channel."""
+    posted: dict[Worker, int] = {}
+    coming = {kind: [(source, number) for source, other, number in listed if other == kind] for kind in ("F", "B")}
+    most, read = 0, dict.fromkeys(coming, 0)
+    for done, (_, kind, _) in enumerate(listed):
+        for next_kind, row in coming.items():
+            for source, number in row[read[next_kind]:read[next_kind] + AHEAD]:
+                posted[source] = max(posted.get(source, 0), number + 1)
+        most = max(most, sum(posted.values()) - done)
+        read[kind] += 1
+    return most

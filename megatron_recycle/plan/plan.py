@@ -85,6 +85,12 @@ class Plan:
             workers[str(worker)] = [named.get(a) or named.setdefault(a, str(a)) for a in actions]
         return {**self.problem.to_json(), "workers": workers}
 
+    def _content_1(self) -> dict[str, Any]:
+        """As in version 1."""
+        content = self._content()
+        held = {name: content["held"][name] for name in ("before_b", "after_b")}
+        return {**content, "held": held, "stage_of": {}}
+
     def to_json(self) -> dict[str, Any]:
         """The plan file as plain JSON values; ``stats`` only if there are any."""
         period = int(self.period) if float(self.period).is_integer() else self.period
@@ -131,7 +137,7 @@ class Plan:
         if not isinstance(stated, str):
             raise PlanError("plan file: digest must be a string")
         plan = cls(problem=problem, workers=workers, source=source, stats=stats, stated=stated, **numbers)
-        if version == 1 and stated == _digest_of({**plan._content(), "stage_of": {}}, _DIGESTED_1):
+        if version == 1 and stated == _digest_of(plan._content_1(), _DIGESTED_1):
             return replace(plan, stated=plan.digest)
         return plan
 

@@ -11,6 +11,8 @@ from .errors import PlanError
 from .grid import Grid, Worker
 
 OBJECTIVES = ("period", "makespan")
+AHEAD = 2
+"""Receives that a worker keeps posted for the activations that it reads next, and as many for gradients."""
 
 
 def _count(value: Any, what: str, least: int = 0) -> int:
@@ -25,8 +27,10 @@ class Problem:
 
     ``failed``: workers that are out. ``cap``: most memory units a worker may hold (a worker not named has no cap).
     ``before_b``/``after_b``: units a micro-batch weighs per stage from F's start to B's end, and from there
-    to W's end. ``block``: micro-batches per block of the exact reduction, 0 for none. ``tied``: groups of
-    stages that step together. ``full_backward``: stages whose workers may run B and W in one (FB). Raises PlanError.
+    to W's end. ``message``: units that a posted receive weighs per stage (default: nothing), of those that a plan needs
+    beyond the usual ones (`receives`), for which room is kept before caps are derived. ``block``: micro-batches per
+    block of the exact reduction, 0 for none. ``tied``: groups of stages that step together. ``full_backward``: stages
+    whose workers may run B and W in one (FB). Raises PlanError.
     """
 
     grid: Grid
@@ -35,6 +39,7 @@ class Problem:
     cap: Mapping[Worker, int] = field(default_factory=dict)
     before_b: tuple[int, ...] = ()
     after_b: tuple[int, ...] = ()
+    message: tuple[int, ...] = ()
     block: int = 0
     tied: tuple[tuple[int, ...], ...] = ()
     split_backward: bool = True
@@ -45,9 +50,9 @@ class Problem:
         stages = self.grid.stages
         object.__setattr__(self, "failed", tuple(sorted(set(self.failed))))
         object.__setattr__(self, "full_backward", tuple(sorted(set(self.full_backward))))
-        for name in ("before_b", "after_b"):
+        for name, usual in (("before_b", 1), ("after_b", 1), ("message", 0)):
             if not getattr(self, name):
-                object.__setattr__(self, name, (1,) * stages)
+                object.__setattr__(self, name, (usual,) * stages)
             if len(getattr(self, name)) != stages:
                 raise PlanError(f"held: {name} lists {len(getattr(self, name))} stages, not {stages}")
             for value in getattr(self, name):
@@ -112,6 +117,10 @@ class Problem:
         before = self.before_b[stage]
         return max(before, self.after_b[stage]) if self.split_backward else before
 
+    def receives(self, stage: int) -> int:
+        """Receives that a worker of ``stage`` usually has posted: AHEAD for each side that messages come from."""
+        return AHEAD * ((stage > 0) + (stage < self.grid.stages - 1))
+
     def fits(self, worker: Worker) -> bool:
         """Whether the worker's cap lets it hold one micro-batch."""
         cap = self.cap.get(worker)
@@ -127,7 +136,7 @@ class Problem:
                 "failed": [str(w) for w in self.failed],
                 "costs": self.costs.to_json(),
                 "cap": {str(w): c for w, c in sorted(self.cap.items())},
-                "held": {"before_b": list(self.before_b), "after_b": list(self.after_b)},
+                "held": {"before_b": list(self.before_b), "after_b": list(self.after_b), "message": list(self.message)},
                 "block": self.block, "tied": [list(group) for group in self.tied],
                 "split_backward": self.split_backward, "full_backward": list(self.full_backward),
                 "objective": self.objective}
@@ -150,6 +159,7 @@ class Problem:
             cap={Worker.parse(w): c for w, c in _member(value, "cap", dict, {}).items()},
             before_b=tuple(_member(held, "before_b", list, [])),
             after_b=tuple(_member(held, "after_b", list, [])),
+            message=tuple(_member(held, "message", list, [])),
             block=value.get("block", 0),
             tied=_tied(_member(value, "tied", list, [])),
             split_backward=split,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .action import Action
 from .bounds import lower_bound
+from .channels import surplus
 from .errors import DeadlockError, PlanError
 from .grid import Worker
 from .plan import Plan
@@ -133,8 +134,14 @@ def _local_order(plan: Plan) -> Iterator[str]:
             seen.add(action)
 
 
+def overfull(plan: Plan) -> bool:
+    """Whether a worker holds more than its cap."""
+    return any(True for _ in _memory(plan))
+
+
 def _memory(plan: Plan) -> Iterator[str]:
     problem = plan.problem
+    more = surplus(plan) if any(problem.message) else {}
     for worker, actions in sorted(plan.workers.items()):
         cap = problem.cap.get(worker)
         if cap is None or worker not in problem.grid:
@@ -142,7 +149,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         stage = worker.stage
         before, after = problem.before_b[stage], problem.after_b[stage]
         held: dict[tuple[int, int], int] = {}
-        total = 0
+        total = messages = more.get(worker, 0) * problem.message[stage]
         for action in actions:
             item = (action.pipeline, action.microbatch)
             if action.kind == "F":
@@ -156,7 +163,8 @@ def _memory(plan: Plan) -> Iterator[str]:
             total += weight - held.get(item, 0)
             held[item] = weight
             if total > cap:
-                yield f"memory: worker {worker} holds {total} at {action}, its cap is {cap}"
+                beside = f", {messages} of it for messages that are sent early" if messages else ""
+                yield f"memory: worker {worker} holds {total} at {action}{beside}, its cap is {cap}"
                 break
 
 

@@ -4,19 +4,20 @@ budget."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..plan import Plan, Problem, lower_bound, violations
+from ..plan import Plan, Problem, Worker, lower_bound, overfull, surplus, violations
 from . import background
 from .adjoin import adjoined
 from .align import aligned
 from .cache import Cache
 from .canonical import canonical
 from .evaluate import figures
+from .greedy import Rules
 from .greedy import schedule as listed
-from .instance import Instance, Schedule, build, plan_of, schedule_of
+from .instance import NO_CAP, Instance, Schedule, build, plan_of, schedule_of
 from .portfolio import TEMPLATES, filled, goal, search
 from .route import route
 
@@ -31,7 +32,33 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
     worker left.
     """
     begin = time.perf_counter()
+    kept: dict[Worker, int] = {}
+    plan = _listed(problem, kept, begin, seed)
+    while any(problem.message) and overfull(plan):
+        # It has messages sent before they are needed: memory is kept for those, or nothing is done ahead at all.
+        more = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **surplus(plan)}.items()}
+        hopeless = more == kept or any(problem.cap[worker] - count * problem.message[worker.stage]
+                                       < problem.weight(worker.stage) for worker, count in more.items()
+                                       if worker in problem.cap)
+        if hopeless:
+            return _one_by_one(problem, begin, seed)
+        kept = more
+        plan = _listed(problem, kept, begin, seed)
+    return plan
+
+
+def _one_by_one(problem: Problem, begin: float, seed: int) -> Plan:
+    """No worker holds more than one micro-batch at a time, and all take them in the same order: none is sent early."""
     instance = build(problem)
+    table = route(instance, aligned(instance))
+    trace = listed(instance, table, [Rules(spare=NO_CAP)] * instance.stages, strict=True)
+    found = Schedule(table, trace, *figures(instance, table, trace))
+    return _quick_plan(instance, found, time.perf_counter() - begin, seed)
+
+
+def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: int) -> Plan:
+    """The better one of a few greedy schedules, with memory ``kept`` for messages that are sent early."""
+    instance = build(problem, kept)
     layout = aligned(instance)
     table = route(instance, layout)
     guests = table != [home[d] for home in layout.home for d in layout.label]
@@ -44,7 +71,11 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
-    return plan_of(instance, adjoined(instance, best), lower_bound(problem), "greedy",
+    return _quick_plan(instance, adjoined(instance, best), first, seed)
+
+
+def _quick_plan(instance: Instance, schedule: Schedule, first: float, seed: int) -> Plan:
+    return plan_of(instance, schedule, lower_bound(instance.problem), "greedy",
                    {"first_seconds": round(first, 6), "seed": seed})
 
 
@@ -75,7 +106,8 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
 def recosted(problem: Problem, plan: Plan) -> Plan:
     """The same orders under ``problem``'s costs and memory, which have changed since the plan was made; they may take
     more memory than there is."""
-    if all(getattr(problem, name) == getattr(plan.problem, name) for name in ("costs", "cap", "before_b", "after_b")):
+    measured = ("costs", "cap", "before_b", "after_b", "message")
+    if all(getattr(problem, name) == getattr(plan.problem, name) for name in measured):
         return plan
     instance = build(problem)
     table, trace = schedule_of(instance, plan)
@@ -111,10 +143,10 @@ def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, 
         instance = build(form.problem)
         found = search(instance, work, seed, cancelled)
         stats = {**plan.stats, "trials": found.trials, "cut": found.cut}
-        if found.best and goal(form.problem, found.best) < plan.objective_value:
-            plan = plan_of(instance, adjoined(instance, found.best), plan.lower_bound, "portfolio", stats)
-        else:
-            plan = replace(plan, stats=stats)
+        better = found.best is not None and goal(form.problem, found.best) < plan.objective_value
+        searched = plan if found.best is None or not better else plan_of(
+            instance, adjoined(instance, found.best), plan.lower_bound, "portfolio", stats)
+        plan = replace(plan, stats=stats) if overfull(searched) else replace(searched, stats=stats)
     if budget_s and plan.objective_value > plan.lower_bound:
         plan = improve(form.problem, plan, budget_s, seed, cancelled) or plan
     if cache is not None:

@@ -32,15 +32,16 @@ class Rules:
 
 
 def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
-             keys: tuple[list[int], list[int]] | None = None) -> list[int]:
+             keys: tuple[list[int], list[int]] | None = None, strict: bool = False) -> list[int]:
     """A legal trace for these routes; ``rules[s]`` is for stage ``s``, ``keys`` order the ready F and B
     queues.
 
     Every legal problem gets one: should orders that must be kept and full memories block each other, the
-    simulation is run again with every worker's forwards in one global order, in which nothing can block.
+    simulation is run again with every worker's forwards in one global order, in which nothing can block. With
+    ``strict`` it is run in that order only.
     """
     plain = list(range(len(route)))
-    trace = _simulate(instance, route, rules, keys or (plain, plain), strict=False)
+    trace = [] if strict else _simulate(instance, route, rules, keys or (plain, plain), strict=False)
     if len(trace) < instance.actions:
         trace = _simulate(instance, route, rules, (plain, plain), strict=True)
     return trace

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..plan import STEP, Action, Plan, Problem, Worker
@@ -46,8 +47,11 @@ class Instance:
         return self.stages * len(self.jobs) * (3 if self.problem.split_backward else 2)
 
 
-def build(problem: Problem) -> Instance:
-    """Flatten a problem. Raises PlanError if a stage has no usable worker."""
+def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Instance:
+    """Flatten a problem. Raises PlanError if a stage has no usable worker.
+
+    ``surplus``: receives beyond the usual ones that a worker keeps memory for (default: none).
+    """
     problem.require_live()
     grid = problem.grid
     longest = max(grid.microbatches)
@@ -79,13 +83,20 @@ def build(problem: Problem) -> Instance:
         forward=[problem.duration("F", worker) for worker in workers],
         backward=[problem.duration("B", worker) for worker in workers],
         weight=[problem.duration("W", worker) for worker in workers],
-        cap=[problem.cap.get(worker, NO_CAP) for worker in workers],
+        cap=[_room(problem, worker, (surplus or {}).get(worker, 0)) for worker in workers],
         hold=[problem.weight(s) for s in stage],
         keep=[problem.after_b[s] if split else 0 for s in stage],
         at=at, home=home, group=group, groups=len(groups),
         # a job in which nobody is a guest keeps the stock engine's order, and with it its bits
         ordered=problem.block > 0 or not (problem.failed or problem.costs.speed
                                           or len(set(grid.microbatches)) > 1))
+
+
+def _room(problem: Problem, worker: Worker, surplus: int) -> int:
+    """Units that a worker has for micro-batches."""
+    if worker not in problem.cap:
+        return NO_CAP
+    return problem.cap[worker] - problem.message[worker.stage] * surplus
 
 
 @dataclass(frozen=True)

@@ -163,15 +163,15 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
                for worker in {*planned.speed, *measured.speed})
 
 
-def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int],
-         units: int = 8) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...]]:
+def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int], message: Sequence[int],
+         units: int = 8) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Memory caps and weights in whole units from bytes, rounded so that a plan never takes more than there
     is.
 
     ``free``: bytes per worker left for activations, after all that does not grow with them. ``before_b`` and
-    ``after_b``: bytes one micro-batch holds per stage before and after its B. The unit is the largest of
-    these divided by ``units``. Returns cap, before_b and after_b as Problem takes them. Raises PlanError
-    where not even one micro-batch fits.
+    ``after_b``: bytes one micro-batch holds per stage before and after its B; ``message``: bytes of a posted receive.
+    The unit is the largest of the first two divided by ``units``. Returns cap, before_b, after_b and message as Problem
+    takes them. Raises PlanError where not even one micro-batch fits.
     """
     unit = max(1, -(-max([*before_b, *after_b]) // units))
     before = tuple(-(-size // unit) for size in before_b)
@@ -181,4 +181,4 @@ def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[
         if room < max(before[worker.stage], after[worker.stage]):
             raise PlanError(f"worker {worker} has {free[worker]} bytes left for activations, one micro-batch needs"
                             f" {max(before_b[worker.stage], after_b[worker.stage])}: lower the micro-batch size")
-    return cap, before, after
+    return cap, before, after, tuple(-(-size // unit) for size in message)

@@ -13,7 +13,6 @@ from megatron_recycle.plan import Worker, pieces
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.accumulate import Piece
 from megatron_recycle.runtime.memory import nbytes
-from megatron_recycle.runtime.transport import AHEAD
 
 if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker
@@ -39,7 +38,7 @@ def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Se
         gradient: bytes of one flat gradient.
         sums: the pieces that this worker keeps sums of; none with the fast reduction.
         peers: live workers of this stage.
-        messages: bytes of messages under way.
+        messages: bytes of the receives that are posted ahead; what a plan needs beyond the usual ones is in its caps.
     """
     buffers = sum_buffers(sums)
     # A peer's death brings another block, and the exact reduction takes in its slice of everybody's pieces.
@@ -85,7 +84,7 @@ def profile(worker: StageWorker) -> dict[str, Any]:
     memory, plan, me = worker.memory, worker.plan, worker.place.me
     stages = plan.problem.grid.stages
     weighed = replace(plan.problem, before_b=(memory.before_b,) * stages, after_b=(memory.after_b,) * stages)
-    held = {"before_b": memory.before_b, "after_b": memory.after_b, "peak": memory.peak,
+    held = {"before_b": memory.before_b, "after_b": memory.after_b, "message": memory.message, "peak": memory.peak,
             "planned": peak(weighed, me, plan.actions(me))}
     kept = _kept(worker)
     return {"held": held, "kept": kept, "room": room_on(worker.stage.device, worker.config.memory, kept, memory.now)}
@@ -109,8 +108,6 @@ def _kept(worker: StageWorker) -> dict[str, int]:
     plan, me = worker.plan, worker.place.me
     exact = worker.config.reduction == "exact"
     gradient = worker.layout.numel * worker.layout.dtype.itemsize
-    ends = {worker.plan.problem.grid.stages - 1, 0}
-    channels = 1 if me.stage in ends else 2
     return kept_bytes(worker.stage.state().values(), worker.stepper.undo.nbytes, gradient,
                       pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
-                      channels * AHEAD * worker.memory.message)
+                      plan.problem.receives(me.stage) * worker.memory.message)

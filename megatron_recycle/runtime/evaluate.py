@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_recycle.errors import TransportAborted
-from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by
+from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.data import DataSource
 from megatron_recycle.runtime.groups import Groups
 from megatron_recycle.runtime.random_state import seed_of
@@ -80,7 +80,7 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
     ``transport`` is between two iterations, and is so again afterwards. Raises TransportAborted.
     """
     plan, reports = worker.plan, Reports()
-    transport.use(_forward_channels(plan))
+    transport.use(_forward_channels(plan), [read for read in reads(plan, worker.place.me) if read[1].kind == "F"])
     transport.begin()
     with torch.no_grad():
         for action in plan.actions(worker.place.me):
@@ -92,7 +92,7 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
                 transport.post()
     with worker.waiting("the evaluation's end"):
         worker.evaluations.complete(reports, worker.current_groups())
-    transport.use(channels(plan), read_by(plan, worker.place.me))
+    transport.use(channels(plan), reads(plan, worker.place.me), read_by(plan, worker.place.me))
 
 
 def _forward(worker: StageWorker, transport: Transport, data: DataSource, number: int, action: Action,

@@ -1,9 +1,10 @@
 """Activations and gradients between workers, in the order the plan fixes.
 
 One channel per direction of a pair of workers. A sender's listed actions fix the order of its messages
-on each channel; the receiver posts its receives in that same order, ahead of need, so that nothing
-depends on tags (NCCL has none, and an order that only tags made possible would deadlock there). On gloo
-the running number of a message is its tag as well, which turns a lost message into a visible wait.
+on each channel; the receiver posts its receives in that same order, so that nothing depends on tags (NCCL has
+none, and an order that only tags made possible would deadlock there). It posts them for what it reads next, not for
+every channel, so that a worker with guests has no more of them than another (`plan.receives`). On gloo the running
+number of a message is its tag as well, which turns a lost message into a visible wait.
 
 Shapes: a channel's first activation of a generation is preceded by a header that tells them; later ones
 are of the same shapes. Gradients have the shapes of what the receiver itself sent.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.errors import TransportAborted, UnsupportedError
-from megatron_recycle.plan import Worker
+from megatron_recycle.plan import AHEAD, Worker
 from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.lags import Label, Lags
 
@@ -34,7 +35,6 @@ Meta = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16,
            torch.int32, torch.int64, torch.bool)
 _HEADER_SIZE = 128
-AHEAD = 2  # receives kept posted on a channel beyond the message that is needed now
 
 
 def meta_of(tensors: Sequence[torch.Tensor]) -> Meta:
@@ -67,7 +67,6 @@ class _Inbound:
     meta: Meta | None = None
     posted: int = 0
     pending: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = field(default_factory=dict)
-    taken: int = 0
     number: int = 0
 
 
@@ -84,13 +83,10 @@ class Transport:
 
     Args:
         groups: the generation's handles.
-        channels: for every ordered pair of workers the messages of one iteration, in the sender's order
-            (``plan.channels``); pairs without this worker are ignored.
         device: where received tensors live.
     """
 
-    def __init__(self, groups: Groups, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
-                 device: torch.device) -> None:
+    def __init__(self, groups: Groups, device: torch.device) -> None:
         self._groups = groups
         self._device = device
         # A send that is let go of before it has ended is lost, and gloo says that it has to nobody who does not wait.
@@ -101,17 +97,24 @@ class Transport:
         self._source: dict[Message, Worker] = {}
         self._target: dict[Message, Worker] = {}
         self._sent_meta: Meta | None = None
+        self._read_by: Mapping[Any, Sequence[Message]] = {}
+        self._to_read: dict[str, list[tuple[Worker, int]]] = {"F": [], "B": []}
+        self._read = {"F": 0, "B": 0}
         self.lags = Lags()
-        self.use(channels)
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
-            read_by: Mapping[Any, Sequence[Message]] | None = None) -> None:
+            reads: Iterable[tuple[Worker, Message]], read_by: Mapping[Any, Sequence[Message]] | None = None) -> None:
         """Adopt another plan's channels, between two iterations; message numbers run on.
 
-        ``read_by`` says which gradients have been read once an activation has come (``plan.read_by``): they are not
-        kept any longer.
+        Args:
+            channels: for every ordered pair of workers the messages of one iteration, in the sender's order
+                (``plan.channels``); pairs without this worker are ignored.
+            reads: what this worker reads, with its sender, in the order of its actions (``plan.reads``).
+            read_by: which gradients have been read once an activation has come (``plan.read_by``): they are not kept
+                any longer.
         """
-        self._read_by: Mapping[Any, Sequence[Message]] = read_by or {}
+        self._read_by = read_by or {}
+        self._to_read, self._read = {"F": [], "B": []}, {"F": 0, "B": 0}
         me = self._groups.me
         self._source, self._target = {}, {}
         inbound, outbound = {}, {}
@@ -124,6 +127,10 @@ class Transport:
                 was = self._outbound.get(target, _Outbound(()))
                 outbound[target] = _Outbound(tuple(messages), announced=was.announced, number=was.number)
                 self._target.update(dict.fromkeys(messages, target))
+        numbers = {source: {message: number for number, message in enumerate(channel.expected)}
+                   for source, channel in inbound.items()}
+        for source, message in reads:
+            self._to_read[message[0]].append((source, numbers[source][message]))
         # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
         self._inbound = {**{source: _Inbound((), meta=old.meta, number=old.number)
                             for source, old in self._inbound.items()}, **inbound}
@@ -141,8 +148,9 @@ class Transport:
         self._let_go(self._before)
         self._before = [send for sends in self._sending.values() for send in sends]
         self._sending = {}
+        self._read = {"F": 0, "B": 0}
         for channel in self._inbound.values():
-            channel.posted = channel.taken = 0
+            channel.posted = 0
             channel.pending.clear()
         for outgoing in self._outbound.values():
             outgoing.sent = 0
@@ -180,7 +188,7 @@ class Transport:
         if message not in channel.pending:
             self._post(self._source[message], channel, channel.expected.index(message) + 1)
         works, tensors = channel.pending.pop(message)
-        channel.taken += 1
+        self._read[message[0]] += 1
         asked = time.monotonic()
         for work in works:
             self._wait(work)
@@ -194,11 +202,12 @@ class Transport:
         return tensors
 
     def post(self) -> None:
-        """Keep receives posted ahead of need on every channel whose shapes are known."""
-        for source, channel in self._inbound.items():
-            wanted = min(channel.taken + AHEAD, len(channel.expected))
-            if channel.posted < wanted and self._meta(source, channel, wait=False) is not None:
-                self._post(source, channel, wanted)
+        """Keep receives posted for the activations and gradients that are read next, where their shapes are known."""
+        for kind, row in self._to_read.items():
+            for source, number in row[self._read[kind]:self._read[kind] + AHEAD]:
+                channel = self._inbound[source]
+                if channel.posted <= number and self._meta(source, channel, wait=False) is not None:
+                    self._post(source, channel, number + 1)
 
     def _let_go(self, sends: Sequence[tuple[dist.Work, torch.Tensor]]) -> None:
         for work, _ in sends:

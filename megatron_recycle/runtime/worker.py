@@ -17,7 +17,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership import Agent, Fault
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Action, Plan, Worker, channels, read_by
+from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
@@ -447,7 +447,7 @@ class StageWorker:
         with self._lock:
             self.groups = groups
         self._members = groups.members
-        self._transport = Transport(groups, {}, self.stage.device)
+        self._transport = Transport(groups, self.stage.device)
         self.use_plan(self._plan)
         self._world.become(groups.everybody)
         self.stage.regroup(groups)
@@ -466,7 +466,7 @@ class StageWorker:
     def use_plan(self, plan: Plan) -> None:
         """Follow ``plan`` from the next attempt on."""
         self._plan, self._plan_number, me = plan, number_of(plan), self.place.me
-        self._transport.use(channels(plan), read_by(plan, me))
+        self._transport.use(channels(plan), reads(plan, me), read_by(plan, me))
         self._reduction = reduction_of(self.config.reduction == "exact", plan, me, self.stage.averaging)
         self.actions.use(plan, self.current_groups(), self._transport)
 

@@ -17,7 +17,7 @@ MIB = 2**20
 
 def profile(worker: str, room: int | None, before: int = 8 * MIB, after: int = 5 * MIB) -> dict[str, Any]:
     return {"worker": worker, "iterations": [{"F": 0.02, "B": 0.022, "W": 0.018}] * 3, "room": room,
-            "held": {"before_b": before, "after_b": after}}
+            "held": {"before_b": before, "after_b": after, "message": MIB}}
 
 
 def heard(planning: Planning, failed: frozenset[str] = frozenset(), **options: Any) -> Any:

@@ -53,7 +53,7 @@ def test_file_has_the_documented_form():
     assert value["format"] == "recycle-plan" and value["version"] == 2
     assert value["grid"] == {"stages": 2, "microbatches": [2, 2]}
     assert value["failed"] == ["1:1"] and value["costs"]["speed"] == {"0:1": 1.5}
-    assert value["held"] == {"before_b": [1, 1], "after_b": [1, 1]}
+    assert value["held"] == {"before_b": [1, 1], "after_b": [1, 1], "message": [0, 0]}
     assert set(value["workers"]) == {"0:0", "0:1", "1:0"}
     assert all(orders[-1] == "S" for orders in value["workers"].values())
 

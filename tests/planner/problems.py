@@ -31,6 +31,7 @@ def problems(draw, blocks=True, largest=4):
     caps = {w: draw(st.integers(need, need + 6)) for w in grid.workers()} if draw(st.booleans()) else {}
     tied = ((0, stages - 1),) if stages > 1 and draw(st.booleans()) else ()
     return Problem(grid, costs, tuple(failed), caps, before, after,
+                   message=tuple(draw(st.integers(0, 2)) for _ in range(stages)),
                    block=draw(st.integers(0, 3)) if blocks else 0, tied=tied,
                    split_backward=draw(st.booleans()),
                    full_backward=draw(st.sampled_from([(), (0,), tuple(range(stages))])),

@@ -181,12 +181,13 @@ def test_a_minority_that_has_changed_does_not_widen_the_spread():
 def test_caps_from_bytes_never_promise_more_than_there_is():
     before, after = (100 << 20, 90 << 20), (70 << 20, 33 << 20)
     free = {Worker(d, s): (1 << 30) + d * 12345 for d in range(2) for s in range(2)}
-    cap, units_before, units_after = caps(free, before, after)
+    cap, units_before, units_after, message = caps(free, before, after, (0, 1))
     unit = -(-(100 << 20) // 8)
     assert all(cap[w] * unit <= free[w] for w in free)
     assert all(units_before[s] * unit >= before[s] and units_after[s] * unit >= after[s] for s in range(2))
     plan = quick(Problem(Grid(2, (12, 12)), Costs.uniform(2, 2, 2, 1), (Worker(0, 1),), cap,
-                         units_before, units_after))
+                         units_before, units_after, message))
+    assert message == (0, 1), "what a message takes is never nothing"
     assert violations(plan) == []
     with pytest.raises(PlanError, match="bytes"):
-        caps({Worker(0, 0): 5}, (10,), (10,))
+        caps({Worker(0, 0): 5}, (10,), (10,), (1,))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,27 @@ import pytest
 import torch
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.plan import Message, Worker
+from megatron_recycle.plan import (
+    Action,
+    Costs,
+    Grid,
+    Message,
+    Plan,
+    Problem,
+    Worker,
+    channels,
+    read_by,
+    reads,
+    receives,
+)
+from megatron_recycle.planner import quick
 from megatron_recycle.runtime.transport import Transport, encode_header, meta_of
 
 UP, DOWN = Worker(0, 0), Worker(0, 1)
 COUNT = 4
 CHANNELS = {(UP, DOWN): [("F", 0, m) for m in range(COUNT)], (DOWN, UP): [("B", 0, m) for m in range(COUNT)]}
+
+READS = {to: [(source, message) for message in messages] for (source, to), messages in CHANNELS.items()}
 
 
 class Work:
@@ -54,7 +70,9 @@ class Wire:
 def transport(me: Worker) -> tuple[Transport, Wire]:
     wire = Wire()
     groups: Any = SimpleNamespace(me=me, world=wire, rank=lambda worker: worker.stage, generation=1)
-    return Transport(groups, CHANNELS, torch.device("cpu")), wire
+    made = Transport(groups, torch.device("cpu"))
+    made.use(CHANNELS, READS[me])
+    return made, wire
 
 
 def test_an_activation_is_kept_until_its_gradient_has_come_back():
@@ -81,7 +99,7 @@ def test_a_gradient_is_kept_until_the_next_iteration_but_one():
 
 def test_a_gradient_that_has_been_read_is_not_kept():
     down, wire = transport(DOWN)
-    down.use(CHANNELS, {Message("F", 0, m): (Message("B", 0, m - 1),) for m in range(1, COUNT)})
+    down.use(CHANNELS, READS[DOWN], {Message("F", 0, m): (Message("B", 0, m - 1),) for m in range(1, COUNT)})
     for iteration in range(10):
         down.begin()
         for m in range(COUNT):
@@ -97,3 +115,73 @@ def test_a_micro_batch_of_another_shape_is_refused():
     up.send(("F", 0, 0), [torch.zeros(4, 2)])
     with pytest.raises(UnsupportedError, match=r"float32\[3, 2\].*dataloader_drop_last"):
         up.send(("F", 0, 1), [torch.zeros(3, 2)])
+
+
+class Counting(Wire):
+    """Counts the receives that are posted and not waited for yet; headers are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted = self.most = 0
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        super().recv(tensors, rank, tag)
+        if tensors[0].dtype == torch.int64:
+            return Work()
+        self.posted += 1
+        self.most = max(self.most, self.posted)
+        return Counted(self)
+
+
+class Counted(Work):
+    def __init__(self, wire: Counting) -> None:
+        self._wire = wire
+
+    def wait(self) -> None:
+        self._wire.posted -= 1
+
+
+def most_posted(plan: Plan, me: Worker) -> int:
+    """Receives that this worker has posted at a time, over three iterations of ``plan``."""
+    wire, talk = Counting(), channels(plan)
+    groups: Any = SimpleNamespace(me=me, world=wire, rank=lambda worker: worker.stage, generation=1)
+    made = Transport(groups, torch.device("cpu"))
+    made.use(talk, reads(plan, me), read_by(plan, me))
+    come = {message for _, message in reads(plan, me)}
+    go = {message for (source, _), messages in talk.items() if source == me for message in messages}
+    for _ in range(3):
+        made.begin()
+        for kind, d, m in plan.actions(me):
+            passed = "B" if kind == "FB" else kind
+            read = Message("F", d, m) if kind == "F" else Message(passed, d, m)
+            if read in come:
+                made.receive(read)
+            if Message(passed, d, m) in go:
+                made.send(Message(passed, d, m), [torch.zeros(2)])
+            made.post()
+        assert wire.posted == 0
+    return wire.most
+
+
+@pytest.mark.parametrize("failed", [(), ("1:2",), ("1:2", "0:1")], ids=str)
+def test_no_more_receives_are_posted_than_the_plan_counts(failed):
+    """Worker 0:2 reads from four others once 1:2 is gone, and has no more memory for that than before."""
+    grid = Grid(4, (6, 6, 6))
+    plan = quick(Problem(grid, Costs.uniform(4, 20, 22, 18, 1), tuple(map(Worker.parse, failed)), full_backward=(0,)))
+    counted = receives(plan)
+    assert {me: most_posted(plan, me) for me in plan.workers} == counted
+    assert all(count <= plan.problem.receives(me.stage) for me, count in counted.items())
+    if failed == ("1:2",):
+        assert sum(to == Worker(0, 2) for _, to in channels(plan)) == 4 and counted[Worker(0, 2)] == 4
+
+
+def test_receives_of_messages_that_are_sent_early_are_counted_too():
+    """The last stage of one pipeline reads in another order than the first one sends."""
+    problem = Problem(Grid(2, (4,)), Costs.uniform(2, 1, 1, 1))
+    plan = quick(problem)
+    first = "F0.0 F0.1 F0.2 F0.3 B0.0 W0.0 B0.1 W0.1 B0.2 W0.2 B0.3 W0.3 S"
+    turned = "F0.2 B0.2 W0.2 F0.3 B0.3 W0.3 F0.0 B0.0 W0.0 F0.1 B0.1 W0.1 S"
+    orders = {me: tuple(map(Action.parse, text.split())) for me, text in ((UP, first), (DOWN, turned))}
+    plan = replace(plan, workers=orders)
+    assert receives(plan) == {UP: 4, DOWN: 4} == {me: most_posted(plan, me) for me in plan.workers}
+
