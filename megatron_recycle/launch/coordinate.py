@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -126,6 +127,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         state=past.state,
         offered=offered,
         told=(*past.told, *past.untold),
+        host=socket.gethostname() + ("" if args.embedded else "/0"),
     )
     profiles = Profiles(planning, coordinator, emit)
     control = await coordinator.start()

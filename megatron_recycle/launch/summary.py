@@ -61,6 +61,7 @@ class Summary:
             self.errors[event["rank"], event["pid"]] = event["error"]
         if name == "started":
             self.names = {rank: name for name, rank in event["ranks"].items()}
+            return _started(event)
         elif name == "suspected" and event.get("removed", True):
             self._suspected(event)
         elif name == "planned":
@@ -115,6 +116,14 @@ class Summary:
 
     def _open(self) -> list[Failure]:
         return [failure for failure in self.failures if failure.resumed_ms is None]
+
+
+def _started(event: Mapping[str, Any]) -> str:
+    """With what the job can lose, where that may be news."""
+    line = _line({key: value for key, value in event.items() if key not in ("survival", "fatal_hosts")})
+    several = len(set(event.get("hosts", {}).values())) > 1
+    copies = len(event.get("grid", {}).get("microbatches", ())) > 1
+    return f"{line}\nrecycle: {event['survival']}" if "survival" in event and (several or not copies) else line
 
 
 def _line(event: Mapping[str, Any]) -> str:

@@ -125,6 +125,7 @@ class Coordinator:
         offered: what a host that joins is told; None: no host can join.
         state: what `restart.restore` has read from the journal of a coordinator that has died.
         told: the events it has told; a launcher must know of every failure, to judge its workers' ends.
+        host: where this is, as workers there name their host.
     """
 
     def __init__(
@@ -143,8 +144,9 @@ class Coordinator:
         state: State | None = None,
         offered: Offered | None = None,
         told: Iterable[Mapping[str, Any]] = (),
+        host: str = "",
     ) -> None:
-        self.state = State(size=size) if state is None else state
+        self.state = (State(size=size) if state is None else state).with_(host=host)
         self.token = token
         self.timeouts = timeouts or Timeouts()
         self.hello_timeout = self.timeouts.hello_timeout

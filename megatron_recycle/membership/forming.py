@@ -19,6 +19,7 @@ from megatron_recycle.membership.state import (
     Step,
     Store,
 )
+from megatron_recycle.membership.survival import judge
 from megatron_recycle.membership.table import put
 from megatron_recycle.plan.grid import Grid
 
@@ -112,6 +113,8 @@ def _form(state: State, now: float) -> Step:
         models=models,
         ranks={member.worker: member.rank for member in state.known.values()},
     )
+    hosts = {name: state.members[name].host for name in in_order(state.members)}
+    survival = judge(hosts, state.host)
     started = {
         "event": "started",
         "t": now,
@@ -119,7 +122,9 @@ def _form(state: State, now: float) -> Step:
         "members": state.incarnations(),
         "ranks": {name: state.members[name].rank for name in in_order(state.members)},
         "pids": {name: state.members[name].pid for name in in_order(state.members)},
-        "hosts": {name: state.members[name].host for name in in_order(state.members)},
+        "hosts": hosts,
+        "survival": survival.text,
+        "fatal_hosts": dict(survival.fatal),
         "grid": dict(description["grid"]),
         "max_restarts": description.get("max_restarts", 0),
     }

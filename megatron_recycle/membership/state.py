@@ -67,6 +67,8 @@ class State:
     """Everything the coordinator's decisions depend on. `size` is the number of workers of the whole grid."""
 
     size: int
+    host: str = ""
+    """The host that the coordinator is on, as its members would name it; empty: nobody knows."""
     phase: Phase = Phase.FORMING
     generation: int = 0
     known: Mapping[str, Member] = field(default_factory=dict)

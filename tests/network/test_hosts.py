@@ -101,8 +101,9 @@ def test_hosts_train_together_and_their_launchers_all_end_well(net: Hosts, tmp_p
 def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_path: Path):
     with launched_on(net, tmp_path / "run", *fake({"pause": {"0": 3}}), "--nproc", "2", str(FAKE_WORKER)) as several:
         several.job.paused(0)
+        moment = time.time()
         several.launchers[2].kill()  # its workers are tied to it
-        several.job.event("decided")
+        assert several.job.event("decided")["t"] - moment < 9, "their connections have ended: not heartbeat_timeout"
         several.job.paused(0)
         let_go(several.job)
         assert several.statuses() == [0, 0, -signal.SIGKILL], several.where()
@@ -122,6 +123,21 @@ def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
         assert (statuses[0], statuses[2]) == (0, 0), several.where()
         assert statuses[1] != 0
         assert several.job.children() == []
+
+
+def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, tmp_path: Path):
+    pause = {"0": 3, "1": 6}  # the one to be cut off in, the other to come back in
+    with launched_on(net, tmp_path / "run", *fake({"pause": pause}), "--nproc", "2", str(FAKE_WORKER)) as several:
+        several.job.paused(0)
+        set_link(net.names[1], False)
+        assert several.job.event("decided")["out"] == {"2:0": "unreachable", "0:1": "unreachable"}
+        set_link(net.names[1], True)
+        for name in ("2:0", "0:1"):
+            several.job.event("waiting", worker=name)
+        several.job.go_on(1)
+        assert several.statuses() == [0, 0, 0], several.where()
+        assert {event["worker"] for event in several.job.events if event["event"] == "joined"} == {"2:0", "0:1"}
+        assert "places are free again: rejoining (rank 2, 3)" in several.outputs[1].read_text()
 
 
 def test_a_host_that_is_cut_off_for_a_moment_stays(net: Hosts, tmp_path: Path):

@@ -1,0 +1,61 @@
+"""Which hosts a job can lose: told when it begins, while it can still be started in another way. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_recycle.membership.names import Process
+
+_NAMED = 3
+"""Hosts that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Survival:
+    """`fatal` has, for each host whose loss would leave a stage without a worker, these stages; `text` says it to
+    people. `doubtful`: they had better read it."""
+
+    text: str
+    doubtful: bool = False
+    fatal: Mapping[str, list[int]] = field(default_factory=dict)
+
+
+def judge(hosts: Mapping[str, str], coordinator: str = "") -> Survival:
+    """What the loss of each host would mean for these processes.
+
+    Args:
+        hosts: where each process is, by its name (see `names`). A worker is lost with any part of it.
+        coordinator: the host that the coordinator is on; empty if nobody knows.
+    """
+    where: dict[int, dict[int, set[str]]] = {}  # stage -> pipeline -> the hosts of its parts
+    for name, host in hosts.items():
+        worker = Process.parse(name).worker
+        where.setdefault(worker.stage, {}).setdefault(worker.pipeline, set()).add(host)
+    copies = min(len(workers) for workers in where.values())
+    if copies < 2:
+        return Survival("each stage has one worker: no failure can be survived. Survivors need two pipelines or more",
+                        True)
+    all_hosts = sorted(set(hosts.values()))
+    if len(all_hosts) == 1:
+        return Survival(f"all workers are on host {_shown(all_hosts, all_hosts)}, whose loss ends the job")
+    fatal = {host: stages for host in all_hosts
+             if (stages := [stage for stage, workers in sorted(where.items())
+                            if all(host in parts for parts in workers.values())])}
+    if fatal:
+        parts = len(hosts) // sum(map(len, where.values()))
+        most = (copies - 1) * parts
+        held = "; ".join(f"{_shown([host], all_hosts)} has all {copies} copies of stage {', '.join(map(str, stages))}"
+                         for host, stages in [*fatal.items()][:_NAMED])
+        held += f"; and {len(fatal) - _NAMED} hosts more" * (len(fatal) > _NAMED)
+        return Survival(f"warning: losing one host can end the job: {held}. Start at most {most} workers on each host "
+                        "(--nproc), on more hosts", True, fatal)
+    but = f" but {_shown([coordinator], all_hosts)}, where the coordinator is" if coordinator in all_hosts else ""
+    return Survival(f"survives the loss of any one host{but}")
+
+
+def _shown(hosts: list[str], among: list[str]) -> str:
+    """As the user knows them: the launcher's number behind a name only where several have that name."""
+    plain = [host.rpartition("/")[0] or host for host in among]
+    named = (host.rpartition("/")[0] or host for host in hosts)
+    return ", ".join(name if plain.count(name) == 1 else host for name, host in zip(named, hosts))

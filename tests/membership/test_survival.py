@@ -1,0 +1,60 @@
+"""What a job says at its start of the hosts that it can lose."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recycle.membership.survival import Survival, judge
+from tests.membership.cluster import Cluster, events
+
+
+def hosts(pipelines: int, stages: int, per_host: int, parts: int = 1) -> dict[str, str]:
+    """As DeepSpeed and Megatron number workers: stage by stage, and the launchers count on."""
+    ranks = [f"{d}:{s}" + (f".{part}" if parts > 1 else "")
+             for s in range(stages) for d in range(pipelines) for part in range(parts)]
+    return {name: f"n{rank // per_host}/{rank // per_host}" for rank, name in enumerate(ranks)}
+
+
+def test_a_host_that_holds_all_copies_of_a_stage_is_named_with_what_to_do() -> None:
+    found = judge(hosts(4, 2, 4), "n0/0")
+    assert found.fatal == {"n0/0": [0], "n1/1": [1]} and found.doubtful
+    assert found.text == (
+        "warning: losing one host can end the job: n0 has all 4 copies of stage 0; n1 has all 4 copies of stage 1. "
+        "Start at most 3 workers on each host (--nproc), on more hosts")
+
+
+@pytest.mark.parametrize(("pipelines", "stages", "parts"), [(3, 2, 1), (4, 3, 1), (2, 4, 1), (3, 3, 2), (5, 2, 2)])
+def test_what_is_advised_helps(pipelines: int, stages: int, parts: int) -> None:
+    size = pipelines * stages * parts
+    bad = judge(hosts(pipelines, stages, pipelines * parts, parts))
+    assert bad.fatal and f"at most {(pipelines - 1) * parts} workers" in bad.text
+    for per_host in range(1, (pipelines - 1) * parts + 1):
+        good = judge(hosts(pipelines, stages, per_host, parts), "n0/0")
+        assert good == Survival("survives the loss of any one host but n0, where the coordinator is"), per_host
+    assert "whose loss ends the job" in judge(hosts(pipelines, stages, size, parts)).text
+
+
+def test_a_worker_is_lost_with_one_of_its_parts() -> None:
+    """Tensor parallelism over hosts: the one host has a part of every copy of the stage."""
+    spread = {"0:0.0": "a", "0:0.1": "b", "1:0.0": "a", "1:0.1": "c", "2:0.0": "d", "2:0.1": "a"}
+    assert judge(spread).fatal == {"a": [0]}
+
+
+def test_hosts_of_one_name_are_told_apart_and_a_crowd_is_counted() -> None:
+    same = {f"0:{s}": f"vm/{s}" for s in range(6)} | {f"1:{s}": f"vm/{s}" for s in range(6)}
+    assert "vm/0 has all 2 copies of stage 0; vm/1" in (text := judge(same).text)
+    assert "; and 3 hosts more. Start at most 1 workers" in text
+
+
+def test_one_pipeline_survives_nothing() -> None:
+    assert judge({"0:0": "a", "0:1": "b"}).doubtful and "no failure can be survived" in judge({"0:0": "a"}).text
+
+
+def test_the_event_of_the_start_says_it() -> None:
+    cluster = Cluster()
+    for name in cluster.names:
+        cluster.hello(name)
+    decisions = [decision for name in cluster.names for decision in cluster.ready(name)]
+    (started,) = events(decisions, "started")
+    assert started["survival"] == "all workers are on host host, whose loss ends the job"
+    assert started["fatal_hosts"] == {}
