@@ -92,6 +92,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start workers for empty places of a running job: its run folder, or its control port (with its token)",
     )
     parser.add_argument(
+        "--join-timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="with --join: how long to wait for a place without a worker (default 600; 0: not at all)",
+    )
+    parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="where the job's token stands (default: RECYCLE_TOKEN, or any)"
     )
     parser.add_argument("script", help="the training script")
@@ -268,7 +275,7 @@ def _join(
     if token is None:
         raise ConfigError("--join needs the job's token: give the job's run folder instead of its address, or "
                           "--token-file, or RECYCLE_TOKEN, as the job was started with")
-    found = places.ask(control, token, args.nproc or default_nproc(os.environ))
+    found = places.ask(control, token, args.nproc or default_nproc(os.environ), args.join_timeout, say)
     run_dir = _run_dir(args, config)
     make(run_dir)
     host, _, port = found.store.rpartition(":")
@@ -304,6 +311,8 @@ def _check(args: argparse.Namespace) -> None:
                           f"{(args.nnodes or 1) - 1}")
     if not 0 <= args.master_port <= _HIGHEST_PORT:
         raise ConfigError(f"--master-port is {args.master_port}; give a port up to {_HIGHEST_PORT}")
+    if not 0 <= args.join_timeout < float("inf"):
+        raise ConfigError(f"--join-timeout is {args.join_timeout:g}; give a number of seconds, 0 or more")
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +28,17 @@ class Places:
     environ: Mapping[str, str]
 
 
-def ask(control: str, token: str, count: int) -> Places:
+def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str], None]) -> Places:
     """Up to `count` free places of the job whose coordinator listens at `control`; they are kept for this host.
 
+    Waits up to `timeout` seconds for one to become free, and says so to `say`.
+
     Raises:
-        RecycleError: nobody answers, the token is wrong, or no place is free.
+        RecycleError: nobody answers, the token is wrong, the job takes nobody, or no place became free.
     """
     answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    hello: list[Message] = [
-        {"type": "hello", "role": "launcher", "host": socket.gethostname(), "ranks": []},
-        {"type": "join", "count": count},
-    ]
+    wish: Message = {"type": "join", "count": count}
+    hello: list[Message] = [{"type": "hello", "role": "launcher", "host": socket.gethostname(), "ranks": []}, wish]
     link = Link(
         control,
         token,
@@ -49,13 +50,23 @@ def ask(control: str, token: str, count: int) -> Places:
         name="recycle-join",
     )
     link.start()
+    limit, said = time.monotonic() + timeout, ""
     try:
-        told = _answer(answers, link)
+        while True:
+            told = _answer(answers, link)
+            why, left = told["refusal"], limit - time.monotonic()
+            if not why:
+                return Places(tuple(told["ranks"]), told["size"], told["store"], dict(told["environ"]))
+            if not told["again_s"] or left <= 0:
+                waited = f"; waited {timeout:.0f} s (--join-timeout)" if told["again_s"] and timeout else ""
+                raise RecycleError(f"this host cannot join the job at {control}: {why}{waited}")
+            if why != said:
+                say(f"recycle: waiting up to {left:.0f} s (--join-timeout) for a place in the job: {why}")
+                said = why
+            time.sleep(min(told["again_s"], left))
+            link.send(wish)
     finally:
         link.close()
-    if told.get("refusal"):
-        raise RecycleError(f"this host cannot join the job at {control}: {told['refusal']}")
-    return Places(tuple(told["ranks"]), told["size"], told["store"], dict(told["environ"]))
 
 
 def _answer(answers: queue.SimpleQueue[Message], link: Link) -> Mapping[str, Any]:
@@ -70,4 +81,4 @@ def _answer(answers: queue.SimpleQueue[Message], link: Link) -> Mapping[str, Any
         if message["type"] == "places":
             return message
         if message["type"] == "end":
-            return {"refusal": f"it is over ({message['message']})"}
+            return {"refusal": f"it is over ({message['message']})", "again_s": 0}

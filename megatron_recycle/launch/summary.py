@@ -62,7 +62,7 @@ class Summary:
         if name == "started":
             self.names = {rank: name for name, rank in event["ranks"].items()}
             return _started(event)
-        elif name == "suspected" and event.get("removed", True):
+        if name == "suspected" and event.get("removed", True):
             self._suspected(event)
         elif name == "planned":
             for failure in self._open():

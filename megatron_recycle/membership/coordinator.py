@@ -273,6 +273,8 @@ class Coordinator:
         before = self._workers.get(member.incarnation)
         self._workers[member.incarnation] = connection
         connection.incarnation = member.incarnation
+        if self._places is not None:
+            self._places.taken(member.worker)
         if before is not None and before is not connection:
             before.close()
         self._watch.came(member.incarnation)

@@ -60,7 +60,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
 }
 TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "event": {"event": dict},
-    "places": {"ranks": list, "size": int, "store": str, "environ": dict, "refusal": str},
+    "places": {"ranks": list, "size": int, "store": str, "environ": dict, "refusal": str, "again_s": _NUMBER},
     "end": {"status": int, "message": str},
 }
 REPORT = {

@@ -11,6 +11,8 @@ from megatron_recycle.membership.state import Phase, State
 
 _KEPT_S = 120.0
 """Seconds that a place is kept for the host that was offered it, until its process says hello."""
+_AGAIN_S = 2.0
+"""Seconds after which a host may ask again for a place that may become free."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,32 @@ class Places:
     offered: Offered
     kept: dict[str, float] = field(default_factory=dict)
 
+    def taken(self, name: str) -> None:
+        """The process for this place has said hello: whatever becomes of it, the place is not kept any longer."""
+        self.kept.pop(name, None)
+
 
 def free_places(state: State, places: Places | None, count: int, now: float) -> dict[str, Any]:
     """The message that answers a host which asks for `count` places at the time `now`."""
     if places is None:
         return _answer(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")
     if state.phase in (Phase.FORMING, Phase.ENDED):
-        return _answer(refusal="it is over" if state.phase is Phase.ENDED else "its training has not begun yet")
+        if state.phase is Phase.ENDED:
+            return _answer(refusal="it is over")
+        return _answer(refusal="its training has not begun yet", again_s=_AGAIN_S)
     there = {*state.members, *state.joiners, *state.spares, *state.moves}
     empty = [name for name in in_order(state.ranks) if name not in there]
     free = [name for name in empty if places.kept.get(name, now) <= now][:count]
     if not free:
         waiting = "" if not empty else "; others are about to join"
-        return _answer(refusal=f"it has no place without a worker ({len(state.ranks)} in all){waiting}")
+        return _answer(refusal=f"it has no place without a worker ({len(state.ranks)} in all){waiting}",
+                       again_s=_AGAIN_S)
     places.kept.update(dict.fromkeys(free, now + _KEPT_S))
     ranks, offered = [state.ranks[name] for name in free], places.offered
     return _answer(ranks=ranks, size=state.size, store=offered.store, environ=dict(offered.environ))
 
 
 def _answer(**fields: Any) -> dict[str, Any]:
-    return {"type": "places", "ranks": [], "size": 0, "store": "", "environ": {}, "refusal": "", **fields}
+    """`again_s`: seconds after which it is worth asking again; 0: never."""
+    empty = {"ranks": [], "size": 0, "store": "", "environ": {}, "refusal": "", "again_s": 0}
+    return {"type": "places", **empty, **fields}

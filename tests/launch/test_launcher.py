@@ -182,8 +182,11 @@ def until(made: Launcher, reached: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("most", [0, 1])
 @pytest.mark.parametrize("told_first", [True, False])
-def test_a_host_that_was_cut_off_offers_its_places_again(tmp_path: Path, most: int, told_first: bool) -> None:
+def test_a_host_that_was_cut_off_offers_its_places_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, told_first: bool
+) -> None:
     """Whether it hears that it was given up before its workers have ended or afterwards, whatever `max_restarts`."""
+    monkeypatch.setattr("megatron_recycle.launch.restarts._FIRST_PAUSE", 0.2)
     said: list[str] = []
     program = "import os, time; time.sleep(60 if 'RECYCLE_JOIN' in os.environ else 0.2); exit(3)"
     with launcher(tmp_path, said, command=[sys.executable, "-c", program]) as made:
@@ -196,7 +199,7 @@ def test_a_host_that_was_cut_off_offers_its_places_again(tmp_path: Path, most: i
         if not told_first:
             for worker in before.values():
                 cut_off(made, worker)
-        for _ in range(8):
+        for _ in range(3):
             made._wait()
         assert made.workers == before, "nobody would let them in"
         made._link.lost_since = None

@@ -163,5 +163,9 @@ def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
     assert "others are about to join" in free_places(cluster.state, places, 4, now=1.0)["refusal"]
     assert free_places(cluster.state, places, 4, now=1000.0)["ranks"] == [3]
     cluster.comes()
-    assert "no place" in free_places(cluster.state, places, 1, now=2000.0)["refusal"]
+    refused = free_places(cluster.state, places, 1, now=1001.0)
+    assert "no place" in refused["refusal"] and refused["again_s"] > 0
+    places.taken("1:1")
+    cluster.feed(st.Lost((st.Loss("1:1/1", "exit"),), cluster.now))
+    assert free_places(cluster.state, places, 4, now=1002.0)["ranks"] == [3], "it came, and has gone again"
     assert "not started by `recycle run`" in free_places(cluster.state, None, 1, now=0.0)["refusal"]

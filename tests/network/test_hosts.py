@@ -99,11 +99,13 @@ def test_hosts_train_together_and_their_launchers_all_end_well(net: Hosts, tmp_p
 
 
 def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_path: Path):
-    with launched_on(net, tmp_path / "run", *fake({"pause": {"0": 3}}), "--nproc", "2", str(FAKE_WORKER)) as several:
+    command, environ = fake({"pause": {"0": 3}})
+    patient = {**environ, "RECYCLE_HEARTBEAT_TIMEOUT": "30", "RECYCLE_REPORT_TIMEOUT": "40"}
+    with launched_on(net, tmp_path / "run", command, patient, "--nproc", "2", str(FAKE_WORKER)) as several:
         several.job.paused(0)
         moment = time.time()
         several.launchers[2].kill()  # its workers are tied to it
-        assert several.job.event("decided")["t"] - moment < 9, "their connections have ended: not heartbeat_timeout"
+        assert several.job.event("decided")["t"] - moment < 15, "their connections have ended: not heartbeat_timeout"
         several.job.paused(0)
         let_go(several.job)
         assert several.statuses() == [0, 0, -signal.SIGKILL], several.where()
