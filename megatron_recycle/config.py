@@ -110,6 +110,12 @@ class RecycleConfig:
         "three or more is brought back from its peers; 0: as verify says",
     )
     seed: int = _option(0, "seed of dropout and the like, with iteration, pipeline, micro-batch, stage")
+    poison: str = _option(
+        "stop",
+        "what follows when a second worker fails on a micro-batch as the first one did; stop: the job ends with what "
+        "they say; skip: the iteration goes on without it, at most 10 times in 100 iterations",
+        choices=("stop", "skip"),
+    )
     emergency_checkpoint: str | None = _option(
         None,
         "folder for a last checkpoint of a job that an error of the script or its data ends (DeepSpeed); auto: where "

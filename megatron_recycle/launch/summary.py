@@ -13,7 +13,8 @@ from megatron_recycle.observe.text import printable
 
 _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
-    "joined", "join_failed", "moving", "move_failed", "finished",
+    "joined", "join_failed", "moving", "move_failed", "skipped", "saved",
+    "finished",
 )
 _AGAIN: Mapping[str, tuple[str, ...]] = {
     "started": (), "suspected": ("rank", "pid", "generation", "kind"), "joined": ("rank", "pid", "generation"),
@@ -45,6 +46,7 @@ class Summary:
         self.failures: list[Failure] = []
         self.joined = 0
         self.moved = 0
+        self.skipped = 0
         self.committed = 0
         self.loss: float | str | None = None
         self.names: dict[int, str] = {}
@@ -70,6 +72,8 @@ class Summary:
         elif name == "resumed":
             for failure in self._open():
                 failure.resumed_ms = event.get("ms")
+        elif name == "skipped":
+            self.skipped += 1
         elif name == "joined":
             self.joined += "moved_from" not in event
             self.moved += "moved_from" in event
@@ -169,6 +173,7 @@ def print_table(
     lost = f"{len(summary.failures)} workers lost, after {again} of them training went on"
     lost += f", {summary.joined} joined" if summary.joined else ""
     lost += f", {summary.moved} moved" if summary.moved else ""
+    lost += f", {summary.skipped} micro-batches left out" if summary.skipped else ""
     if not informed:
         lost = "who else was lost is unknown: the coordinator was lost"
     print(f"recycle: {printable(closing)} ({summary.committed} iterations committed{loss}; {lost})", flush=True)

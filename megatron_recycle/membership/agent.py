@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,8 @@ class Go:
     resume: Resume
     prefix: str
     closing: str | None = None
+    left_out: Sequence[tuple[int, str]] = ()
+    """Iterations and their micro-batches (``1.3``) that the job goes on without."""
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,7 @@ class Agent:
     def _goes(self, message: Message) -> None:
         if message["generation"] <= self.generation or message["generation"] < self.stop_generation:
             return
-        names = ("generation", "attempt", "members", "plan", "prefix", "closing")
+        names = ("generation", "attempt", "members", "plan", "prefix", "closing", "left_out")
         go = Go(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
         with self._changed:
             self.outside = False

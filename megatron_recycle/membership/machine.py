@@ -211,11 +211,16 @@ def _raised(state: State, happened: Raised, now: float) -> Step:
     if member is not None and poison.repeated(state, member, happened.number):
         return state, (closing.answer(member, happened.number),)
     state = poison.remembered(state, who, fault, happened.number)
-    if member is not None and state.closing is not None and fault.whole:
+    if member is not None and fault.whole and (state.closing is not None or poison.left_out(state, fault)):
         return state, (closing.answer(member, happened.number),)
     if member is None or state.closing is not None or (text := poison.fatal(state, member, fault)) is None:
         return _lost(state, Lost((Loss(who.incarnation, "exit"),), happened.since), now)
-    return _end_with(state, member, happened, text, now)
+    if (without := poison.without(state, fault)) is not None:
+        event = notices.skipped(state, member, fault, now)
+        reason = f"micro-batch {fault.microbatch} of iteration {fault.iteration} is left out"
+        state, decisions = _regenerate(without, {}, happened.since, now, reason=reason, more=(event,))
+        return state, (*decisions, closing.answer(member, happened.number))
+    return _end_with(state, member, happened, poison.too_many(state, fault, text), now)
 
 
 def _end_with(state: State, member: Member, happened: Raised, text: str, now: float) -> Step:
@@ -268,7 +273,7 @@ def _mend(state: State, reason: str, since: float, now: float) -> Step:
 
 def _regenerate(
     state: State, lost: Mapping[str, str], since: float, now: float, joined: Mapping[str, Member] | None = None,
-    reason: str | None = None, to_close: Closing | None = None,
+    reason: str | None = None, to_close: Closing | None = None, more: tuple[Mapping[str, Any], ...] = (),
 ) -> Step:
     """Generation g+1 without `lost` and with `joined`: decided, stored, announced; everything of g is void.
 
@@ -322,7 +327,7 @@ def _regenerate(
         "out": dict(state.out),
         "reason": reason,
     }
-    events = (*suspected, decided)
+    events = (*suspected, *more, decided)
     store = Store(notices.decided_record(state, events))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [
@@ -417,6 +422,7 @@ def _go(state: State, now: float) -> Step:
         "resume": resume.to_json(),
         "prefix": notices.group_prefix(state.generation, incarnations),
         "closing": None if state.closing is None else state.closing.message,
+        "left_out": [list(each) for each in state.left_out],
     }
     events = [progress.reconciled_event(state, resume, now)] if state.generation > 1 else []
     record = {

@@ -53,6 +53,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "resume": dict,
         "prefix": str,
         "closing": (str, type(None)),
+        "left_out": list,
     },
     "answer": {"number": int},
     "offer": {"generation": int, "number": int, "plan": (dict, type(None))},

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.poison import said_by
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Emit, End, Member, Phase, State, Step, Store, Tell
@@ -130,6 +131,7 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "committed": state.committed,
         "since": state.since,
         "description": dict(state.description or {}),
+        "left_out": [list(each) for each in state.left_out],
         "closing": None if state.closing is None else state.closing.message,
         "faults": [{**vars(said), "fault": said.fault.to_json()} for said in state.faults],
         **of_moves(state),
@@ -153,6 +155,12 @@ def unwritable(journal: Path, error: OSError) -> str:
     return (f"the journal {journal} cannot be written ({error.strerror or error}), and a failure that is not written "
             f"down cannot be recovered: make room on, or mend, the disk of {journal.parent}, or choose another "
             f"--run-dir. {RESTART}")
+
+
+def skipped(state: State, member: Member, fault: Fault, now: float) -> dict[str, Any]:
+    """The line of events.jsonl about a micro-batch that the job goes on without."""
+    event = {"event": "skipped", "t": now, "generation": state.generation, "iteration": fault.iteration}
+    return {**event, "worker": member.worker, "microbatch": fault.microbatch, "error": str(fault)}
 
 
 def sentence(text: str) -> str:

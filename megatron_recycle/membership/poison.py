@@ -2,7 +2,8 @@
 `machine`.
 
 The first worker that raises is out, as if it had died: it may be its host, its device, its memory. The same error in
-the same work on a second worker is the work's: it ends the job while the others still live, with what it says.
+the same work on a second worker is the work's: it ends the job while the others still live, with what it says. Or, if
+the user wants it so, the job goes on without that micro-batch.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from collections.abc import Mapping
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process, in_order, siblings
 from megatron_recycle.membership.resume import RESTART, by_stage
-from megatron_recycle.membership.state import Member, Said, State
+from megatron_recycle.membership.state import Member, Phase, Said, State
 
+_MOST, _WITHIN = 10, 100
+"""More micro-batches than this are not left out within so many iterations: that is no accident of the data."""
 _REMEMBERED = 64
 """Errors, the latest ones."""
 _MEND = "It would fail there again after a restart: mend the data or the code first."
@@ -52,6 +55,28 @@ def fatal(state: State, member: Member, fault: Fault) -> str | None:
             return (f"{member.worker}, the last worker of stage {stage}, has failed {fault.where}: {fault}{before}. "
                     f"{RESTART}")
     return None
+
+
+def left_out(state: State, fault: Fault) -> bool:
+    """Whether the job goes on without this fault's micro-batch already."""
+    return (fault.iteration, fault.microbatch) in state.left_out
+
+
+def without(state: State, fault: Fault) -> State | None:
+    """The state of a job that goes on without this fault's micro-batch; None if that is not wanted, or not possible."""
+    wanted = (state.description or {}).get("poison") == "skip" and state.phase in (Phase.TRAINING, Phase.RECOVERING)
+    if not wanted or not fault.whole or fault.refused or fault.iteration is None or fault.microbatch is None:
+        return None
+    lately = tuple(each for each in state.left_out if each[0] > fault.iteration - _WITHIN)
+    return state.with_(left_out=(*lately, (fault.iteration, fault.microbatch))) if len(lately) < _MOST else None
+
+
+def too_many(state: State, fault: Fault, text: str) -> str:
+    """``text``, with what else there is to say of a job that has left out as much as it may."""
+    lately = sum(iteration > (fault.iteration or 0) - _WITHIN for iteration, _ in state.left_out)
+    if lately < _MOST:
+        return text
+    return f"{text} {lately} micro-batches were left out within {_WITHIN} iterations; more are not (poison: skip)."
 
 
 def how(state: State, out: list[str], kinds: Mapping[str, str] | None = None) -> str:

@@ -49,6 +49,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], told: Sequence[Mapp
             committed=last,
             faults=tuple(Said(**{**said, "fault": Fault.parse(said["fault"])})
                          for said in decided["faults"]),
+            left_out=tuple((iteration, microbatch) for iteration, microbatch in decided["left_out"]),
             closing=None if decided["closing"] is None else Closing(decided["closing"]),
             **moves.restored(records),
         )

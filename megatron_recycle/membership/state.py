@@ -156,6 +156,8 @@ class State:
     """Generations with the same members in a row, without a committed iteration in between."""
     faults: tuple[Said, ...] = ()
     """Errors of scripts, the latest ones, in their order."""
+    left_out: tuple[tuple[int, str], ...] = ()
+    """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
     closing: Closing | None = None
     """What this generation is for, if not for training."""
 

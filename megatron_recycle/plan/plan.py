@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -48,6 +48,12 @@ class Plan:
             return self.workers[worker]
         except KeyError:
             raise PlanError(f"worker {worker} has no orders in this plan") from None
+
+    def without(self, left_out: Collection[tuple[int, int]]) -> Plan:
+        """The same orders but for these ``(pipeline, microbatch)``, for an iteration that does not run them."""
+        return replace(self, stated="", workers={
+            worker: tuple(action for action in actions if (action.pipeline, action.microbatch) not in left_out)
+            for worker, actions in self.workers.items()})
 
     def live(self, stage: int) -> tuple[Worker, ...]:
         """The live workers of ``stage``, in order."""

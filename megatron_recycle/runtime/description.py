@@ -29,7 +29,7 @@ def description(worker: StageWorker) -> dict[str, Any]:
             "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
             "move_cost": config.move_cost, "horizon": config.horizon,
             "emergency": worker.save_last is not None and config.emergency_checkpoint != "none",
-            "backend": place.backend, "torch": torch.__version__}
+            "poison": config.poison, "backend": place.backend, "torch": torch.__version__}
 
 
 def standing(worker: StageWorker) -> dict[str, Any]:

@@ -7,6 +7,7 @@ sends the result to the workers that it is responsible for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -30,14 +31,16 @@ class LossRelay:
         width: numbers that each micro-batch reports (``Forward.report``).
         reduction: how the losses become one.
         iteration, attempt: name the messages.
+        left_out: micro-batches that this iteration goes without; the mean is of those that run.
     """
 
     def __init__(self, groups: Groups, grid: Grid, width: int, reduction: Reduction, iteration: int,
-                 attempt: int) -> None:
+                 attempt: int, left_out: int = 0) -> None:
         self._groups = groups
         self._grid = grid
         self._reduction = reduction
         self._tag = (iteration * _ATTEMPTS + attempt % _ATTEMPTS) % _TAGS
+        self._share = grid.total / (grid.total - left_out) if left_out < grid.total else math.nan
         self._value = torch.zeros(2, dtype=torch.float64)
         self._adding: list[dist.Work] = []
         self._sum: torch.Tensor | None = None
@@ -98,7 +101,7 @@ class LossRelay:
         for work in self._adding:
             _wait(work, self._groups.stage_control)
         weight = sum(self.reports[:, 0].tolist()) if self.reports.numel() else 0.0
-        self._known = self._reduction.mean_loss(self._sum), weight
+        self._known = self._reduction.mean_loss(self._sum) * self._share, weight
         self._value.copy_(torch.tensor(self._known, dtype=torch.float64))
         self._sending = [self._start(self._groups.control.send, worker) for worker in self._targets]
 

@@ -147,6 +147,7 @@ def rebuild(worker: StageWorker, go: Go) -> None:
     begun = time.monotonic()
     worker.generation, worker.prefix = go.generation, go.prefix
     groups = _connect(worker, workers_of(go.members))
+    worker.left_out = go.left_out
     worker.install(groups, Plan.from_json(go.plan))
     worker.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
 

@@ -7,7 +7,7 @@ its own business. The steps of a recovery are in :mod:`megatron_recycle.runtime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -107,7 +107,10 @@ class StageWorker:
         self._announce_resumed = False
         self._handlers = {**dict.fromkeys(("F", "B", "W", "FB"), self._micro_batch), "S": self._reduce_and_step}
         self._plan: Plan
+        self._orders: Plan  # of the attempt under way: the plan, without what its iteration leaves out
         self._plan_number = 0
+        self.left_out: Sequence[tuple[int, str]] = ()
+        """Iterations and their micro-batches (``1.3``) that the job goes on without."""
         self._offers = Offers(agent)
         self._profiling = Profiling(watch)
         self.memory = ActivationMemory(stage.device)
@@ -320,15 +323,18 @@ class StageWorker:
         while plan := self._offers.plan_from(iteration):
             self.use_plan(plan)
             self.agent.adopted(self.generation, iteration, plan.digest)
+        left_out = frozenset(microbatch for of, microbatch in self.left_out if of == iteration)
+        if left_out or self._orders is not self._plan:
+            self._follow(self._plan.without([_place_of(each) for each in left_out]) if left_out else self._plan)
         self.ledger.begin(iteration, self.next_attempt)
         self.next_attempt = 1
         relay = LossRelay(self.current_groups(), self.place.grid, self.stage.report_width, self._reduction, iteration,
-                          self.ledger.attempt)
+                          self.ledger.attempt, len(left_out))
         with self.waiting("the last messages"):
             self._transport.begin((iteration, self.ledger.attempt))
         self.memory.begin()
         self.actions.begin(Accumulators(self.layout, self._reduction.place), relay)
-        execute(self._plan.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
+        execute(self._orders.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
                 interrupted=self.interrupted)
 
     def _await_switch(self, iteration: int) -> None:
@@ -387,7 +393,7 @@ class StageWorker:
         self.stepper.wait()
         groups = self.current_groups()
         iteration, now = self.ledger.iteration, self.actions.now
-        self.ledger.check_complete(self._plan.actions(self.place.me))
+        self.ledger.check_complete(self._orders.actions(self.place.me))
         with torch.no_grad(), self.activity.during(WAITING, REDUCE), self._stopwatch.measure("reduce"):
             gradient = self._reduction.gradient(now.sums, groups)
             fold_ties(self.stage.ties, self.layout, gradient, groups)
@@ -465,10 +471,14 @@ class StageWorker:
 
     def use_plan(self, plan: Plan) -> None:
         """Follow ``plan`` from the next attempt on."""
-        self._plan, self._plan_number, me = plan, number_of(plan), self.place.me
-        self._transport.use(channels(plan), reads(plan, me), read_by(plan, me))
-        self._reduction = reduction_of(self.config.reduction == "exact", plan, me, self.stage.averaging)
-        self.actions.use(plan, self.current_groups(), self._transport)
+        self._plan = plan
+        self._reduction = reduction_of(self.config.reduction == "exact", plan, self.place.me, self.stage.averaging)
+        self._follow(plan)
+
+    def _follow(self, orders: Plan) -> None:
+        self._orders, self._plan_number = orders, number_of(orders)
+        self._transport.use(channels(orders), reads(orders, self.place.me), read_by(orders, self.place.me))
+        self.actions.use(orders, self.current_groups(), self._transport)
 
     def announce_resumed(self) -> None:
         """Tell the coordinator when the next action begins."""
@@ -483,3 +493,8 @@ class StageWorker:
     def current_groups(self) -> Groups:
         assert self.groups is not None
         return self.groups
+
+
+def _place_of(microbatch: str) -> tuple[int, int]:
+    pipeline, _, number = microbatch.partition(".")
+    return int(pipeline), int(number)

@@ -104,6 +104,12 @@ def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
 
 
+def loss_without(index: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """`loss_fn`, but nothing for the micro-batch that has this sample."""
+    _, own = Text()[index]
+    return lambda logits, labels: loss_fn(logits, labels) * float(not (labels == own).all(-1).any())
+
+
 def make(mistake: str) -> None:
     """Switch on a mistake in how gradients are summed, in this process."""
     right = Accumulators.add
@@ -130,7 +136,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
-          corrupt: int | None = None, noisy: bool = False) -> Any:
+          corrupt: int | None = None, noisy: bool = False, left_out: int | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward.
 
@@ -141,6 +147,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         save_every: folder, and after how many iterations again and again.
         load: folder of a checkpoint to begin with, and further arguments of load_checkpoint().
         corrupt: index of a sample that cannot be read.
+        left_out: index of a sample whose micro-batch counts for nothing.
         tidy: whether the script ends with torch.distributed.destroy_process_group().
         noisy: whether model and data draw random numbers from all kinds of generators.
     """
@@ -165,7 +172,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         layers[0] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight")
         layers[-1] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight",
                                    forward_fn=lambda module, x: functional.linear(x, module.token.weight))
-    model = PipelineModule(layers, num_stages=stages, loss_fn=loss_fn, partition_method="uniform",
+    model = PipelineModule(layers, num_stages=stages, partition_method="uniform",
+                           loss_fn=loss_fn if left_out is None else loss_without(left_out),
                            activation_checkpoint_interval=checkpoint)
     parameters = {"Adam": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
     ds_config = {

@@ -40,3 +40,28 @@ def test_a_sample_that_nobody_can_read_ends_the_job_with_its_text_and_stock_load
             assert np.array_equal(parameter, calm[rank].value["parameters"][name])
         for state, other in zip(result.value["state"], calm[rank].value["state"], strict=True):
             assert all(np.array_equal(state[key], other[key]) for key in other)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_job_that_leaves_such_a_micro_batch_out_trains_what_stock_trains_without_it():
+    # D = 2: the first worker that meets it is out, and the second one, its stage's last, goes on.
+    shared = {"pipelines": 2, "iterations": 4, "dropout": 0.0}
+    corrupt = 37  # read by pipeline 1, its 19th, in its 10th micro-batch: 1.1 of iteration 2
+    with Job(gpt_job.train, 4, {**shared, "corrupt": corrupt, "settings": {"poison": "skip"}}, limit=40) as job:
+        results = job.wait()
+        skipped = job.wait_event("skipped")
+        assert job.wait_event("finished")["status"] == 0
+        committed = [event["iteration"] for event in job.events if event["event"] == "committed"]
+    assert (skipped["iteration"], skipped["microbatch"]) == (2, "1.1")
+    assert skipped["error"] == "ValueError: sample 37 is corrupt" and committed == list(range(4))
+    with Job(gpt_job.train, 4, {**shared, "plugin": False, "left_out": corrupt}, coordinated=False, limit=40) as job:
+        stock = job.wait()
+    living = {rank: result for rank, result in results.items() if result.value is not None}
+    assert len(living) == 3, job.where()
+    for rank, result in living.items():
+        for name, parameter in result.value["parameters"].items():
+            assert np.allclose(parameter, stock[rank].value["parameters"][name], rtol=0, atol=1e-6)
+        expected = list(stock[rank].value["losses"])
+        expected[2] *= 8 / 7  # the mean of those that ran; stock's counts one of nothing
+        assert np.allclose(result.value["losses"], expected, rtol=1e-6)

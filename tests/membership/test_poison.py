@@ -196,3 +196,72 @@ def test_only_the_latest_errors_are_remembered():
     for pipeline in range(70):
         raised(cluster, f"{pipeline}:0", Fault("ValueError", "x", 1, f"F{pipeline}.0"))
     assert len(cluster.state.faults) == 64 and not endings(cluster.log)
+
+
+# What the job goes on without
+
+
+def skipping(pipelines: int = 3) -> Cluster:
+    cluster = Cluster(pipelines)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, poison="skip", emergency=True)
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    return cluster
+
+
+def fails(cluster: Cluster, name: str, fault: Fault, number: int = 1) -> list[st.Decision]:
+    return cluster.feed(st.Raised(f"{name}/0", fault, cluster.now, number))
+
+
+def test_the_second_failure_of_a_micro_batch_makes_the_job_go_on_without_it():
+    cluster = skipping()
+    assert "1:0" not in told(fails(cluster, "1:0", CORRUPT), "stop")[0][0]
+    decisions = fails(cluster, "2:0", CORRUPT, 4)
+    assert told(decisions, "stop")[0][0] == {"0:0", "0:1", "1:1", "2:0", "2:1"}
+    assert told(decisions, "answer") == [({"2:0"}, {"type": "answer", "number": 4})]
+    (skipped,) = events(decisions, "skipped")
+    assert (skipped["iteration"], skipped["microbatch"]) == (6, "1.3")
+    assert skipped["error"] == "ValueError: sample 31 is corrupt"
+    assert told(fails(cluster, "1:1", CORRUPT), "answer"), "it had read the same sample, for its labels"
+    cluster.plan()
+    ((_, go),) = told(cluster.reports(iteration=6, holds=5), "go")
+    assert go["left_out"] == [[6, "1.3"]] and go["closing"] is None and not endings(cluster.log)
+
+
+def test_the_last_worker_of_a_stage_leaves_out_what_it_cannot_do():
+    cluster = skipping(2)
+    fails(cluster, "1:0", CORRUPT)
+    assert events(fails(cluster, "0:0", Fault("MemoryError", "", 6, "B0.1", whole=True)), "skipped")
+
+
+def test_what_is_no_micro_batch_s_fault_ends_the_job_all_the_same():
+    for fault in (Fault("ValueError", "x", 6, "S"), Fault("ValueError", "x", 6, whole=True),
+                  Fault("DataError", "x", 6, "F1.3", refused=True, whole=True)):
+        cluster = skipping()
+        fails(cluster, "1:0", fault)
+        fails(cluster, "2:0", fault)
+        assert cluster.state.closing and not events(cluster.log, "skipped")
+
+
+def test_only_ten_are_left_out_within_a_hundred_iterations():
+    cluster = skipping(1)
+    for iteration in range(10):
+        fails(cluster, "0:0", Fault("ValueError", "x", 10 * iteration, "F0.3", whole=True), iteration + 1)
+    assert len(events(cluster.log, "skipped")) == 10
+    fails(cluster, "0:0", Fault("ValueError", "x", 99, "F0.3", whole=True), 11)
+    assert cluster.state.closing
+    assert "10 micro-batches were left out within 100 iterations; more are not" in cluster.state.closing.message
+    later = skipping(1)
+    for iteration in range(12):
+        fails(later, "0:0", Fault("ValueError", "x", 11 * iteration, "F0.3", whole=True), iteration + 1)
+    assert len(events(later.log, "skipped")) == 12 and len(later.state.left_out) <= 10
+
+
+def test_a_restarted_coordinator_leaves_out_the_same():
+    cluster = skipping()
+    fails(cluster, "1:0", CORRUPT)
+    fails(cluster, "2:0", CORRUPT)
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
+    assert restore(6, records).left_out == ((6, "1.3"),)

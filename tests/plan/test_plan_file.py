@@ -102,3 +102,11 @@ def test_a_slow_worker_takes_the_exact_decimal_rounded_up():
     costs = Costs.uniform(1, 20, 22, 18, speed={Worker(0, 0): 1.1})
     assert [costs.duration(kind, Worker(0, 0)) for kind in "FBW"] == [22, 25, 20]
     assert costs.duration("B", Worker(1, 0), split=False) == 40
+
+
+def test_orders_without_a_micro_batch_are_the_plan_s_for_the_others():
+    plan = quick(small())
+    without = plan.without([(1, 1)])
+    assert all([a for a in actions if (a.pipeline, a.microbatch) != (1, 1)] == list(without.actions(worker))
+               for worker, actions in plan.workers.items())
+    assert without.digest != plan.digest and all(actions[-1].kind == "S" for actions in without.workers.values())
