@@ -17,7 +17,8 @@ def planned(*failed: Worker) -> Plan:
     """The better of the planner's two answers, unit costs, at most `CAP` activations on a worker."""
     grid = Grid(STAGES, (MICROBATCHES,) * PIPELINES)
     caps = dict.fromkeys(grid.workers(), CAP)
-    problem = Problem(grid, Costs.uniform(STAGES, 1, 1, 1, step=1), failed, cap=caps)
+    costs = Costs.uniform(STAGES, 1, 1, 1, step=1)
+    problem = Problem(grid, costs, failed, cap=caps, full_backward=tuple(range(STAGES)))
     first = quick(problem)
     return improve(problem, first, BUDGET) or first
 

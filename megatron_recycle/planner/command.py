@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                      help="default: period for staggered and drop, else makespan")
     how.add_argument("--block", type=int, default=0, metavar="N",
                      help="micro-batches per block of the exact reduction (0: guests spread freely)")
+    how.add_argument("--full-backward", action="store_true",
+                     help="the first stage runs a B and a W that comes next as one (FB), as DeepSpeed jobs with"
+                          " `reduction: fast` do; figures stay the same")
     how.add_argument("--no-moves", action="store_true", help="no worker moves to another stage")
     how.add_argument("--move-cost", type=float, default=1.0, metavar="K", help="iterations that a move costs")
     how.add_argument("--horizon", type=float, default=100.0, metavar="K",
@@ -144,7 +147,7 @@ def _problem(args: argparse.Namespace) -> Problem:
     forward, backward_input, backward_weight = zip(*triples)
     costs = Costs(forward, backward_input, backward_weight, hop, step, _speeds(args.speed))
     return Problem(grid, costs, tuple(Worker.parse(w) for w in _list(args.failed)), cap=_caps(args, grid),
-                   block=args.block)
+                   block=args.block, full_backward=(0,) if args.full_backward else ())
 
 
 def _caps(args: argparse.Namespace, grid: Grid) -> dict[Worker, int]:

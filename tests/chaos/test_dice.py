@@ -65,3 +65,11 @@ def test_a_worker_that_has_left_is_none(job: TargetJob, tmp_path: Path) -> None:
     job.out |= {"1:1"}
     assert not {"0:1", "1:1", "2:1"} & set(Dice(5, 60.0, ("kill",), observed=False).victims(job))
     assert isinstance(Dice(5, 60.0, ("coordinator",), observed=False).order(job), Order)
+
+
+def test_the_first_stages_are_held_at_weight_gradients_that_surely_come(job: TargetJob) -> None:
+    """Its later backwards may be full ones, which have none."""
+    moments = [Dice(seed, 60.0, ("kill",), observed=True).order(job) for seed in range(300)]
+    found = {(order.workers[0][-1], order.moment.nth) for order in moments if order and order.moment.phase == "weight"}
+    assert {nth for stage, nth in found if stage == "0"} == {0}
+    assert {nth for stage, nth in found if stage == "1"} > {0}

@@ -89,6 +89,17 @@ def test_a_plan_file_goes_out_and_is_checked(capsys, tmp_path):
     assert status == 0 and "legal" in out
 
 
+def test_full_backwards_are_in_the_plan_and_in_the_drawing(capsys):
+    _, split, _ = recycle_plan(capsys, *PAPER, "--cap", "6", "--budget", "0", "--json")
+    status, out, _ = recycle_plan(capsys, *PAPER, "--cap", "6", "--budget", "0", "--json", "--full-backward")
+    full = Plan.from_json(json.loads(out))
+    assert status == 0 and full.period == json.loads(split)["period"] and violations(full) == []
+    assert any(action.kind == "FB" for action in full.workers[Worker(0, 0)])
+    _, out, _ = recycle_plan(capsys, *PAPER, "--cap", "6", "--budget", "0", "--full-backward")
+    row = next(line for line in out.splitlines() if line.startswith("   0:0 "))
+    assert "DD" in row and "D is a full backward, B and W in one" in out
+
+
 def test_moves_are_part_of_the_plan(capsys):
     arguments = ["--pipelines", "8", "--stages", "4", "--microbatches", "16", "--failed", "0:1,1:1", "--cap", "6",
                  "--budget", "0", "--json"]
