@@ -38,7 +38,8 @@ def generators_in(holder: Any) -> Iterator[Found]:
             yield path or type(thing).__name__, thing
         elif depth < _DEPTH:
             inside = 1 if isinstance(thing, nn.Module) else depth + 1  # models may be deeper than that
-            left += [(f"{path}.{name}" if path else name, part, inside) for name, part in _parts(thing)]
+            with suppress(Exception):  # whatever a user's objects do when they are looked at
+                left += [(f"{path}.{name}" if path else name, part, inside) for name, part in _parts(thing)]
 
 
 def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:

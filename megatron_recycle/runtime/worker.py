@@ -91,8 +91,8 @@ class StageWorker:
         self.verified = -1
         """The iteration before which the peers of this stage were last found to be equal."""
         self.generators = generators
-        generators.adopt("the model", stage.module)
-        generators.adopt_trackers()
+        self._find_generators()
+        self._look_again = True  # after the first iteration: some are made in the first forward
         self._data = data
         self._observer = observer
         self._observed: tuple[int, int, str, Action | None] | None = None
@@ -135,7 +135,13 @@ class StageWorker:
         with self._inside():
             self._modes.remember()
             self.begin(iteration)
-            return self._through_failures(lambda: self._run_to(iteration))
+            done = self.has_done(iteration)
+            loss = self._through_failures(lambda: self._run_to(iteration))
+            if self._look_again and not done:
+                self._look_again = False
+                with self._telling():
+                    self._find_generators()
+            return loss
 
     def evaluate(self, iteration: int, data: DataSource, number: int) -> torch.Tensor:
         """Forwards of one global batch, through any failures, before ``iteration`` is trained.
@@ -162,6 +168,11 @@ class StageWorker:
             self._passes += 1
             self._through_failures(run)
         return self.evaluations.table
+
+    def _find_generators(self) -> None:
+        """Raises UnsupportedError."""
+        self.generators.adopt("the model", self.stage.module)
+        self.generators.adopt_trackers()
 
     def begin(self, iteration: int) -> None:
         """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
