@@ -278,9 +278,11 @@ class Launcher:
 
     def _start_again(self) -> None:
         """Start the processes whose time it is; not while nobody would let them in."""
-        if self._link.lost_since is not None:
+        ending = any(worker.out == _CUT_OFF and worker.kill_at is not None and worker.status is None
+                     for worker in self.workers.values())
+        if self._link.lost_since is not None or ending:
             return
-        due = self.restarts.due(time.monotonic())
+        due = sorted(self.restarts.due(time.monotonic()))
         if back := [rank for rank in due if self.workers[rank].out == _CUT_OFF]:
             places = "place is" if len(back) == 1 else f"{len(back)} places are"
             self._say(f"this host's {places} free again: rejoining (rank {', '.join(map(str, back))})")

@@ -61,6 +61,9 @@ class Restarts:
             return
         pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**known.cuts)
         known.cuts, known.fruitless, known.due = known.cuts + 1, known.fruitless + 1, now + pause
+        for other in self._ranks.values():  # a host comes back as a whole
+            if other.due is not None and other.cuts == known.cuts:
+                other.due = known.due
 
     def replaced(self, rank: int) -> None:
         """The rank's process has failed while another one, which it was to make room for, has its device."""
