@@ -137,7 +137,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         if hosts.rank == 0:
             found, coordinator, kept = _lead(args, config, hosts, run_dir, token or tokens.new(), nproc, store)
         else:
-            found = _follow(args, config, hosts, run_dir, token, nproc, say)
+            found = _follow(args, hosts, run_dir, token, nproc, say)
         environ = torchrun_environment(os.environ, found.host, max(found.store_port, 0), hosts.count, hosts.rank)
         environ |= {
             "RECYCLE_COORDINATOR": found.control,
@@ -237,10 +237,13 @@ def _lead(
 
 
 def _follow(
-    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
-    say: Callable[[str], None],
+    args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str | None, nproc: int, say: Callable[[str], None]
 ) -> Meeting:
-    """Wait for the first host. Raises RecycleError if it does not come, or starts another number of workers."""
+    """Wait for the first host.
+
+    Raises:
+        RecycleError: it does not come; or it starts another number of workers, which ends the job.
+    """
     if not hosts.name:
         assert token is not None, "_hosts() has looked"
         control = f"{args.master_addr}:{args.master_port}"
@@ -252,8 +255,10 @@ def _follow(
     say(f"recycle: node {hosts.rank} of {hosts.count} waits for the first one, in {run_dir}")
     found = meeting.await_first(run_dir, hosts.name, _START_LIMIT, say)
     if found.nproc != nproc:
-        raise ConfigError(f"the first host starts {found.nproc} workers and this one {nproc}: give the same --nproc on "
-                          "every host")
+        why = (f"the first host starts {found.nproc} workers and this one {nproc}: give the same --nproc on every "
+               "host, and ask Slurm for the same GPUs on every node")
+        places.call_off(found.control, found.token, why)
+        raise ConfigError(why)
     return found
 
 

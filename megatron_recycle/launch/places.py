@@ -5,7 +5,8 @@ from __future__ import annotations
 import queue
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,22 +37,9 @@ def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str
     Raises:
         RecycleError: nobody answers, the token is wrong, the job takes nobody, or no place became free.
     """
-    answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
     wish: Message = {"type": "join", "count": count}
-    hello: list[Message] = [{"type": "hello", "role": "launcher", "host": socket.gethostname(), "ranks": []}, wish]
-    link = Link(
-        control,
-        token,
-        hello=lambda: hello,
-        handle=answers.put,
-        beat=lambda: {"type": "heartbeat", "progress": None},
-        interval=1.0,
-        known=TO_LAUNCHER,
-        name="recycle-join",
-    )
-    link.start()
     limit, said = time.monotonic() + timeout, ""
-    try:
+    with _visit(control, token, wish) as (answers, link):
         while True:
             told = _answer(answers, link)
             why, left = told["refusal"], limit - time.monotonic()
@@ -65,6 +53,33 @@ def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str
                 said = why
             time.sleep(min(told["again_s"], left))
             link.send(wish)
+
+
+def call_off(control: str, token: str, why: str) -> None:
+    """End the job, which this host cannot take part in: the others would wait for its workers."""
+    message = {"type": "interrupt", "status": 1, "message": f"{socket.gethostname()} cannot take part: {why}"}
+    with _visit(control, token, message) as (answers, link), suppress(RecycleError):
+        _answer(answers, link)
+
+
+@contextmanager
+def _visit(control: str, token: str, message: Message) -> Iterator[tuple[queue.SimpleQueue[Message], Link]]:
+    """A connection as a launcher without workers that says this; and what is answered."""
+    answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    hello: list[Message] = [{"type": "hello", "role": "launcher", "host": socket.gethostname(), "ranks": []}, message]
+    link = Link(
+        control,
+        token,
+        hello=lambda: hello,
+        handle=answers.put,
+        beat=lambda: {"type": "heartbeat", "progress": None},
+        interval=1.0,
+        known=TO_LAUNCHER,
+        name="recycle-visit",
+    )
+    link.start()
+    try:
+        yield answers, link
     finally:
         link.close()
 
@@ -75,8 +90,8 @@ def _answer(answers: queue.SimpleQueue[Message], link: Link) -> Mapping[str, Any
             message = answers.get(timeout=_PATIENCE)
         except queue.Empty:
             raise RecycleError(
-                f"the coordinator at {link.address} does not answer ({link.error or 'connected'}): give the address "
-                "that the first host's launcher printed, and the job's token in RECYCLE_TOKEN"
+                f"the coordinator at {link.address} does not answer ({link.error or 'connected'}): give the run folder "
+                "of a job that runs, or the address that its first host's launcher printed and the job's token"
             ) from None
         if message["type"] == "places":
             return message

@@ -15,7 +15,7 @@ from tests.launch.running import FAKE_WORKER, ROOT, Running
 LIMIT = 40.0
 
 
-def node(stack: ExitStack, folder: Path, job: int, rank: int) -> tuple[subprocess.Popen[str], Path]:
+def node(stack: ExitStack, folder: Path, job: int, rank: int, nproc: int = 1) -> tuple[subprocess.Popen[str], Path]:
     """The launcher of one of two nodes, started in `folder` as srun does on a shared file system."""
     environ = {name: text for name, text in os.environ.items() if name not in ("RECYCLE_TOKEN", "RECYCLE_RUN_DIR")}
     environ |= {
@@ -24,7 +24,7 @@ def node(stack: ExitStack, folder: Path, job: int, rank: int) -> tuple[subproces
         "RECYCLE_FAKE": json.dumps({"iterations": 4, "pause": {"1": 2}}),
     }
     output = folder / f"slurm-{job}-{rank}.out"
-    command = [sys.executable, str(Path(__file__).with_name("start.py")), "--nproc", "1", str(FAKE_WORKER)]
+    command = [sys.executable, str(Path(__file__).with_name("start.py")), "--nproc", str(nproc), str(FAKE_WORKER)]
     with output.open("w") as file:
         process = subprocess.Popen(command, env=environ, stdout=file, stderr=file, text=True, cwd=folder)
     stack.callback(process.wait)
@@ -54,3 +54,11 @@ def test_two_jobs_with_neighbouring_numbers_share_their_nodes(tmp_path: Path) ->
     first, second = (nodes[41, rank][1].read_text() for rank in (0, 1))
     assert "committed" in first and "committed" not in second.partition("recycle: the job has finished")[0]
     assert "node 1 of 2 waits for the first one" in second
+
+
+def test_nodes_that_do_not_fit_together_do_not_wait_for_each_other(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        first, second = (node(stack, tmp_path, 43, rank, nproc=rank + 1) for rank in range(2))
+        assert [process.wait(LIMIT) for process, _ in (first, second)] == [1, 1]
+    why = "the first host starts 1 workers and this one 2: give the same --nproc on every host"
+    assert why in first[1].read_text().splitlines()[-1] and why in second[1].read_text()
