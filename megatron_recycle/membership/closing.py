@@ -21,6 +21,8 @@ from megatron_recycle.membership.table import put
 def possible(state: State, lost: Collection[str]) -> bool:
     """Whether those that are left without ``lost`` could save everything, and the job wants them to."""
     wanted = (state.description or {}).get("emergency") and state.phase in (Phase.TRAINING, Phase.RECOVERING)
+    if state.committed < 0:
+        return False  # there is nothing yet
     gone = {*lost, *siblings(state.members, lost)}
     return bool(wanted) and all(set(names) - gone for names in by_stage(state.stages, state.proven))
 

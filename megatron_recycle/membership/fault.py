@@ -11,6 +11,8 @@ from megatron_recycle.errors import JobEnded, RecycleError, TransportAborted
 
 _LONGEST = {"error": 120, "text": 1500, "action": 40}
 """Characters of each field."""
+_LONGEST_OF_SCRIPTS = 300
+"""Of a text that is not ours; the rest is in the worker's log."""
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
 """What differs between two workers that meet the same error: addresses, ranks, devices, sizes."""
 
@@ -47,7 +49,8 @@ class Fault:
             text = str(error)
         except Exception as worse:  # noqa: BLE001 - the script's own type may fail here too
             text = f"(its text cannot be had: {type(worse).__name__})"
-        return cls(_plain("error", name), _plain("text", text), iteration, action, refused, whole)
+        most = _LONGEST["text"] if refused else _LONGEST_OF_SCRIPTS
+        return cls(_plain(name, _LONGEST["error"]), _plain(text, most), iteration, action, refused, whole)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Fault:
@@ -59,7 +62,7 @@ class Fault:
             value = getattr(fault, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise TypeError(f"{name} is {value!r:.60}")
-            if isinstance(value, str) and value != _plain(name, value):
+            if isinstance(value, str) and value != _plain(value, _LONGEST[name]):
                 raise ValueError(f"{name} is not one short line: {value!r:.60}")
         return fault
 
@@ -98,8 +101,7 @@ class Fault:
         return self.iteration == other.iteration
 
 
-def _plain(name: str, text: str) -> str:
-    """One line without control characters, as long as it may be."""
+def _plain(text: str, most: int) -> str:
+    """One line without control characters, of at most so many of others."""
     line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
-    most = _LONGEST[name]
     return line if len(line) <= most else line[:most - 3].rstrip() + "..."

@@ -200,7 +200,7 @@ class StageWorker:
             yield
         except JobEnded:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             fault = self._fault(error)
             with self.waiting("a decision"):
                 kept = self.agent.raised(fault)
@@ -218,7 +218,7 @@ class StageWorker:
             with suppress(JobEnded):
                 self._through_failures(lambda: 0.0, _Kept())
 
-    def _fault(self, error: Exception) -> Fault:
+    def _fault(self, error: BaseException) -> Fault:
         running = self.actions.running
         if running is not None:
             return Fault.of(error, self.ledger.iteration, str(running), whole=True)
