@@ -28,6 +28,10 @@ class VerificationError(RecycleError):
     """A check of results failed, for instance peers whose parameters differ."""
 
 
+class TransferError(RecycleError):
+    """The state of a stage did not arrive, or does not fit; the worker that was to get it cannot come in."""
+
+
 class TransportAborted(RecycleError):
     """A pending transfer was given up because its generation ended.
 

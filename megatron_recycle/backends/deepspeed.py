@@ -11,11 +11,12 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-import json
 import logging
+import math
+import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -23,6 +24,14 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megatron_recycle.backends.deepspeed_between import (
+    check_iteration,
+    refuse_another,
+    refuse_loader,
+    settle_when_asked,
+    sizes,
+)
+from megatron_recycle.backends.deepspeed_config import read_config, say_before_compiling
 from megatron_recycle.backends.deepspeed_last import LastCheckpoint
 from megatron_recycle.backends.deepspeed_masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed_stage import DeepSpeedStage
@@ -57,9 +66,11 @@ def install(options: Options) -> None:
 
     @functools.wraps(stock)
     def initialize(args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
-        settings = options.resolve(_read_config(args, keywords))
+        config = read_config(stock, args, model, *rest, **keywords)
+        settings = options.resolve(config)
         if not settings.enabled or not isinstance(model, deepspeed.PipelineModule):
             return stock(args, model, *rest, **keywords)
+        say_before_compiling(config, rest[0] if rest else keywords.get("optimizer"))
         engine_class = functools.partial(RecyclePipelineEngine, settings, options)
         # The name that stock initialize() looks up when it builds the engine of a PipelineModule.
         plain, deepspeed.PipelineEngine = deepspeed.PipelineEngine, engine_class
@@ -72,15 +83,6 @@ def install(options: Options) -> None:
     deepspeed.initialize = initialize
 
 
-def _read_config(args: Any, keywords: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The DeepSpeed configuration as `deepspeed.initialize` would find it; {} if there is none to read."""
-    config = keywords.get("config") or keywords.get("config_params") or getattr(args, "deepspeed_config", None)
-    if isinstance(config, (str, Path)):
-        path = Path(config)
-        return json.loads(path.read_text()) if path.is_file() else {}
-    return config if isinstance(config, Mapping) else {}
-
-
 class RecyclePipelineEngine(PipelineEngine):
     """`PipelineEngine` that goes on training when workers fail.
 
@@ -90,6 +92,7 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
         self._dataset = keywords.get("training_data")
+        self._busy = True
         self.masters: MasterWeightOptimizer | None = None
         """The optimizer, if it has fp32 copies of 16-bit parameters."""
         super().__init__(*args, **keywords)
@@ -106,6 +109,10 @@ class RecyclePipelineEngine(PipelineEngine):
         self._generators = Generators(self.device)
         self._worker: StageWorker | None = None
         self._seconds = 0.0  # of training since the last log line
+        self.started_with = sizes(self)
+        """What an iteration trains on."""
+        self._busy = False  # not in the script's own code
+        self._thread = 0  # that trains
         self._asked = 0  # the iteration that the script asks for next
         self._catching_up = is_joining()  # the script is where the others were before this worker came in
         self._agent = connect(place, settings, options.embed, self._abort_transport)
@@ -114,9 +121,8 @@ class RecyclePipelineEngine(PipelineEngine):
         atexit.register(self._finish)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
-        # Whoever asks for the state wants it as it stays.
-        self.module.register_state_dict_pre_hook(lambda *_: self.settle())
-        torch_optimizer(self).register_state_dict_pre_hook(lambda *_: self.settle())
+        # Whoever asks for the state, or puts another in its place, wants it as it stays.
+        settle_when_asked(self.module, torch_optimizer(self), self.settle)
 
     # ---- training
 
@@ -138,15 +144,15 @@ class RecyclePipelineEngine(PipelineEngine):
                 "or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an iterator that gives "
                 "that pipeline's micro-batches in the same order each time it is called")
         if self._worker is None:
+            self._source = self._data_source()
             self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
-                                       data=self._data_source(),
+                                       data=self._source,
                                        agent=self._agent, generators=self._generators, config=self._recycle,
                                        observer=self._options.observer, save_last=self._save_last)
         begin = time.monotonic()
-        try:
+        self._thread = threading.get_ident()
+        with self._not_in_script():
             loss = self._train_iteration(self._worker)
-        except JobEnded as end:
-            raise _exit(end) from None
         self._seconds += time.monotonic() - begin
         self._log_as_rank_zero(loss)
         return loss
@@ -162,6 +168,7 @@ class RecyclePipelineEngine(PipelineEngine):
             self._loss = worker.train(self._asked)
             loss = self._aggregate_total_loss()
         else:
+            check_iteration(self, self._source, self._asked)
             loss = super().train_batch()
         self._asked += 1
         return loss
@@ -223,8 +230,49 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def settle(self) -> None:
         """Wait until the last iteration is committed: with staggered steps it may still be undone before."""
-        if self._worker is not None:
-            self._worker.settle()
+        if self._worker is not None and not self._busy and threading.get_ident() == self._thread:
+            with self._not_in_script():
+                self._worker.settle()
+
+    @contextmanager
+    def _not_in_script(self) -> Iterator[None]:
+        """Inside the block the engine is at work. The job's end is that of the script."""
+        self._busy = True
+        try:
+            yield
+        except JobEnded as end:
+            raise _exit(end) from None
+        finally:
+            self._busy = False
+
+    def get_global_grad_norm(self) -> float | None:
+        """As stock: in 16 bits that of the last iteration, for whose verdict this waits; None in fp32."""
+        self.settle()
+        verdict = self._worker.stepper.verdict if self._worker is not None else None
+        if self.masters is None or verdict is None:
+            return super().get_global_grad_norm()
+        return math.sqrt(sum(verdict.norm_squares))
+
+    # ---- what cannot be changed while a job runs
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Accepts the number in force. Raises UnsupportedError for another."""
+        refuse_another("train_batch_size", train_batch_size, self.started_with["train_batch_size"])
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Accepts the number in force. Raises UnsupportedError for another."""
+        name = "train_micro_batch_size_per_gpu"
+        refuse_another(name, micro_batch_size, self.started_with[name])
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Raises UnsupportedError: nobody but this worker could read it."""
+        refuse_loader("set_dataloader()")
+
+    def set_dataiterator(self, iterator: Any) -> None:
+        """For `eval_batch()`. Raises UnsupportedError if the script calls it: nobody but this worker could read it."""
+        if not self._busy:
+            refuse_loader("set_dataiterator()")
+        super().set_dataiterator(iterator)
 
     def _data_source(self) -> DataSource:
         """Where micro-batches are read; what `set_batch_fn` was given is part of the reading, so that first and last
@@ -239,8 +287,12 @@ class RecyclePipelineEngine(PipelineEngine):
         if self._dataset is None:
             raise DataError("there is no training data: give a dataset to deepspeed.initialize(training_data=...), or "
                             "call megatron_recycle.enable(data=factory) with factory(pipeline) -> iterator")
-        return DatasetSource(self._dataset, self.grid.data_parallel_size, self.micro_batch_size, self.collate_fn,
-                             self.dataloader_drop_last(), seeds)
+        source = DatasetSource(self._dataset, self.grid.data_parallel_size, self.micro_batch_size, self.collate_fn,
+                               self.dataloader_drop_last(), seeds)
+        if source.short is not None and self.num_stages > 1 and self.global_rank == 0:
+            get_logger().warning("megatron-recycle: iteration %d cannot be trained: %s",
+                                 source.short // self.micro_batches, source.describe_short())
+        return source
 
     def speaks(self) -> bool:
         """Whether this worker says what is said once in a job: it is the first live one."""
@@ -289,17 +341,15 @@ class RecyclePipelineEngine(PipelineEngine):
             get_logger().error("megatron-recycle: %s is left out while workers are missing (%s); training goes on",
                                what, ", ".join(map(str, sorted(missing))))
             return otherwise
-        try:
-            return run()
-        except RuntimeError as error:
+        with self._not_in_script():
             try:
+                return run()
+            except RuntimeError as error:
                 if self._worker is None or not comes_of_failure(self._worker, error):
                     raise
-            except JobEnded as end:
-                raise _exit(end) from None
-            get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not complete; "
-                               "training goes on", what, error)
-            return otherwise
+                get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not "
+                                   "complete; training goes on", what, error)
+                return otherwise
 
     def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         if self._worker is not None:
@@ -320,7 +370,9 @@ def _exit(end: JobEnded) -> SystemExit:
 
 def _place(engine: PipelineEngine) -> Place:
     grid, topology = engine.grid, engine.grid.topology()
-    ranks = {Worker(pipeline, stage): (topology.get_rank(pipe=stage, data=pipeline),)
+    # Further axes, of size 1: others are refused.
+    rest = {axis: 0 for axis in topology.get_axis_names() if axis not in ("pipe", "data")}
+    ranks = {Worker(pipeline, stage): (topology.get_rank(pipe=stage, data=pipeline, **rest),)
              for pipeline in range(grid.data_parallel_size) for stage in range(grid.pipe_parallel_size)}
     return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), ranks=ranks,
                  grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),

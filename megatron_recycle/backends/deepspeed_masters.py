@@ -65,6 +65,11 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
         """What the loss of a micro-batch is multiplied by before its backward."""
         return float(self.loss_scale_config.cur_scale)
 
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale` by the name of stock's optimizers."""
+        return self.loss_scale
+
     def step(self, closure: None = None) -> None:
         """One update of masters and model with the masters' gradients, which are unscaled already; after an overflow
         only the scale changes."""

@@ -17,18 +17,27 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
 from megatron_recycle.backends.deepspeed_masters import MasterWeightOptimizer
+from megatron_recycle.backends.deepspeed_optimizer import (
+    FirstSteps,
+    own_data,
+    put_back,
+    refuse_hooks,
+    schedule_data,
+    set_schedule,
+)
 from megatron_recycle.backends.deepspeed_support import torch_optimizer
 from megatron_recycle.backends.hidden_state import HiddenState
-from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.errors import TransferError, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.data import Batch
 from megatron_recycle.runtime.groups import Groups
-from megatron_recycle.runtime.reduce import Averaging
-from megatron_recycle.runtime.stage import Forward, Tie, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 if TYPE_CHECKING:
     from megatron_recycle.backends.deepspeed import RecyclePipelineEngine
 
+_REFERENCES = ("lr_scheduler", "batch_fn")
+"""Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
 """What `_take_model_step` changes besides tensors."""
 
@@ -43,16 +52,49 @@ class DeepSpeedStage:
         self._engine = engine
         self.device = engine.device
         self.module: nn.Module = engine.module
-        self.parameters: Sequence[nn.Parameter] = [
-            parameter for parameter in engine.module.parameters() if parameter.requires_grad and parameter.numel()]
-        masters = engine.masters.masters if engine.masters is not None else {}
-        self._stepped: Sequence[nn.Parameter] = [masters.get(parameter, parameter) for parameter in self.parameters]
+        self._masters = engine.masters.masters if engine.masters is not None else {}
+        self._use(self._found())
+        self._clipping = float(engine.gradient_clipping())
+        optimizer = torch_optimizer(engine)
+        self._first_steps = FirstSteps({"optimizer": optimizer, "lr_scheduler": engine.lr_scheduler})
         # As stock: bf16 gradients are summed in fp32, those of fp16 in their own type, where the scale keeps them.
         self.gradient_dtype = torch.float32 if engine.bfloat16_enabled() else None
-        self.model = f"{fingerprint(self.parameters)}, optimizer {type(torch_optimizer(engine)).__name__}"
+        self.model = f"{fingerprint(self.parameters)}, optimizer {type(optimizer).__name__}"
         self.tied_stages = _tied_stages(engine.module)
         self.ties = _ties(engine)
         self._hidden = HiddenState(engine.module)
+
+    def _found(self) -> dict[str, nn.Parameter]:
+        """The parameters that are to be trained, by name, as stock lists them."""
+        return {name: parameter for name, parameter in self._all() if parameter.requires_grad and parameter.numel()}
+
+    def _use(self, trained: dict[str, nn.Parameter]) -> None:
+        self._trained = trained
+        self.parameters: Sequence[nn.Parameter] = list(trained.values())
+        # In 16 bits, those that the optimizer was given: without a copy there is nothing to step.
+        self._stepped = [self._masters.get(parameter) if self._masters else parameter for parameter in self.parameters]
+
+    def look(self) -> bool:
+        """Follows parameters that were frozen, unfrozen, added or replaced; refuses what a step could not be undone
+        with, gradients of the script's own, and hooks on sums of gradients, which are formed otherwise here."""
+        engine = self._engine
+        self._clipping = float(engine.gradient_clipping())
+        if engine._recycle.step == "staggered":
+            refuse_hooks(torch_optimizer(engine))
+        found = self._found()
+        changed = list(map(id, found.values())) != list(map(id, self.parameters))
+        if changed:
+            self._use(found)
+        for name, parameter in found.items():
+            if parameter.grad is not None:
+                raise UnsupportedError(f"iteration {engine.global_steps}: {name}.grad holds a gradient that the script "
+                                       "has put there, which would be lost if the iteration is run again: add it to "
+                                       "the loss, or set .grad to None")
+            if parameter._post_accumulate_grad_hooks and engine.micro_batches > 1:
+                raise UnsupportedError(f"{name} has a hook of register_post_accumulate_grad_hook(), which would see a "
+                                       "micro-batch's gradient instead of the sum so far: use register_hook(), or an "
+                                       "optimizer step hook")
+        return changed
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         return self._hidden.unchanged(lambda: self._forward(inputs, batch))
@@ -103,7 +145,7 @@ class DeepSpeedStage:
         engine = self._engine
         if self._scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
             return math.inf
-        if engine.gradient_clipping() <= 0.0:
+        if self._clipping <= 0.0 and engine.masters is None:
             return 0.0
         everywhere = engine._recycle.clip_norm == "global" or engine.masters is not None
         if not everywhere and engine.grid.get_model_parallel_rank() != 0:
@@ -122,10 +164,10 @@ class DeepSpeedStage:
         engine = self._engine
         if self._scaled is not None and not math.isfinite(sum(norm_squares)):
             return math.nan
-        if engine.gradient_clipping() <= 0.0:
+        if self._clipping <= 0.0:
             return 1.0
         if self._scaled is not None:
-            return 1.0 / max(1.0, (math.sqrt(sum(norm_squares)) + 1e-6) / engine.gradient_clipping())
+            return 1.0 / max(1.0, (math.sqrt(sum(norm_squares)) + 1e-6) / self._clipping)
         total = torch.zeros(1)
         for value in norm_squares:
             total += value
@@ -135,14 +177,15 @@ class DeepSpeedStage:
         norm = scaled.clone()
         for _ in range(pipelines - 1):
             norm += scaled
-        limit = torch.tensor([float(engine.gradient_clipping())])
+        limit = torch.tensor([self._clipping])
         return torch.min(torch.tensor([1.0]), limit / (norm + 1e-6)).item()
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         masters = self._scaled
         if masters is None:
             for parameter, gradient in zip(self._stepped, gradients, strict=True):
-                parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
+                if parameter is not None:
+                    parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         elif math.isnan(coefficient):
             masters.overflow = True
             if self._engine.speaks():
@@ -151,69 +194,140 @@ class DeepSpeedStage:
         else:
             masters.overflow = False
             for master, gradient in zip(self._stepped, gradients, strict=True):
-                master.grad = gradient.float().mul_(coefficient / masters.loss_scale)
-        self._engine._exec_optimizer_step()
+                if master is not None:
+                    master.grad = gradient.float().mul_(coefficient / masters.loss_scale)
+        if self._engine._recycle.step == "barrier" or self._first_steps.over:
+            self._engine._exec_optimizer_step()
+        else:
+            self._first_steps.before(self._known())
+            self._engine._exec_optimizer_step()
+            self._first_steps.after(self._known())
+
+    def _known(self) -> set[int]:
+        """What `FirstSteps` need not look at."""
+        engine = self._engine
+        optimizer = torch_optimizer(engine)
+        parts = (engine, engine.module, engine.optimizer, optimizer, engine.lr_scheduler, optimizer.param_groups,
+                 *optimizer.param_groups)
+        tensors = {**self.state(), **self.fixed()}.values()
+        return {*map(id, parts), *(tensor.data_ptr() for tensor in tensors)}
 
     def state(self) -> dict[str, torch.Tensor]:
-        tensors = {f"parameter {index}": parameter.data for index, parameter in enumerate(self.parameters)}
-        if self._engine.masters is not None:
-            tensors.update({f"master {index}": master.data for index, master in enumerate(self._stepped)})
-        for index, parameter in enumerate(self._stepped):
-            for key, value in self._engine.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{key} {index}"] = value
-        return tensors
+        return self._tensors(self._trained)
 
     def fixed(self) -> dict[str, torch.Tensor]:
+        # Frozen ones have optimizer state, if they were trained before.
         trained = set(map(id, self.parameters))
-        frozen = {f"frozen {name}": parameter.data for name, parameter in self._engine.module.named_parameters()
-                  if id(parameter) not in trained}
-        return {**frozen, **{f"buffer {name}": value for name, value in self._engine.module.named_buffers()}}
+        frozen = {name: parameter for name, parameter in self._all() if id(parameter) not in trained}
+        return {**self._tensors(frozen),
+                **{f"buffer {name}": value for name, value in self._engine.module.named_buffers()}}
+
+    def _all(self) -> list[tuple[str, nn.Parameter]]:
+        # The class's own method: the engine watches the module's.
+        return list(nn.Module.named_parameters(self.module))
+
+    def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        # Not `.data`: these have the parameters' versions, which show who has written to them.
+        tensors = {f"parameter {name}": parameter.detach() for name, parameter in parameters.items()}
+        stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
+        if self._masters:
+            tensors.update({f"master {name}": master.detach() for name, master in stepped.items()
+                            if master is not parameters[name]})
+        for name, parameter in stepped.items():
+            for key, value in self._engine.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key} {name}"] = value
+        return tensors
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
-        self.reset_state(tensors.keys())
+        named = dict(self._all())
+        if not set(counters[-1]) <= set(named):
+            raise TransferError("the job trains parameters by now that the model which this worker has built has not: "
+                                "a worker cannot come back to this job")
+        # What the giver trained last; what this worker's script has frozen or not is looked at before it trains.
+        self._use({name: named[name] for name in counters[-1]})
+        self._drop(tensors.keys(), named)
         own = {**self.state(), **self.fixed()}
         with torch.no_grad():
             for name, tensor in tensors.items():
+                key, of = name.split(" ", 1)
                 if name in own:
                     own[name].copy_(tensor)
-                else:  # the optimizer makes its state at the first step
-                    key, index = name.rsplit(" ", 1)
-                    self._engine.optimizer.state[self._stepped[int(index)]][key] = tensor
+                elif of in named and key != "master":  # the optimizer makes its state at the first step
+                    self._engine.optimizer.state[self._masters.get(named[of], named[of])][key] = tensor.clone()
+                else:
+                    raise TransferError(f"the job's model has a {name} by now, which the one that this worker has "
+                                        "built has not: a worker cannot come back to this job")
         self.set_counters(counters)
 
     def reset_state(self, names: Collection[str]) -> None:
-        for index, parameter in enumerate(self._stepped):
-            kept = self._engine.optimizer.state.get(parameter, {})
-            for key in [key for key in kept if isinstance(kept[key], torch.Tensor) and f"{key} {index}" not in names]:
+        self._drop(names, self._trained)
+
+    def _drop(self, names: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Forget the optimizer state of ``parameters`` that is not among ``names``."""
+        states = self._engine.optimizer.state
+        for name, parameter in parameters.items():
+            parameter = self._masters.get(parameter, parameter)
+            kept = states.get(parameter, {})
+            dropped = [key for key, value in kept.items()
+                       if isinstance(value, torch.Tensor) and f"{key} {name}" not in names]
+            for key in dropped:
                 del kept[key]
-            if not kept:
-                self._engine.optimizer.state.pop(parameter, None)
+            # Optimizers make their state where there is none at all; numbers are put back with the counters.
+            if not any(isinstance(value, torch.Tensor) for value in kept.values()):
+                states.pop(parameter, None)
 
     def counters(self) -> Any:
         engine = self._engine
-        numbers = [{key: value for key, value in engine.optimizer.state.get(parameter, {}).items()
-                    if not isinstance(value, torch.Tensor)} for parameter in self._stepped]
+        numbers = {}
+        for name, parameter in self._all():
+            own = {key: value for key, value in engine.optimizer.state.get(
+                self._masters.get(parameter, parameter), {}).items() if not isinstance(value, torch.Tensor)}
+            if own:
+                numbers[name] = own
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in engine.optimizer.param_groups]
-        schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else None
         scaling = engine.masters.counters() if engine.masters is not None else {}
-        return copy.deepcopy((numbers, groups, schedule, scaling, {name: getattr(engine, name) for name in _COUNTERS}))
+        return copy.deepcopy((numbers, groups, schedule_data(engine.lr_scheduler), scaling,
+                              own_data(torch_optimizer(engine)), {name: getattr(engine, name) for name in _COUNTERS},
+                              list(self._trained)))
 
     def set_counters(self, counters: Any) -> None:
         engine = self._engine
-        numbers, groups, schedule, scaling, values = copy.deepcopy(counters)
-        for parameter, own in zip(self._stepped, numbers, strict=True):
-            if own:
-                engine.optimizer.state[parameter].update(own)
-        for group, own in zip(engine.optimizer.param_groups, groups, strict=True):
-            group.update(own)
-        if schedule is not None:
-            engine.lr_scheduler.load_state_dict(schedule)
+        numbers, groups, schedule, scaling, own, values, _ = copy.deepcopy(counters)
+        if len(groups) != len(engine.optimizer.param_groups):
+            raise TransferError(f"the job's optimizer has {len(groups)} parameter groups by now, the one that this "
+                                f"worker has built {len(engine.optimizer.param_groups)}: a worker cannot come back to "
+                                "this job")
+        for name, parameter in self._all():
+            if name in numbers:
+                engine.optimizer.state[self._masters.get(parameter, parameter)].update(numbers[name])
+        for group, numbers_of_group in zip(engine.optimizer.param_groups, groups, strict=True):
+            group.update(numbers_of_group)
+        set_schedule(engine.lr_scheduler, schedule)
         if engine.masters is not None:
             engine.masters.set_counters(scaling)
+        put_back(torch_optimizer(engine), own)
         for name, value in values.items():
             setattr(engine, name, value)
+
+    @property
+    def references(self) -> dict[str, Any]:
+        engine = self._engine
+        return {"groups": list(engine.optimizer.param_groups), "clipping": engine.gradient_clipping(),
+                "loss_fn": engine.module.loss_fn, **{name: getattr(engine, name) for name in _REFERENCES}}
+
+    def refer(self, references: Mapping[str, Any]) -> None:
+        engine = self._engine
+        for name in _REFERENCES:
+            setattr(engine, name, references[name])
+        engine.module.loss_fn = references["loss_fn"]
+        engine._config.gradient_clipping = references["clipping"]
+        engine.optimizer.param_groups[:] = references["groups"]
+
+    @property
+    def may_guess_wrong(self) -> bool:
+        return self._scaled is not None or (self._clipping > 0.0 and self._engine.num_stages > 1)
 
     def regroup(self, groups: Groups) -> None:
         """Every handle that DeepSpeed keeps and may use during training or after it."""
@@ -221,6 +335,7 @@ class DeepSpeedStage:
         grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage
         grid.ds_model_proc_group = grid.pp_proc_group = groups.pipeline
         engine.module.world_group = groups.world
+        engine.reset_activation_shape()  # told with an evaluation's first message, which new neighbours have not seen
 
     def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
         """First-stage inputs as stock prepares them."""
@@ -251,6 +366,6 @@ def _ties(engine: PipelineEngine) -> list[Tie]:
     topology, module, found = engine.grid.topology(), engine.module, []
     for key, comm in sorted(module.tied_comms.items()):
         stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
-        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages)
+        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True)
                   for name in comm["weight_attr"] if len(stages) > 1]
     return found

@@ -29,8 +29,7 @@ from megatron_recycle.backends.megatron_support import single_optimizers
 from megatron_recycle.errors import UnsupportedError, VerificationError
 from megatron_recycle.runtime.data import Batch
 from megatron_recycle.runtime.groups import Groups
-from megatron_recycle.runtime.reduce import Averaging
-from megatron_recycle.runtime.stage import Forward, Tie, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 _KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
 
@@ -75,6 +74,13 @@ class MegatronStage:
         self._take_over(optimizer)
         self.rates = Rates(self._single.optimizer)
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
+
+    def look(self) -> bool:
+        trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
+        if trained != set(map(id, self.parameters)):
+            raise UnsupportedError("parameters were frozen, unfrozen or added after Megatron's buffers for gradients "
+                                   "had been made: set requires_grad when the model is built (in model_provider)")
+        return False
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         if not self._model.training:
@@ -191,6 +197,16 @@ class MegatronStage:
                 del kept[key]
             if not kept:
                 states.pop(parameter, None)
+
+    references: dict[str, Any] = {}  # noqa: RUF012  (nothing)
+    """Rates are noted when an iteration begins (`megatron_rates`)."""
+
+    def refer(self, references: Mapping[str, Any]) -> None:
+        pass
+
+    @property
+    def may_guess_wrong(self) -> bool:
+        return self._single.config.clip_grad > 0
 
     def counters(self) -> Any:
         groups = [{key: value for key, value in group.items() if key not in ("params", *SET_BY_LOOP)}

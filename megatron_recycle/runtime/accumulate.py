@@ -54,6 +54,9 @@ class Layout:
         """Every parameter's part of a flat buffer, in the parameters' order."""
         return _unflatten_dense_tensors(flat, self.parameters)
 
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._range
+
     def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
         start, end = self._range[id(parameter)]
         return flat[start:end].view_as(parameter)

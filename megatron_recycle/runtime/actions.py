@@ -55,6 +55,7 @@ class Actions:
         exact: whether gradients have to have the same bits whoever computes them.
 
     Attributes:
+        layout: as given; another when other parameters are trained.
         may_be_full: whether the plan may have full backwards (FB) here. They are faster where splitting costs something
             and autograd can add to the sums itself; but their gradients may differ in the last bit from a B's and a
             W's, so never where bits have to be the same whoever computes them.
@@ -68,7 +69,7 @@ class Actions:
         self._stage = stage
         self._splitter = splitter
         self._data = data
-        self._layout = layout
+        self.layout = layout
         self._generators = generators
         self._seed = seed
         self._ledger = ledger
@@ -192,7 +193,7 @@ class Actions:
         """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
         later = queue.identities()
         now = []
-        for parameter in self._layout.parameters:
+        for parameter in self.layout.parameters:
             if parameter.grad is None:
                 continue
             if id(parameter) in later:

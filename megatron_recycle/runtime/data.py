@@ -8,6 +8,7 @@ a collate function draws at random (the masks of masked language modelling) is d
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -59,6 +60,35 @@ class DatasetSource:
         self._drop_last = drop_last
         self._reading = Reading(seeds, self._dataset, self._collate)
         self._indices: dict[int, list[int]] = {}
+
+    @property
+    def short(self) -> int | None:
+        """Number of the first micro-batch that has fewer samples than the others, an epoch's last; None if all have
+        the same number."""
+        if self._drop_last or not len(self._dataset):
+            return None
+        whole, rest = divmod(self._samples, self._batch_size)
+        return whole if whole and rest else None
+
+    @property
+    def _samples(self) -> int:
+        """Of an epoch and pipeline: the sampler fills up with samples from the beginning."""
+        return math.ceil(len(self._dataset) / self._pipelines)
+
+    def describe_short(self) -> str:
+        """What is wrong with the short micro-batch, and what to do."""
+        return (f"training_data gives {self._samples} samples to each pipeline in an epoch, so that the last "
+                f"micro-batch has {self._samples % self._batch_size} instead of {self._batch_size}, and stages pass on "
+                'micro-batches of one shape only. Set "dataloader_drop_last": true in the DeepSpeed JSON to leave it '
+                "out, or let collate_fn fill it up")
+
+    def check(self, first: int, count: int) -> None:
+        """Raises DataError if one of a pipeline's ``count`` micro-batches from number ``first`` on has fewer samples
+        than the others, and tensors of other shapes for it."""
+        if self.short is None or (self.short - first) % (self.short + 1) >= count:
+            return
+        if _shapes(self.batch(0, self.short)) != _shapes(self.batch(0, 0)):
+            raise DataError(self.describe_short())
 
     def batch(self, pipeline: int, number: int) -> Batch:
         indices = self._indices.get(pipeline)
@@ -210,6 +240,10 @@ def digest(batch: Batch) -> int:
             leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(leaf, crc)
     return crc
+
+
+def _shapes(batch: Batch) -> list[torch.Size]:
+    return [tensor.shape for tensor in _leaves(batch) if isinstance(tensor, torch.Tensor)]
 
 
 def _leaves(batch: Batch) -> Iterator[torch.Tensor | bytes]:

@@ -187,6 +187,8 @@ def reconcile(worker: StageWorker, go: Go) -> None:
         with _copying(worker):
             tensors, facts, received = take(groups, joined, worker.stage.device)
         stepper.enter(tensors, facts)
+        worker.brought = tensors, facts["counters"]
+        worker.lay_out()
         worker.forget_data(go.resume.target)
         # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
         worker.agent.holds(go.generation, vars(received))

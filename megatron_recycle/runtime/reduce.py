@@ -4,7 +4,8 @@ Both ways divide by the nominal number of pipelines, never by the number of surv
 place where the framework does (``Averaging``).
 
 ``fast`` is one all-reduce per bucket of each worker's single sum, in the frameworks' own bucket order: without
-failures it gives stock DeepSpeed's bits. ``exact`` sends raw pieces to an owner per slice; the owner folds
+failures it gives stock DeepSpeed's bits: stages' gradients of a tied parameter are added up before pipelines', unless
+these stages have lost workers of different pipelines. ``exact`` sends raw pieces to an owner per slice; the owner folds
 them in logical order (blocks of a pipeline in order, then pipelines in order) and sends the result
 around, so that the bits do not depend on who computed what, nor on how many workers are left (promise P3).
 No all-reduce there: gloo's order of summation depends on the number of members.
@@ -13,7 +14,7 @@ No all-reduce there: gloo's order of summation depends on the number of members.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,10 @@ from megatron_recycle.errors import TransportAborted
 from megatron_recycle.plan import Plan, Worker, pieces
 from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout, Piece
 from megatron_recycle.runtime.groups import Groups, wait_for
+from megatron_recycle.runtime.stage import Averaging, Tie
+from megatron_recycle.runtime.tied import fold_ties, pipelines_alike
 
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
-
-Averaging = Literal["after", "before", "tokens"]
-"""Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it, or not
-at all, since it is divided by the number of tokens in the global batch (`per_token`)."""
-
 
 class Reduction(Protocol):
     """How a stage's gradients and losses become one."""
@@ -36,8 +34,9 @@ class Reduction(Protocol):
     def place(self, pipeline: int, microbatch: int) -> tuple[Piece, int]:
         """The sum that a micro-batch's gradient belongs to on this worker, and its block there."""
 
-    def gradient(self, sums: Accumulators, groups: Groups) -> torch.Tensor:
-        """The stage's reduced gradient, flat, the same bits on every peer. Raises TransportAborted."""
+    def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
+        """The stage's reduced gradient, flat, the same bits on every peer; that of ``ties`` is the sum of all their
+        stages'. Raises TransportAborted, UnsupportedError."""
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         """This last-stage worker's addend of a vector whose sum over its peers tells the mean loss."""
@@ -63,8 +62,11 @@ class FastReduction:
     def place(self, pipeline: int, microbatch: int) -> tuple[Piece, int]:
         return WHOLE, 0
 
-    def gradient(self, sums: Accumulators, groups: Groups) -> torch.Tensor:
+    def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         flat = sums.sum(WHOLE)
+        stages_first = all(tie.first for tie in ties) and pipelines_alike(ties, groups)
+        if stages_first:
+            fold_ties(ties, sums.layout, flat, groups)
         for start, end in _buckets(sums.layout):
             bucket = flat[start:end]
             if self._averaging == "before":
@@ -72,6 +74,8 @@ class FastReduction:
             all_reduce(bucket, groups.stage)
             if self._averaging == "after":
                 bucket.mul_(1.0 / self._pipelines)
+        if not stages_first:
+            fold_ties(ties, sums.layout, flat, groups)
         return flat
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
@@ -111,7 +115,7 @@ class ExactReduction:
         piece = next(piece for piece in self._mine if piece[0] == pipeline and piece[1] <= block <= piece[2])
         return piece, block
 
-    def gradient(self, sums: Accumulators, groups: Groups) -> torch.Tensor:
+    def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         peers = groups.peers(groups.me.stage)
         slices = _slices(sums.layout.numel, len(peers))
         own = slices[peers.index(groups.me)]
@@ -139,6 +143,7 @@ class ExactReduction:
         for work in sending:
             _wait(work, groups.stage)
         self._share(result, slices, peers, groups)
+        fold_ties(ties, sums.layout, result, groups)
         return result
 
     def _share(self, result: torch.Tensor, slices: Sequence[tuple[int, int]], peers: Sequence[Worker],

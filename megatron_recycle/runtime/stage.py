@@ -5,13 +5,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
 from megatron_recycle.runtime.data import Batch
-from megatron_recycle.runtime.reduce import Averaging
+
+Averaging = Literal["after", "before", "tokens"]
+"""Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it, or not
+at all, since it is divided by the number of tokens in the global batch (`per_token`)."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,13 @@ class Forward:
 class Tie:
     """One parameter that several stages keep copies of, whose gradient is the sum of theirs.
 
-    ``parameter`` is this stage's copy, ``stages`` are all stages with one, ascending.
+    ``parameter`` is this stage's copy, ``stages`` are all stages with one, ascending. ``first``: the framework adds up
+    the stages' gradients before the pipelines'.
     """
 
     parameter: nn.Parameter
     stages: tuple[int, ...]
+    first: bool = False
 
 
 def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
@@ -68,7 +73,13 @@ class Stage(Protocol):
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """Parameters that get gradients, in the same order on all peers."""
+        """Parameters that get gradients, in the same order on all peers; others only after `look` said so."""
+
+    def look(self) -> bool:
+        """An iteration begins: take in what the script has changed since the last one, which is final if that changes
+        what it would be computed with. Returns whether `parameters` are others now.
+
+        Raises UnsupportedError for what cannot be followed, the same on all peers unless their scripts differ."""
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         """Forward of one micro-batch. ``inputs`` are the previous stage's outputs as leaves that require
@@ -114,10 +125,23 @@ class Stage(Protocol):
         """Make `state` have exactly these names, by dropping optimizer state that is not among them."""
 
     def counters(self) -> Any:
-        """A copy of whatever else `step` changes: step counts, learning-rate schedule."""
+        """A copy of whatever else `step` changes: step counts, learning-rate schedule. Made of dicts, lists, tuples,
+        numbers and tensors."""
 
     def set_counters(self, counters: Any) -> None:
         """Put back what `counters` gave."""
+
+    @property
+    def references(self) -> dict[str, Any]:
+        """What else a script may put in the framework's place that a step is made with, by name: compared by identity
+        and as numbers, item by item if it is a list."""
+
+    def refer(self, references: Mapping[str, Any]) -> None:
+        """Put back what `references` gave."""
+
+    @property
+    def may_guess_wrong(self) -> bool:
+        """Whether a stage that steps before it knows the others' norms may be wrong."""
 
     def regroup(self, groups: Any) -> None:
         """Point every handle that the framework keeps at the new generation's groups."""

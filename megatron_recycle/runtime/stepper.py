@@ -192,6 +192,16 @@ class Stepper:
             self._used, self.ledger.stepped = coefficient, iteration
             self.listener.observe("stepped", iteration)
 
+    def remake(self) -> None:
+        """Make the last step, which is not final, again from what was before it: whatever was written to since is as
+        that step had left it."""
+        iteration = self.undo.iteration
+        assert iteration is not None
+        self.undo.restore()
+        self.ledger.stepped = iteration - 1
+        self.undo.save(iteration)
+        self._step(self._used)
+
     def _is_wrong(self, commit: Commit) -> bool:
         try:
             return self.pace.wrong(commit.verdict()[0])

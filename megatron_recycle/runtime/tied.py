@@ -1,7 +1,8 @@
 """Gradients of parameters that several stages keep copies of (tied embeddings).
 
-Each of these stages has reduced its own gradient; the parameter's gradient is their sum, one value per stage,
-added in stage order, so that it does not depend on how many workers a stage has left (promise P3).
+Each of these stages has its own gradient; the parameter's gradient is their sum, one value per stage,
+added in stage order, so that it does not depend on how many workers a stage has left (promise P3). A framework
+that adds up stages before pipelines is followed where that is possible, by `FastReduction`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import TransportAborted, UnsupportedError
 from megatron_recycle.runtime.accumulate import Layout
 from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.stage import Tie
@@ -24,18 +25,41 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
     """Replace this stage's gradient of every tied parameter by the sum over all its stages, in place.
 
     All peers of a stage have the same bits, so any of them can give: worker i of a stage gives to the other
-    stage's workers j with j mod n == i. Raises TransportAborted when the generation ends meanwhile.
+    stage's workers j with j mod n == i. Where stages have workers in the same pipelines, each gives to its own
+    pipeline, so that the same is done with gradients that peers have not added up yet.
+
+    Raises TransportAborted when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
     """
     for index, tie in enumerate(ties):
-        own = layout.view(gradient, tie.parameter)
+        trained = tie.parameter in layout
         try:
-            values = _gather(tie, own, index, groups)
+            flag = torch.full((1,), float(trained), device=gradient.device)
+            everywhere = [bool(value) for value in _gather(tie, flag, 2 * index, groups)]
+            if len(set(everywhere)) > 1:
+                raise UnsupportedError(_apart(tie, everywhere))
+            if not trained:
+                continue
+            own = layout.view(gradient, tie.parameter)
+            values = _gather(tie, own, 2 * index + 1, groups)
         except RuntimeError as error:
             raise TransportAborted(f"exchanging a tied gradient failed: {error}") from error
         total = values[0].clone()
         for value in values[1:]:
             total += value
         own.copy_(total)
+
+
+def pipelines_alike(ties: Sequence[Tie], groups: Groups) -> bool:
+    """Whether the stages of ``ties`` have live workers in the same pipelines."""
+    pipelines = {tuple(peer.pipeline for peer in groups.peers(stage)) for tie in ties for stage in tie.stages}
+    return len(pipelines) == 1
+
+
+def _apart(tie: Tie, everywhere: Sequence[bool]) -> str:
+    trained = [str(stage) for stage, flag in zip(tie.stages, everywhere) if flag]
+    frozen = [str(stage) for stage, flag in zip(tie.stages, everywhere) if not flag]
+    return (f"a parameter of shape {tuple(tie.parameter.shape)} that stages {', '.join(map(str, tie.stages))} share is "
+            f"trained by stage {', '.join(trained)} and frozen by stage {', '.join(frozen)}: freeze it on all ranks")
 
 
 def _gather(tie: Tie, own: torch.Tensor, index: int, groups: Groups) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import RecycleError, TransportAborted
+from megatron_recycle.errors import TransferError, TransportAborted
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.groups import Groups, wait_for
 from megatron_recycle.runtime.stage import Stage
@@ -29,10 +29,6 @@ PIECE = 16 * 2**20
 """Bytes that have one checksum."""
 _SIZE_TAG, _FACTS_TAG, _SUMS_TAG, _FIRST_TAG = 1, 2, 3, 4
 _SCALARS = (type(None), bool, int, float, str)
-
-
-class TransferError(RecycleError):
-    """The state did not arrive as it was sent; this worker cannot come in."""
 
 
 @dataclass(frozen=True)

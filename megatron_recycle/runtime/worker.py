@@ -7,7 +7,7 @@ its own business. The steps of a recovery are in :mod:`megatron_recycle.runtime.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -21,9 +21,11 @@ from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
+from megatron_recycle.runtime.agreement import Agreement, Trained
 from megatron_recycle.runtime.budget import announce
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
 from megatron_recycle.runtime.data import DataSource
+from megatron_recycle.runtime.edits import Edits
 from megatron_recycle.runtime.evaluate import Evaluations, run_pass
 from megatron_recycle.runtime.groups import CONNECTING, RETIRING, Groups
 from megatron_recycle.runtime.interpreter import PHASES, Observer, execute
@@ -41,7 +43,6 @@ from megatron_recycle.runtime.split import Deferring
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.stopwatch import Stopwatch
-from megatron_recycle.runtime.tied import fold_ties
 from megatron_recycle.runtime.transport import Transport
 from megatron_recycle.runtime.verify import verify_boundary
 from megatron_recycle.runtime.world import World
@@ -101,6 +102,11 @@ class StageWorker:
         self._stopwatch = watch = Stopwatch(stage.device)
         self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
         self._modes = Modes(stage.module)
+        self._edits = Edits(stage)
+        self._trained = Trained.of(stage.module, self.layout)
+        self._agreement: Agreement
+        self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
+        """The tensors and counters that this worker came in with, until it trains."""
         self.evaluations = Evaluations(place.grid, stage.report_width)
         self._world = World()
         self._passes = 0  # of evaluation that the script has asked for
@@ -131,17 +137,38 @@ class StageWorker:
         Raises:
             JobEnded: training cannot go on.
             DataError: first and last stage read different data.
+            UnsupportedError: the script has changed something that cannot be followed.
         """
         with self._inside():
-            self._modes.remember()
             self.begin(iteration)
-            done = self.has_done(iteration)
+            if self.has_done(iteration):
+                return self._through_failures(lambda: self._run_to(iteration))
+            self._look()
             loss = self._through_failures(lambda: self._run_to(iteration))
-            if self._look_again and not done:
+            self.brought = None
+            if self._look_again:
                 self._look_again = False
                 with self._telling():
                     self._find_generators()
+            self._edits.leave(self.ledger.committed < self.ledger.stepped)
             return loss
+
+    def _look(self) -> None:
+        """Take in what the script has changed since the last iteration, before the next one is trained."""
+        if self.brought is not None:  # the script has gone through its loop since: its peers' had before
+            self.stage.load_state(*self.brought)
+        changed = self._modes.look()
+        if changed or self._edits.found():
+            self.settle()
+        if self.stage.look() or changed:
+            self.lay_out()
+        self._modes.remember()
+
+    def lay_out(self) -> None:
+        """The stage's parameters may be others now."""
+        self.layout = self.stepper.layout = self.actions.layout = Layout(
+            self.stage.parameters, self.stage.gradient_dtype)
+        self._trained = Trained.of(self.stage.module, self.layout)
 
     def evaluate(self, iteration: int, data: DataSource, number: int) -> torch.Tensor:
         """Forwards of one global batch, through any failures, before ``iteration`` is trained.
@@ -241,7 +268,7 @@ class StageWorker:
         """Wait until the last iteration is committed on this worker."""
         last = self.ledger.stepped
         if self.ledger.committed < last:
-            with self._inside(), self._modes.of_training():
+            with self._inside(), self._modes.of_training(), self._edits.apart(last, self.stepper.remake):
                 self._through_failures(lambda: self._run_to(last, commit=True))
 
     def finish(self) -> None:
@@ -343,6 +370,7 @@ class StageWorker:
                           self.ledger.attempt, len(left_out))
         with self.waiting("the last messages"):
             self._transport.begin((iteration, self.ledger.attempt))
+        self._agreement = Agreement(self._trained, self.current_groups())
         self.memory.begin()
         self.actions.begin(Accumulators(self.layout, self._reduction.place), relay)
         execute(self._orders.actions(self.place.me), self._handlers, iteration=iteration, observe=self.observe,
@@ -406,8 +434,8 @@ class StageWorker:
         iteration, now = self.ledger.iteration, self.actions.now
         self.ledger.check_complete(self._orders.actions(self.place.me))
         with torch.no_grad(), self.activity.during(WAITING, REDUCE), self._stopwatch.measure("reduce"):
-            gradient = self._reduction.gradient(now.sums, groups)
-            fold_ties(self.stage.ties, self.layout, gradient, groups)
+            self._agreement.check(iteration)
+            gradient = self._reduction.gradient(now.sums, groups, self.stage.ties)
         with self.waiting("the loss"):
             loss, weight = now.relay.wait()
         if self.stage.averaging == "tokens":

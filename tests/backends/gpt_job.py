@@ -129,6 +129,18 @@ def make(mistake: str) -> None:
         Accumulators.add = wrong
 
 
+def change(engine: Any, iteration: int) -> None:
+    """What a script does by hand before ``iteration``, relative to what there is."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= 0.97
+    parameters = list(engine.module.parameters())
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.999)
+    for parameter in parameters[:2]:
+        parameter.requires_grad_(iteration % 5 != 3)
+
+
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, microbatches: int = 4,
           iterations: int = 5, dropout: float = 0.1, optimizer: str = "Adam", plugin: bool = True,
           clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
@@ -136,9 +148,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
-          corrupt: int | None = None, noisy: bool = False, left_out: int | None = None) -> Any:
+          corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
+          evaluate: Sequence[int] = ()) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
-    the micro-batches whose B and W are one backward.
+    the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
 
     Args:
         engine_settings: more of DeepSpeed's JSON.
@@ -150,6 +163,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         left_out: index of a sample whose micro-batch counts for nothing.
         tidy: whether the script ends with torch.distributed.destroy_process_group().
         noisy: whether model and data draw random numbers from all kinds of generators.
+        by_hand: whether the script changes rate, parameters, and which of them are trained, between iterations.
+        evaluate: iterations before which it evaluates.
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
@@ -202,8 +217,13 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         lambda gradient: gradient * torch.inf if (stage, engine.global_steps) in overflows else gradient)
     if load:
         engine.load_checkpoint(load[0], **load[1])
-    losses = []
+    losses, evaluated, begun = [], [], engine.global_steps
     while len(losses) < iterations:
+        if by_hand:
+            change(engine, begun + len(losses))
+        if len(losses) in evaluate:
+            unseen = torch.utils.data.DataLoader(Text(5000), batch_size=BATCH)
+            evaluated.append(engine.eval_batch(iter(unseen)).item())
         losses.append(engine.train_batch().item())
         if save and len(losses) == save[1]:
             engine.save_checkpoint(save[0])
@@ -212,11 +232,12 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if plugin:
         engine.settle()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    result = {"losses": losses, "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
+    result = {"losses": losses, "evaluated": evaluated,
+              "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
               "parameters": {name: value.detach().float().numpy().copy()
                              for name, value in engine.module.named_parameters()},
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()
-                         if value is not None} for state in inner.state_dict()["state"].values()],
+                         if value is not None} for _, state in sorted(inner.state_dict()["state"].items())],
               "counters": {"steps": engine.global_steps, "skipped": engine.skipped_steps, "rate": engine.get_lr()[0],
                            "scale": engine._get_optimizer_loss_scale()},
               "members": None}

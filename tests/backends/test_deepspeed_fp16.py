@@ -88,8 +88,9 @@ def test_steps_are_those_of_stocks_fp16_optimizer(clipping, monkeypatch):
     masters = MasterWeightOptimizer(torch.optim.Adam(mine, lr=0.1), scaling)
     stage = object.__new__(DeepSpeedStage)
     stage.parameters, stage._stepped = mine, list(masters.masters.values())
-    stage._engine = SimpleNamespace(masters=masters, gradient_clipping=lambda: clipping, speaks=lambda: True,
-                                    global_steps=0, _recycle=SimpleNamespace(clip_norm="stock"),
+    stage._clipping = clipping
+    stage._engine = SimpleNamespace(masters=masters, speaks=lambda: True, global_steps=0,
+                                    _recycle=SimpleNamespace(clip_norm="stock", step="barrier"),
                                     _exec_optimizer_step=masters.step)
     for number in range(6):
         gradients = [(2**POWER * torch.randn(value.shape, generator=numbers)).half() for value in initial]

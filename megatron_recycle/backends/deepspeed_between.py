@@ -1,0 +1,66 @@
+"""What a script may not change between two iterations of a DeepSpeed job, refused by name when it does.
+
+What it may change is followed: see `DeepSpeedStage.look` and docs/between-iterations.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.data import DatasetSource, DataSource
+
+if TYPE_CHECKING:
+    from megatron_recycle.backends.deepspeed import RecyclePipelineEngine
+
+
+def sizes(engine: RecyclePipelineEngine) -> dict[str, int]:
+    """The numbers that decide how much an iteration trains on, by their names in DeepSpeed's configuration."""
+    return {"train_batch_size": engine.train_batch_size(),
+            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "micro_batches": engine.micro_batches, "micro_batch_size": engine.micro_batch_size}
+
+
+def refuse_another(name: str, asked: int, now: int) -> None:
+    """Raises UnsupportedError if ``asked`` is another number than the one that training began with."""
+    if asked != now:
+        raise UnsupportedError(f"{name} cannot become {asked}: it was {now} when training began, and who trains on "
+                               "what depends on it for the whole job. Keep it, or save a checkpoint, and go on from "
+                               "that in a new job with the other number")
+
+
+def refuse_loader(call: str) -> None:
+    """Raises UnsupportedError."""
+    raise UnsupportedError(f"{call} takes what only this worker can read, and not a dead one's peers. Give the dataset "
+                           "to deepspeed.initialize(training_data=...), or call megatron_recycle.enable(data=factory); "
+                           "to go on with other data, begin a new job from a checkpoint")
+
+
+def settle_when_asked(module: nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+    """Call ``settle()`` before anybody reads or writes parameters by way of ``module``, or state of either."""
+    for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook,
+                     optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+        register(lambda *_: settle())
+    listed = module.named_parameters
+
+    @functools.wraps(listed)
+    def named_parameters(*arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        settle()
+        return listed(*arguments, **keywords)
+
+    module.named_parameters = named_parameters  # parameters() and zero_grad() ask it, too
+
+
+def check_iteration(engine: RecyclePipelineEngine, data: DataSource, iteration: int) -> None:
+    """Before ``iteration`` is trained. Raises UnsupportedError and DataError."""
+    for name, now in sizes(engine).items():
+        refuse_another(name, now, engine.started_with[name])
+    if isinstance(data, DatasetSource) and engine.num_stages > 1 and (
+            engine.is_first_stage() or engine.is_last_stage()):
+        data.check(iteration * engine.micro_batches, engine.micro_batches)

@@ -1,0 +1,499 @@
+"""What scripts do between iterations, row by row: `docs/between-iterations.md` has the same table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineError
+from torch import nn
+
+WIDTH = 8
+ALWAYS, NEVER = 0.05, 50.0
+"""Limits on the gradient norm. One that is always exceeded makes the second stage's steps be undone and made again."""
+
+Script = Callable[[Any, int, dict[str, Any]], None]
+"""(engine, number of the iteration to come, a dict of the script's own); after the last iteration once more."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that a script does.
+
+    Attributes:
+        what: in words.
+        script: called before each iteration.
+        refused: part of the message, if it is refused; None: everything ends with stock's bits.
+        says: how the documentation puts it, beyond "followed" and "refused".
+        prepare: called with the model before the engine is built; gives further arguments of `initialize()`.
+        clipping, settings, config: of the run.
+        layers: of the model.
+        samples: in the dataset.
+        iterations: how many.
+    """
+
+    what: str
+    script: Script
+    refused: str | None = None
+    says: str = ""
+    prepare: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
+    clipping: float = NEVER
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    layers: Callable[[], list[Any]] = lambda: [LayerSpec(Block) for _ in range(4)]
+    samples: int = 999
+    iterations: int = 4
+
+
+class Block(nn.Module):
+    """A layer that can be told to do things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.scale, self.extra = 1.0, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(self.up(self.norm(x)))) * self.scale
+        return x + y if self.extra is None else x + y + self.extra(x)
+
+
+def blocks(engine: Any) -> list[Block]:
+    return [part for part in engine.module.modules() if isinstance(part, Block)]
+
+
+def nothing(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    pass
+
+
+def at(when: int, do: Callable[[Any], Any]) -> Script:
+    def script(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+        if iteration == when:
+            do(engine)
+    return script
+
+
+def every(do: Callable[[Any], Any]) -> Script:
+    def script(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+        do(engine)
+    return script
+
+
+# ---- which parameters
+
+
+def freeze(engine: Any) -> None:
+    blocks(engine)[0].norm.requires_grad_(False)
+    blocks(engine)[0].up.requires_grad_(False)
+
+
+def start_frozen(model: nn.Module) -> dict[str, Any]:
+    for part in model.modules():
+        if isinstance(part, Block):
+            part.norm.requires_grad_(False)
+            part.down.requires_grad_(False)
+    return {}
+
+
+def unfreeze(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    if iteration == 1:
+        blocks(engine)[0].requires_grad_(True)
+    if iteration == 2:
+        blocks(engine)[1].down.requires_grad_(True)
+
+
+def freeze_somewhere(engine: Any) -> None:
+    if engine.global_rank == 0:
+        blocks(engine)[0].norm.requires_grad_(False)
+
+
+def only_linear(model: nn.Module) -> dict[str, Any]:
+    return {"optimizer": torch.optim.AdamW(
+        [p for name, p in model.named_parameters() if "norm" not in name], lr=1e-2)}
+
+
+def add_group(engine: Any) -> None:
+    engine.optimizer.add_param_group(
+        {"params": [p for name, p in engine.module.named_parameters() if "norm" in name], "lr": 1e-3})
+
+
+def add_layer(engine: Any) -> None:
+    torch.manual_seed(5)
+    for block in blocks(engine):
+        block.extra = nn.Linear(WIDTH, WIDTH)
+        engine.optimizer.add_param_group({"params": list(block.extra.parameters()), "lr": 1e-2})
+
+
+def tie(engine: Any) -> None:
+    one, two = blocks(engine)
+    two.up.weight = one.up.weight
+
+
+# ---- the optimizer
+
+
+def scale_rate(engine: Any) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] *= 0.7
+
+
+def set_decay(engine: Any) -> None:
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.1
+    engine.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+
+
+def forget_moments(engine: Any) -> None:
+    engine.settle()
+    for state in engine.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def forget_moments_at_once(engine: Any) -> None:
+    for state in engine.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def take_optimizer_back(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    if iteration == 1:
+        kept = engine.optimizer.state_dict()
+        memo["optimizer"] = {"state": {key: {name: value.clone() for name, value in state.items()}
+                                       for key, state in kept["state"].items()},
+                             "param_groups": [dict(group) for group in kept["param_groups"]]}
+    if iteration == 3:
+        engine.optimizer.load_state_dict(memo["optimizer"])
+
+
+class Counting(torch.optim.SGD):
+    """Keeps its count of steps in an attribute, and what it has seen in another."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.steps, self.seen = 0, {}
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 1e-2 / self.steps
+        self.seen["last"] = torch.tensor([float(self.steps)])
+        super().step(closure)
+
+
+class Average:
+    """An average of parameters, in an object of its own."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def take(self, parameters: list[torch.Tensor]) -> None:
+        kept = self.kept or [torch.zeros_like(parameter) for parameter in parameters]
+        self.kept = [0.9 * old + 0.1 * new.detach() for old, new in zip(kept, parameters)]
+
+
+class Averaging(torch.optim.SGD):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1e-2)
+        self.average = Average()
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.average.take(self.param_groups[0]["params"])
+
+
+def its_own(kind: type[torch.optim.Optimizer]) -> Callable[[nn.Module], dict[str, Any]]:
+    return lambda model: {"optimizer": kind(list(model.parameters()))}
+
+
+def average_in_hook(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    if iteration == 0:
+        memo["average"] = Average()
+        engine.optimizer.register_step_post_hook(
+            lambda optimizer, *_: memo["average"].take(optimizer.param_groups[0]["params"]))
+    if memo["average"].kept:
+        memo["kept"] = [tensor.clone() for tensor in memo["average"].kept]
+
+
+# ---- schedules
+
+
+class Bare:
+    """A schedule without a state dict."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.count = optimizer, 0
+
+    def step(self) -> None:
+        self.count += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] = 1e-2 / (1 + self.count)
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def bare_schedule(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
+    return {"optimizer": optimizer, "lr_scheduler": Bare(optimizer)}
+
+
+def stepwise(model: nn.Module) -> dict[str, Any]:
+    optimizer = torch.optim.AdamW(list(model.parameters()), lr=1e-2)
+    return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)}
+
+
+def replace_schedule(engine: Any) -> None:
+    engine.lr_scheduler = torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.8)
+
+
+# ---- parameters
+
+
+def clamp(engine: Any) -> None:
+    for parameter in engine.module.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def keep(model: nn.Module) -> dict[str, Any]:
+    KEPT[:] = list(model.parameters())
+    return {}
+
+
+KEPT: list[nn.Parameter] = []
+"""References that a script took before the engine was built."""
+
+
+def clamp_kept(engine: Any) -> None:
+    for parameter in KEPT:
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def clamp_after_settling(engine: Any) -> None:
+    if hasattr(engine, "settle"):
+        engine.settle()
+    clamp_kept(engine)
+
+
+def average(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    old = memo.get("kept") or [0.0] * 100
+    new = [parameter.detach() for parameter in engine.module.parameters()]
+    memo["kept"] = [0.5 * before + 0.5 * now for before, now in zip(old, new)]
+
+
+def take_back(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    if iteration == 1:
+        memo["model"] = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
+    if iteration == 3:
+        engine.module.load_state_dict(memo["model"])
+
+
+def prune_and_swap(engine: Any) -> None:
+    for name, parameter in engine.module.named_parameters():
+        if "up.weight" in name:
+            parameter.data = torch.where(parameter.abs() < 0.1, 0.0, parameter.data)
+
+
+# ---- hooks
+
+
+def double(gradient: torch.Tensor) -> torch.Tensor:
+    return 2 * gradient
+
+
+def hook_gradients(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    if iteration == 1:
+        memo["hooks"] = [block.up.weight.register_hook(double) for block in blocks(engine)]
+        memo["hooks"] += [block.norm.weight.register_hook(double) for block in blocks(engine)]
+    if iteration == 3:
+        memo["hooks"].pop(0).remove()
+
+
+def hook_modules(engine: Any) -> None:
+    block = blocks(engine)[0]
+    block.up.register_forward_hook(lambda module, inputs, output: output * 1.1)
+    block.norm.register_forward_pre_hook(lambda module, inputs: (inputs[0] + 0.1,))
+    block.down.register_full_backward_hook(lambda module, inner, outer: (inner[0] * 0.9,))
+
+    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(double)
+    blocks(engine)[1].up.register_forward_hook(watch)
+
+
+def hook_sums(engine: Any) -> None:
+    blocks(engine)[0].norm.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-0.1, 0.1))
+
+
+# ---- the engine
+
+
+def set_clipping(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    engine._config.gradient_clipping = 10.0 if iteration % 2 else ALWAYS
+
+
+def set_steps(engine: Any) -> None:
+    engine._config.gradient_accumulation_steps = 1
+
+
+def set_attribute(engine: Any) -> None:
+    for block in blocks(engine):
+        block.scale *= 0.8
+
+
+def set_batch_fn(engine: Any) -> None:
+    engine.set_batch_fn(lambda batch: (batch[0] * 0.5, batch[1]))
+
+
+def set_loss(engine: Any) -> None:
+    engine.module.loss_fn = lambda output, label: 3.0 * (output - label).abs().mean()
+
+
+def put_gradients(engine: Any) -> None:
+    for parameter in engine.module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def call_directly(engine: Any) -> None:
+    for call in (engine.forward, engine.backward, engine.step):
+        try:
+            call(torch.ones(1))
+        except PipelineError:
+            continue
+        raise AssertionError("stock refuses this")
+
+
+def harmless(engine: Any) -> None:
+    engine.zero_grad()
+    engine.optimizer.zero_grad()
+    engine.module.eval()
+    blocks(engine)[0].eval()
+    engine.train()
+    with engine.no_sync():
+        pass
+    engine.set_gradient_accumulation_boundary(False)
+    engine._config.steps_per_print = 2
+    engine.set_train_batch_size(8)
+    engine.set_train_micro_batch_size(2)
+
+
+def evaluate(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    torch.manual_seed(iteration)
+    data = [(torch.randn(2, WIDTH), torch.randn(2, WIDTH)) for _ in range(2)]
+    memo.setdefault("evaluated", []).append(engine.eval_batch(iter(data)))
+
+
+def tied_layers() -> list[Any]:
+    def across(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, module.weight)
+    return [TiedLayerSpec("words", nn.Linear, WIDTH, WIDTH, bias=False, tied_weight_attr="weight"), LayerSpec(Block),
+            LayerSpec(Block), TiedLayerSpec("words", nn.Linear, WIDTH, WIDTH, bias=False, forward_fn=across,
+                                            tied_weight_attr="weight")]
+
+
+def freeze_tied(engine: Any) -> None:
+    for name, parameter in engine.module.named_parameters():
+        if "tied" in name:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+
+def freeze_tied_first(engine: Any) -> None:
+    if engine.is_first_stage():
+        freeze_tied(engine)
+
+
+BARRIER = {"step": "barrier"}
+
+
+
+def undone(what: str, script: Script, **more: Any) -> Row:
+    """A row whose steps are undone and made again."""
+    return Row(what, script, clipping=ALWAYS, **more)
+
+
+ROWS: list[Row] = [
+    Row("does nothing", nothing),
+    undone("has layers tied between stages", nothing, layers=tied_layers),
+    undone("freezes parameters", at(1, freeze)),
+    undone("unfreezes parameters one after another", unfreeze, prepare=start_frozen),
+    Row("freezes and unfreezes a tied layer", lambda engine, i, memo: freeze_tied(engine) if i in (1, 2) else None,
+        layers=tied_layers),
+    Row("freezes parameters on some ranks only", at(1, freeze_somewhere),
+        refused="do not train the same parameters (0.norm.weight by 1 of 2"),
+    Row("freezes a tied layer on some stages only", at(1, freeze_tied_first), layers=tied_layers,
+        refused="trained by stage 1 and frozen by stage 0: freeze it on all ranks"),
+    undone("adds a parameter group", at(1, add_group), prepare=only_linear),
+    undone("adds layers, with a parameter group", at(1, add_layer)),
+    Row("ties two layers of a stage", at(1, tie)),
+    undone("sets the learning rate by hand", every(scale_rate)),
+    undone("sets weight decay, betas and the like by hand", at(1, set_decay)),
+    undone("replaces `engine.lr_scheduler`", at(1, replace_schedule), prepare=stepwise),
+    undone("steps `engine.lr_scheduler` by hand", at(1, lambda engine: engine.lr_scheduler.step()), prepare=stepwise),
+    undone("has a schedule without `state_dict()`", nothing, prepare=bare_schedule),
+    Row("changes `gradient_clipping`", set_clipping),
+    undone("has an optimizer with state in attributes of its own", nothing, prepare=its_own(Counting)),
+    Row("has an optimizer that changes other objects", nothing, prepare=its_own(Averaging),
+        refused="a step changes optimizer.average, which cannot be put back"),
+    undone("has an optimizer that changes other objects, `step: barrier`", nothing, prepare=its_own(Averaging),
+        settings=BARRIER),
+    Row("registers optimizer step hooks (an EMA, for instance)", average_in_hook, refused="has step hooks"),
+    undone("registers optimizer step hooks, `step: barrier`", average_in_hook, settings=BARRIER),
+    undone("writes to the optimizer's state after `engine.settle()`", at(
+        1, lambda engine: (forget_moments if hasattr(engine, "_worker") else forget_moments_at_once)(engine))),
+    undone("writes to the optimizer's state at once", at(1, forget_moments_at_once),
+           refused="Call engine.settle() before"),
+    Row("writes to the optimizer's state at once, without clipping", at(1, forget_moments_at_once), clipping=0.0),
+    undone("loads the optimizer's `state_dict()`", take_optimizer_back),
+    undone("writes to `engine.module.parameters()` (clamping, pruning, swapping)", every(clamp)),
+    undone("gives parameters other data by way of `engine.module.named_parameters()`", at(2, prune_and_swap)),
+    undone("writes to parameters that it took before, after `engine.settle()`", every(clamp_after_settling),
+           prepare=keep),
+    undone("writes to parameters that it took before, at once", every(clamp_kept), prepare=keep,
+           refused="the script changed parameter"),
+    Row("writes to parameters that it took before, at once, without clipping", every(clamp_kept), prepare=keep,
+        clipping=0.0),
+    undone("averages `engine.module.parameters()` (an EMA)", average),
+    undone("loads the module's `state_dict()`", take_back),
+    Row("has hooks on parameters' gradients", hook_gradients),
+    Row("has hooks on modules, forward and backward, and on their outputs", at(1, hook_modules)),
+    Row("has hooks of `register_post_accumulate_grad_hook()`", at(1, hook_sums),
+        refused="would see a micro-batch's gradient instead of the sum so far"),
+    Row("puts gradients on parameters", at(1, put_gradients), refused=".grad holds a gradient"),
+    undone("sets attributes of modules", every(set_attribute)),
+    Row("calls `set_batch_fn()`", at(1, set_batch_fn)),
+    Row("replaces the loss function, or scales the loss", at(1, set_loss)),
+    Row("calls `eval_batch()`", evaluate),
+    Row("calls `zero_grad()`, `module.eval()`, `engine.train()`, `no_sync()`, `set_gradient_accumulation_boundary()`; "
+        "sets `steps_per_print`; `set_train_batch_size()` and its kin with the number in force", every(harmless)),
+    Row("calls `forward()`, `backward()`, `step()`", every(call_directly), says="refused, as by stock"),
+    Row("calls `set_train_batch_size()` with another number", at(1, lambda engine: engine.set_train_batch_size(4)),
+        refused="train_batch_size cannot become 4: it was 8"),
+    Row("calls `set_train_micro_batch_size()` with another number",
+        at(1, lambda engine: engine.set_train_micro_batch_size(1)),
+        refused="train_micro_batch_size_per_gpu cannot become 1: it was 2"),
+    Row("changes such a number in the configuration", at(1, set_steps),
+        refused="gradient_accumulation_steps cannot become 1: it was 2"),
+    Row("calls `set_dataloader()`", at(1, lambda engine: engine.set_dataloader([])),
+        refused="set_dataloader() takes what only"),
+    Row("calls `set_dataiterator()`", at(1, lambda engine: engine.set_dataiterator(iter([]))),
+        refused="set_dataiterator() takes what only"),
+    Row("calls `load_checkpoint()`", at(1, lambda engine: engine.load_checkpoint("nowhere")),
+        refused="load_checkpoint() after the first train_batch() is not supported"),
+    Row("has a dataset whose last micro-batch is smaller", nothing, samples=2 * 2 * 4 + 2,
+        refused="the last micro-batch has 1 instead of 2"),
+    Row("has such a dataset, with `dataloader_drop_last`", nothing, samples=2 * 2 * 4 + 2,
+        config={"dataloader_drop_last": True}),
+]
+
+
+def table() -> str:
+    """The rows as the documentation has them."""
+    lines = ["| the script | what comes of it |", "| --- | --- |"]
+    for row in ROWS:
+        refused = f'refused: "...{row.refused}..."' if row.refused else "equal"
+        lines.append(f"| {row.what} | {row.says or refused} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(table(), end="")
