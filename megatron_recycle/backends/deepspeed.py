@@ -168,7 +168,7 @@ class RecyclePipelineEngine(PipelineEngine):
             self._loss = worker.train(self._asked)
             loss = self._aggregate_total_loss()
         else:
-            check_iteration(self, self._source, self._asked)
+            check_iteration(self, self._plain, self._source, self._asked)
             loss = super().train_batch()
         self._asked += 1
         return loss
@@ -277,7 +277,8 @@ class RecyclePipelineEngine(PipelineEngine):
     def _data_source(self) -> DataSource:
         """Where micro-batches are read; what `set_batch_fn` was given is part of the reading, so that first and last
         stage see the same, also where it draws random numbers."""
-        return Mapped(self._plain_source(), lambda: self.batch_fn,
+        self._plain = self._plain_source()
+        return Mapped(self._plain, lambda: self.batch_fn,
                       Seeds(self._generators, self._recycle.seed, "batch_fn"))
 
     def _plain_source(self) -> DataSource:

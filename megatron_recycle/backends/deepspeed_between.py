@@ -57,10 +57,10 @@ def settle_when_asked(module: nn.Module, optimizer: torch.optim.Optimizer, settl
     module.named_parameters = named_parameters  # parameters() and zero_grad() ask it, too
 
 
-def check_iteration(engine: RecyclePipelineEngine, data: DataSource, iteration: int) -> None:
-    """Before ``iteration`` is trained. Raises UnsupportedError and DataError."""
+def check_iteration(engine: RecyclePipelineEngine, plain: DataSource, data: DataSource, iteration: int) -> None:
+    """Before ``iteration`` is trained on what ``data`` makes of ``plain``. Raises UnsupportedError and DataError."""
     for name, now in sizes(engine).items():
         refuse_another(name, now, engine.started_with[name])
-    if isinstance(data, DatasetSource) and engine.num_stages > 1 and (
+    if isinstance(plain, DatasetSource) and engine.num_stages > 1 and (
             engine.is_first_stage() or engine.is_last_stage()):
-        data.check(iteration * engine.micro_batches, engine.micro_batches)
+        plain.check(iteration * engine.micro_batches, engine.micro_batches, data.batch)

@@ -82,12 +82,13 @@ class DatasetSource:
                 'micro-batches of one shape only. Set "dataloader_drop_last": true in the DeepSpeed JSON to leave it '
                 "out, or let collate_fn fill it up")
 
-    def check(self, first: int, count: int) -> None:
+    def check(self, first: int, count: int, read: Callable[[int, int], Batch] | None = None) -> None:
         """Raises DataError if one of a pipeline's ``count`` micro-batches from number ``first`` on has fewer samples
-        than the others, and tensors of other shapes for it."""
+        than the others, and tensors of other shapes for it where ``read`` (default: `batch`) reads it."""
         if self.short is None or (self.short - first) % (self.short + 1) >= count:
             return
-        if _shapes(self.batch(0, self.short)) != _shapes(self.batch(0, 0)):
+        read = read or self.batch
+        if _shapes(read(0, self.short)) != _shapes(read(0, 0)):
             raise DataError(self.describe_short())
 
     def batch(self, pipeline: int, number: int) -> Batch:

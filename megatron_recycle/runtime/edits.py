@@ -16,12 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.stage import Stage
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMED = 3  # tensors that a message lists
+_PLAIN = (bool, int, float, str)
+
+Attributes = dict[tuple[int, str], tuple[nn.Module, Any]]
+"""Of modules, by `id` and name: the module, and the value."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class _Left:
     counters: Any
     tensors: Mapping[str, tuple[int, int]]
     sums: Mapping[str, int]
+    attributes: Attributes
 
 
 class Edits:
@@ -50,14 +56,15 @@ class Edits:
         self._left = None
         if open_:
             tensors = self._stage.state()
-            self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors), _sums(tensors))
+            self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors), _sums(tensors),
+                               _attributes(self._stage.module))
 
     def found(self) -> bool:
         """Whether the script has changed anything that a step changes, or is made with."""
         left = self._left
         return left is not None and not (
             same(left.references, self._stage.references) and same(left.counters, self._stage.counters())
-            and not self._written(left))
+            and left.attributes == _attributes(self._stage.module) and not self._written(left))
 
     @contextmanager
     def apart(self, iteration: int, remake: Callable[[], None]) -> Iterator[None]:
@@ -76,6 +83,7 @@ class Edits:
             yield
             return
         references, counters = self._stage.references, self._stage.counters()
+        attributes = _attributes(self._stage.module)
         written = self._written(left)
         state = self._stage.state()
         if written and (self._stage.may_guess_wrong or set(left.tensors) != set(state)):
@@ -87,11 +95,13 @@ class Edits:
         kept = {name: state[name].clone() for name in written}
         self._stage.refer(left.references)
         self._stage.set_counters(left.counters)
+        _set(left.attributes)
         if written:
             remake()
         yield
         now = self._stage.counters()
         self._stage.refer(references)
+        _set(attributes)
         self._stage.set_counters(merged(left.counters, counters, now))
         with torch.no_grad():
             state = self._stage.state()
@@ -105,6 +115,18 @@ class Edits:
         changed = {name for name in {**left.tensors, **versions} if left.tensors.get(name) != versions.get(name)}
         sums = _sums(tensors)
         return sorted(changed | {name for name in sums if sums[name] != left.sums.get(name)})
+
+
+def _attributes(model: nn.Module) -> Attributes:
+    """Those that are numbers or words: how much is dropped, how strongly something counts."""
+    return {(id(module), name): (module, value) for module in nn.Module.modules(model)
+            for name, value in vars(module).items() if type(value) in _PLAIN and name != "training"}
+
+
+def _set(attributes: Attributes) -> None:
+    for (_, name), (module, value) in attributes.items():
+        if vars(module).get(name) != value:
+            setattr(module, name, value)
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -41,6 +41,7 @@ def test_a_run_goes_on_from_a_checkpoint(precision, tmp_path):
         reference.value["losses"] = reference.value["losses"][SAVED:]
         assert differences(result, reference) == {}
         assert result.value["counters"] == reference.value["counters"]
+        assert (result.value["counters"]["norm"] is None) == (precision == "fp32")
 
 
 @pytest.mark.processes

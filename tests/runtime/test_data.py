@@ -176,3 +176,23 @@ def test_a_function_for_batches_draws_the_same_on_first_and_last_stage():
     assert all(torch.equal(other.batch(1, number), found[number]) for number in (5, 3, 1, 0, 0))
     del functions[-1]
     assert any(not torch.equal(one.batch(1, number), found[number]) for number in range(6))
+
+
+def filled_up(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples + samples[:1] * (2 - len(samples)))
+
+
+@pytest.mark.parametrize(("size", "drop_last", "collate", "short"), [
+    (26, False, None, 4), (24, False, None, None), (26, True, None, None), (26, False, filled_up, None),
+    (3, False, None, None),
+])
+def test_a_smaller_micro_batch_is_found_before_anybody_trains_on_it(size, drop_last, collate, short):
+    """Three pipelines: of 26 samples each reads 9, in micro-batches of two."""
+    source = DatasetSource(Squares(size), pipelines=3, batch_size=2, collate=collate, drop_last=drop_last)
+    for first in range(15):
+        if short is not None and first % 5 in (short - 1, short):
+            with pytest.raises(DataError, match="1 instead of 2") as refusal:
+                source.check(first, 2)
+            assert '"dataloader_drop_last": true' in str(refusal.value)
+        else:
+            source.check(first, 2)

@@ -1,0 +1,77 @@
+"""Configurations in every form that DeepSpeed takes, and what is said about them before DeepSpeed is at work."""
+
+from __future__ import annotations
+
+import base64
+import json
+from argparse import Namespace
+from types import SimpleNamespace
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+
+from megatron_recycle.backends import deepspeed as backend
+from megatron_recycle.backends.deepspeed_config import read_config, say_before_compiling
+from megatron_recycle.plan import Worker
+
+SETTINGS = {"recycle": {"reduction": "exact"}, "note": "x" * 300}
+TEXT = json.dumps(SETTINGS)
+
+
+def as_base64(folder):
+    return base64.urlsafe_b64encode(TEXT.encode()).decode()
+
+
+def as_file(folder):
+    (folder / "config.json").write_text(TEXT)
+    return folder / "config.json"
+
+
+def as_hjson(folder):
+    (folder / "config.hjson").write_text("# a remark\n" + TEXT)
+    return str(folder / "config.hjson")
+
+
+@pytest.mark.parametrize("written", [as_base64, as_file, as_hjson, lambda folder: SETTINGS])
+@pytest.mark.parametrize("given", ["config", "config_params", "args", "by place"])
+def test_a_configuration_is_read_as_deepspeed_reads_it(written, given, tmp_path):
+    config = written(tmp_path)
+    arguments, keywords = (), {}
+    if given == "args":
+        keywords = {"args": Namespace(deepspeed_config=config)}
+    elif given == "by place":
+        arguments = (*[None] * 10, config)
+    else:
+        keywords = {given: config}
+    assert read_config(deepspeed.initialize, *arguments, **keywords) == SETTINGS
+
+
+@pytest.mark.parametrize("config", [None, "no/such/file.json", "x" * 5000, b"\xff".decode("latin1"), 7])
+def test_what_cannot_be_read_is_left_to_deepspeed(config):
+    assert read_config(deepspeed.initialize, config=config) == {}
+
+
+@pytest.mark.parametrize(("config", "client", "said"), [
+    ({"type": "Adam"}, None, "compiles its FusedAdam on this machine"),
+    ({"type": "AdamW", "params": {"torch_adam": True}}, None, ""),
+    ({"type": "Lion", "params": {}}, None, "compiles its FusedLion"),
+    ({"type": "SGD"}, None, ""),
+    ({"type": "Adam"}, torch.optim.SGD, ""),
+])
+def test_that_deepspeed_will_compile_is_said_before(config, client, said, capsys):
+    say_before_compiling({"optimizer": config}, client)
+    printed = capsys.readouterr().out
+    assert said in printed and bool(printed) == bool(said)
+    assert "torch_adam" in printed or "Fused" not in printed or config["type"] == "Lion"
+
+
+def test_a_topology_with_a_model_axis_of_one_is_a_grid_of_pipelines_and_stages(monkeypatch):
+    monkeypatch.setattr(backend, "backend_for", lambda device: "gloo")
+    topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=3)
+    grid = SimpleNamespace(topology=lambda: topology, data_parallel_size=3, pipe_parallel_size=2,
+                           get_data_parallel_id=lambda: 2, get_stage_id=lambda: 1)
+    place = backend._place(SimpleNamespace(grid=grid, micro_batches=4, device=torch.device("cpu")))
+    assert place.me == Worker(2, 1) and place.ranks[Worker(2, 1)] == (5,)
+    assert sorted(rank for ranks in place.ranks.values() for rank in ranks) == list(range(6))
