@@ -143,6 +143,12 @@ class RecycleConfig:
         "workers are reported and get less work",
     )
     report_timeout: float = _option(30.0, "time that a survivor has to report after a failure", unit="s")
+    connect_timeout: float | None = _option(
+        None,
+        "time that one group of workers may take to connect after a failure, doubled after each try in a row that took "
+        "longer; auto: heartbeat_timeout and 0.05 s for each rank",
+        unit="s",
+    )
     transport_timeout: float = _option(
         1800.0,
         "limit of one transfer; failures are found by the coordinator, so that this need not be short: a worker may "
@@ -257,7 +263,7 @@ class RecycleConfig:
             raise ConfigError(f"{_where(self, 'memory')} is {self.memory:g}; give a size in GiB above 0")
         for option in options():
             value = getattr(self, option.name)
-            if option.unit != "s" or (value == 0 and option.name == "planner_budget"):
+            if option.unit != "s" or value is None or (value == 0 and option.name == "planner_budget"):
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")

@@ -52,6 +52,8 @@ class Go:
     closing: str | None = None
     left_out: Sequence[tuple[int, str]] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without."""
+    tries: int = 0
+    """Generations with the same members in a row before this one, without progress."""
 
 
 @dataclass(frozen=True)
@@ -394,7 +396,7 @@ class Agent:
     def _goes(self, message: Message) -> None:
         if message["generation"] <= self.generation or message["generation"] < self.stop_generation:
             return
-        names = ("generation", "attempt", "members", "plan", "prefix", "closing", "left_out")
+        names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out")
         go = Go(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
         with self._changed:
             self.outside = False

@@ -421,6 +421,7 @@ def _go(state: State, now: float) -> Step:
         "plan": state.plan,
         "resume": resume.to_json(),
         "prefix": notices.group_prefix(state.generation, incarnations),
+        "tries": state.mended,
         "closing": None if state.closing is None else state.closing.message,
         "left_out": [list(each) for each in state.left_out],
     }

@@ -12,7 +12,9 @@ from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, by_stage
 from megatron_recycle.membership.state import AwaitLoss, Emit, Hinted, Phase, State, Step
 
-_TRIES = 2
+_TRIES, _BUILDINGS = 2, 3
+"""New generations with the same members in a row; more of them where not even their groups could be built, since that
+may be slow, and gets more time each time."""
 _ALIVE = ("stalled", "slow")
 
 
@@ -33,7 +35,8 @@ def in_force(state: State) -> bool:
 
 def worn_out(state: State) -> bool:
     """Whether one more generation with the same members would be no better than the last ones."""
-    return state.mended >= _TRIES
+    built = len(state.resumed) == len(state.members)
+    return state.mended >= (_TRIES if built else _BUILDINGS)
 
 
 def spare(
@@ -66,6 +69,6 @@ def waits(waiting: Mapping[str, str]) -> str:
 def given_up(state: State, reason: str) -> str:
     """Why the job stops."""
     return (
-        f"the workers of generation {state.generation} all live but cannot work together ({reason}), and {_TRIES} new "
-        f"generations with the same members have not helped: look at the network between them. {RESTART}"
+        f"the workers of generation {state.generation} all live but cannot work together ({reason}), and {state.mended} "
+        f"new generations with the same members have not helped: look at the network between them. {RESTART}"
     )

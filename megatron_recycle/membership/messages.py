@@ -54,6 +54,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "prefix": str,
         "closing": (str, type(None)),
         "left_out": list,
+        "tries": int,
     },
     "answer": {"number": int},
     "offer": {"generation": int, "number": int, "plan": (dict, type(None))},

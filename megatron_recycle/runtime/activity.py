@@ -28,6 +28,9 @@ COPY = "copy"
 """Work on a stage's state together with other workers: it may be one of those that is stuck, so that how long it takes
 is not learnt."""
 
+CONNECT = "connect"
+"""Building handles together with other workers; it has a limit of its own."""
+
 _FACTOR, _FACTOR_IN_RECOVERY = 3.0, 10.0  # how much longer than the longest seen
 _WARM_UP = 2  # of each kind: the first ones compile, build communicators, fill caches
 _WINDOW = 64  # latest durations of each kind that count
@@ -89,7 +92,7 @@ class Activity:
         before, doing, number, since = self._now
         now = self._clock()
         self._now = (state, what, number + 1, now)
-        if whole and doing != COPY and (before == WORKING or doing == REDUCE):
+        if whole and doing not in (COPY, CONNECT) and (before == WORKING or doing == REDUCE):
             self._learn(_key(before, doing), now - since)
 
     def _learn(self, key: str, seconds: float) -> None:

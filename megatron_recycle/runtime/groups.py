@@ -12,6 +12,7 @@ differs between survivors and would hang them.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -36,6 +37,7 @@ from megatron_recycle.runtime.place import Place
 _ABORT_TAG = 2**31 - 1
 _POLL_SECONDS = 0.002
 _LONGEST_ABSENCE = 60.0  # of torch's store, in seconds
+_SAID_AGAIN = 0.5  # seconds after which a worker that waits for others at the store says again that it is there
 RETIRING = "recycle-retire"
 """Name of the threads that tear handles down."""
 CONNECTING = "recycle-connect"
@@ -225,36 +227,46 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Calla
     return outcome.result()
 
 
-def build_groups(*, generation: int, prefix: str, place: Place, members: Sequence[Worker], timeout: float,
-                 connect_timeout: float, interrupted: Callable[[], bool]) -> Groups:
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: of every operation on the handles, of each handle's connecting, and until all members have come to the
+    store."""
+
+    operation: float
+    connect: float
+    meet: float
+
+
+def build_groups(*, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
+                 interrupted: Callable[[], bool]) -> Groups:
     """Build the handles of ``generation`` together with all parts of all ``members``.
 
     ``prefix`` is unique per generation and membership.
 
     Raises:
-        TransportAborted: ``interrupted()`` became true, or a member vanished while connecting.
+        TransportAborted: ``interrupted()`` became true, or a member vanished or was too slow.
     """
     return unless_interrupted(interrupted, lambda over: _build_groups(
-        generation, prefix, place, members, timeout, connect_timeout, over), Groups.retire)
+        generation, prefix, place, members, limits, over), Groups.retire)
 
 
-def _build_groups(generation: int, prefix: str, place: Place, members: Sequence[Worker], timeout: float,
-                  connect_timeout: float, interrupted: Callable[[], bool]) -> Groups:
-    # First all members meet at the store, which takes as long as the slowest of them; what follows has a limit.
+def _build_groups(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
+                  interrupted: Callable[[], bool]) -> Groups:
+    # First all members meet at the store, which takes as long as the slowest of them.
     me, part, ranks_of = place.me, place.part, place.ranks
     ordered = tuple(sorted(members, key=lambda worker: ranks_of[worker][part]))
     everyone = sorted(rank for worker in members for rank in ranks_of[worker])
     try:
-        store = dist.PrefixStore(f"recycle/{prefix}", rendezvous(connect_timeout, interrupted))
-        meet(store, ranks_of[me][part], everyone, interrupted)
+        store = dist.PrefixStore(f"recycle/{prefix}", rendezvous(limits.connect, interrupted))
+        meet(store, ranks_of[me][part], everyone, interrupted, limits.meet)
     except (RuntimeError, OSError) as error:
         raise TransportAborted(f"generation {generation}: the rendezvous store failed: {error}") from error
 
     built: list[dist.ProcessGroup] = []
 
     def group(name: str, ranks: Sequence[int], backend: str = place.backend) -> dist.ProcessGroup:
-        built.append(new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend, timeout=timeout,
-                               connect_timeout=connect_timeout))
+        built.append(new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend,
+                               timeout=limits.operation, connect_timeout=limits.connect))
         return built[-1]
 
     world = [ranks_of[worker][part] for worker in ordered]
@@ -298,11 +310,28 @@ def rendezvous(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
         time.sleep(_POLL_SECONDS)
 
 
-def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool]) -> None:
-    """Wait at ``store`` until all ``members`` (ranks) have arrived; raises TransportAborted when interrupted."""
-    store.set(f"met/{me}", "1")
-    keys = [f"met/{rank}" for rank in members]
-    while not store.check(keys):
+def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool],
+         limit: float = math.inf) -> None:
+    """Wait at ``store`` until all ``members`` (ranks) have arrived.
+
+    Anybody who reaches the store can delete what is in it. So each says that it is here again and again while it waits,
+    and once more when it has seen all others, each of which has to be seen once only.
+
+    Raises TransportAborted when interrupted, or when some have not come within ``limit`` seconds: in a new generation
+    everybody tries again.
+    """
+    here, missing = f"met/{me}", list(members)
+    begun = again = time.monotonic()
+    while missing and not store.check([f"met/{rank}" for rank in missing]):
         if interrupted():
             raise TransportAborted("a newer generation was announced while this one was being built")
+        now = time.monotonic()
+        if now - begun > limit:
+            raise TransportAborted(f"rank {', '.join(map(str, missing))} did not come to torch's store within "
+                                   f"{limit:.0f} s, or what they wrote there is gone")
+        if now >= again:
+            store.set(here, "1")
+            missing = [rank for rank in missing if not store.check([f"met/{rank}"])]
+            again = now + _SAID_AGAIN
         time.sleep(_POLL_SECONDS)
+    store.set(here, "1")

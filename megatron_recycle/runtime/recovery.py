@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded, RecycleError, TransportAborted
 from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
-from megatron_recycle.runtime.activity import COPY, WORKING
+from megatron_recycle.runtime.activity import CONNECT, COPY, WORKING
 from megatron_recycle.runtime.description import description, standing
-from megatron_recycle.runtime.groups import Groups, build_groups, is_broken
+from megatron_recycle.runtime.groups import Groups, Limits, build_groups, is_broken
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
 from megatron_recycle.runtime.verify import verify_recovery
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker
 
 _POLL_SECONDS = 0.001
-_LONGEST_CONNECT = 5.0
+_CONNECT_PER_RANK = 0.05  # seconds
+_MOST_PATIENT = 2  # how often the limit is doubled
 _LONGEST_ABSENCE = 3.0  # of the coordinator, in times that any failure takes to be found
 
 
@@ -145,8 +147,8 @@ def report(worker: StageWorker) -> Go | None:
 def rebuild(worker: StageWorker, go: Go) -> None:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun = time.monotonic()
-    worker.generation, worker.prefix = go.generation, go.prefix
-    groups = _connect(worker, workers_of(go.members))
+    worker.generation, worker.prefix, worker.tries = go.generation, go.prefix, go.tries
+    groups = _connect(worker, workers_of(go.members), worker.config.report_timeout)
     worker.left_out = go.left_out
     worker.install(groups, Plan.from_json(go.plan))
     worker.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
@@ -161,17 +163,28 @@ def renew(worker: StageWorker) -> None:
     members = worker.live()
     begin, _, number = worker.prefix.partition("-r")
     worker.prefix = f"{begin}-r{int(number or 0) + 1}"
-    groups = _connect(worker, members)
+    # Some may still be in the script's own code.
+    groups = _connect(worker, members, worker.config.transport_timeout)
     worker.uninstall()
     worker.reinstall(groups)
 
 
-def _connect(worker: StageWorker, members: Sequence[Worker]) -> Groups:
+def _connect(worker: StageWorker, members: Sequence[Worker], patience: float) -> Groups:
+    """``patience``: seconds that the members may take to come to the store."""
     config = worker.config
-    return build_groups(
-        generation=worker.generation, prefix=worker.prefix, place=worker.place, members=members,
-        timeout=config.transport_timeout,
-        connect_timeout=min(_LONGEST_CONNECT, config.report_timeout / 2), interrupted=worker.interrupted)
+    connect = connect_limit(config, len(members) * worker.place.parts, worker.tries)
+    with worker.activity.during(WORKING, CONNECT):  # these limits hold, and none that has been learnt
+        return build_groups(
+            generation=worker.generation, prefix=worker.prefix, place=worker.place, members=members,
+            limits=Limits(config.transport_timeout, connect, max(patience, connect)), interrupted=worker.interrupted)
+
+
+def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
+    """Seconds that one handle may take to connect ``ranks`` processes, after ``tries`` generations with the same
+    members in a row: what was too slow gets twice the time, and that again. Whoever dies or freezes meanwhile is found
+    by the coordinator, however long this is."""
+    derived = config.heartbeat_timeout + _CONNECT_PER_RANK * ranks
+    return (config.connect_timeout or derived) * 2 ** min(tries, _MOST_PATIENT)
 
 
 def reconcile(worker: StageWorker, go: Go) -> None:

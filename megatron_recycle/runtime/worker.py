@@ -48,8 +48,9 @@ from megatron_recycle.runtime.verify import verify_boundary
 from megatron_recycle.runtime.world import World
 
 _POLL_SECONDS = 0.001
-_LONGEST_CLOSE = {RETIRING: 5.0, COMMITTING: 5.0, CONNECTING: 30.0}
-"""Seconds that the end waits for threads, by name; gloo gives up connecting after five times its limit."""
+_LONGEST_CLOSE = {RETIRING: 5.0, COMMITTING: 5.0, CONNECTING: 55.0}
+"""Seconds that the end waits for threads, by name; gloo gives up connecting after five times its limit, which is
+`heartbeat_timeout` and a bit."""
 _STEP = ("reduce", "reduced", "step")  # phases in which an error is the step's
 _NO_WORK = ("recovering", "joining", "boundary", "step", "stepped")  # phases that are no work, or told by `stepping`
 
@@ -88,6 +89,8 @@ class StageWorker:
         self.groups: Groups | None = None
         self._members: tuple[Worker, ...] = ()
         self.prefix = ""
+        self.tries = 0
+        """Generations with the same members in a row, before this one."""
         self.next_attempt = 1
         self.verified = -1
         """The iteration before which the peers of this stage were last found to be equal."""

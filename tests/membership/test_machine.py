@@ -435,6 +435,18 @@ def test_the_same_members_twice_in_a_row_without_progress_are_enough(progress: b
     assert "2:0: a transfer failed" in end.message and "network" in end.message and "checkpoint" in end.message
 
 
+def test_groups_that_take_long_to_build_get_more_time_and_do_not_end_a_healthy_job() -> None:
+    """Nobody has begun to train in these generations: a second one in a row is no sign of a broken network yet."""
+    cluster = Cluster().train()
+    cluster.exit("1:1")
+    for tries in range(4):
+        cluster.plan()
+        ((_, go),) = told(cluster.reports(), "go")
+        assert go["tries"] == tries
+        assert bool(endings(_no_loss(cluster, _hint(cluster, "0:1")))) == (tries == 3)
+    assert "3 new generations with the same members have not helped" in cluster.state.ended[1]
+
+
 def test_a_loss_in_between_lets_the_count_begin_again() -> None:
     cluster = Cluster().train()
     for _ in range(2):

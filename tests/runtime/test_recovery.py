@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
+from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership.agent import Ended
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.groups import CONNECTING, meet, unless_interrupted
-from megatron_recycle.runtime.recovery import await_stop
+from megatron_recycle.runtime.recovery import await_stop, connect_limit
 from megatron_recycle.runtime.worker import StageWorker
 
 
@@ -96,3 +97,54 @@ def test_the_end_waits_for_what_was_left_behind():
                            agent=SimpleNamespace(close=lambda: None))
     MethodType(StageWorker.close, made)()
     assert not left.is_alive()
+
+
+def test_workers_meet_though_a_stranger_deletes_what_they_write():
+    """Each key, as soon as it is there, for a while; then the stranger goes away."""
+    store, over = HashStore(), threading.Event()
+
+    def stranger() -> None:
+        while not over.is_set():
+            for rank in range(3):
+                store.delete_key(f"met/{rank}")
+
+    def arrive(rank: int) -> None:
+        meet(store, rank, [0, 1, 2], lambda: False, 20.0)
+
+    spoiler = threading.Thread(target=stranger)
+    workers = [threading.Thread(target=arrive, args=(rank,)) for rank in range(3)]
+    spoiler.start()
+    for thread in workers:
+        thread.start()
+    time.sleep(0.7)
+    over.set()
+    begun = time.monotonic()
+    for thread in (spoiler, *workers):
+        thread.join(20)
+        assert not thread.is_alive()
+    assert time.monotonic() - begun < 10
+
+
+def test_one_key_that_is_deleted_between_two_arrivals_holds_up_nobody():
+    store, first = HashStore(), threading.Thread(target=lambda: meet(store, 0, [0, 1], lambda: False, 20.0))
+    first.start()
+    while not store.check(["met/0"]):
+        time.sleep(0.001)
+    store.delete_key("met/0")
+    meet(store, 1, [0, 1], lambda: False, 20.0)
+    first.join(20)
+    assert not first.is_alive()
+
+
+def test_who_does_not_come_to_the_store_ends_the_wait_by_name_and_the_generation_is_tried_again():
+    with pytest.raises(TransportAborted, match="rank 1, 3 did not come to torch's store within 0 s"):
+        store = HashStore()
+        store.set("met/2", "1")
+        meet(store, 0, [0, 1, 2, 3], lambda: False, 0.1)
+
+
+def test_connecting_gets_more_time_with_more_ranks_and_after_each_try_that_took_longer():
+    config = RecycleConfig(heartbeat_timeout=4.0)
+    assert connect_limit(config, 6, 0) == pytest.approx(4.3)
+    assert connect_limit(config, 1000, 0) == pytest.approx(54.0)
+    assert [connect_limit(RecycleConfig(connect_timeout=3.0), 6, tries) for tries in range(4)] == [3, 6, 12, 12]
