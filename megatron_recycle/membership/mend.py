@@ -69,6 +69,6 @@ def waits(waiting: Mapping[str, str]) -> str:
 def given_up(state: State, reason: str) -> str:
     """Why the job stops."""
     return (
-        f"the workers of generation {state.generation} all live but cannot work together ({reason}), and {state.mended} "
-        f"new generations with the same members have not helped: look at the network between them. {RESTART}"
+        f"the workers of generation {state.generation} all live but cannot work together ({reason}), and "
+        f"{state.mended} new generations with the same members have not helped: look at the network between them. {RESTART}"
     )
