@@ -68,7 +68,6 @@ def waits(waiting: Mapping[str, str]) -> str:
 
 def given_up(state: State, reason: str) -> str:
     """Why the job stops."""
-    return (
-        f"the workers of generation {state.generation} all live but cannot work together ({reason}), and "
-        f"{state.mended} new generations with the same members have not helped: look at the network between them. {RESTART}"
-    )
+    return (f"the workers of generation {state.generation} all live but cannot work together ({reason}), and "
+            f"{state.mended} new generations with the same members have not helped: look at the network between them. "
+            f"{RESTART}")
