@@ -114,8 +114,10 @@ class Plan:
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise PlanError(f"plan file: format must be {FORMAT!r}")
         version = value.get("version")
-        if version not in (1, VERSION):
+        if version not in (1, VERSION) or isinstance(version, bool):
             raise PlanError(f"plan file: version {version!r} is neither 1 nor {VERSION}")
+        if version == 1:
+            value = {**value, "full_backward": []}
         problem = Problem.from_json(value)
         listed = value.get("workers")
         if not isinstance(listed, dict):

@@ -29,6 +29,10 @@ def test_a_file_of_version_1_is_read_and_its_digest_counts(tmp_path):
     value = json.loads(VERSION_1.read_text())
     value["workers"]["0:0"][:2] = reversed(value["workers"]["0:0"][:2])
     assert any(text.startswith("digest") for text in violations(Plan.from_json(value)))
+    value["workers"]["0:0"] = [action for action in value["workers"]["0:0"] if action != "W0.1"]
+    value["workers"]["0:0"][value["workers"]["0:0"].index("B0.1")] = "FB0.1"
+    found = violations(Plan.from_json({**value, "full_backward": [0]}))
+    assert any(text.startswith("full: FB0.1") for text in found), "it knows no full backwards"
     with pytest.raises(PlanError, match="worker 1:0 is moved to another stage"):
         Plan.from_json({**value, "stage_of": {"1:0": 2}})
 
