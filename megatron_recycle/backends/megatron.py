@@ -78,11 +78,15 @@ class RecycleSchedule:
             self._start(model if isinstance(model, list) else [model], num_microbatches)
         assert self._worker is not None
         check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
+        own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
+        self._stage.script.calls(model, None if own_data else data_iterator, forward_only)
         self._stage.forward_step = forward_step_func
         with self._script.call(), _ending():
             reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
+        if not forward_only:
+            self._stage.script.made_step()
         self.speaks()  # a script may write log lines without asking
-        return self._stage.reports(reports) if self._place.last else []
+        return self._stage.reports(reports, forward_only) if self._place.last else []
 
     def _train(self, data_iterator: Any) -> torch.Tensor:
         assert self._worker is not None

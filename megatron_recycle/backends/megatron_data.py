@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+from megatron_recycle.backends.megatron_script import taken_from, unwrapped
 from megatron_recycle.errors import DataError
 from megatron_recycle.runtime.data import Batch, DataSource, Reading
 from megatron_recycle.runtime.random_state import Seeds
@@ -58,12 +60,14 @@ class SamplerSource:
         sampler: yields a micro-batch's indices, by its ``data_parallel_rank``; not advanced.
         collate: list of samples -> batch.
         seeds: what random numbers they are read with; None: nobody's business.
+        taken: micro-batches that the script has taken itself, and that are not given out.
     """
 
-    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None) -> None:
+    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0) -> None:
         self._reading = Reading(seeds, dataset, collate)
         self._sampler = sampler
         self._seeds = seeds
+        self._taken = taken
         self._streams: dict[int, Iterator[list[int]]] = {}
         self._next: dict[int, int] = {}
         self._floor: dict[int, int] = {}
@@ -84,7 +88,7 @@ class SamplerSource:
             sampler = copy.copy(self._sampler)
             sampler.data_parallel_rank = pipeline
             self._seed(pipeline, -1)
-            self._streams[pipeline] = iter(sampler)
+            self._streams[pipeline] = islice(iter(sampler), self._taken, None)
             self._next[pipeline] = 0
         floor = self._floor.get(pipeline, 0)
         while self._next[pipeline] <= number:
@@ -108,8 +112,7 @@ def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
 
     ``part``: tensor-parallel rank of this process; ``seeds``: what random numbers they are read with.
     """
-    if isinstance(iterator, list) and len(iterator) == 1:
-        iterator, = iterator
+    iterator = unwrapped(iterator)
     if iterator is None:
         return NoData() if part == 0 else ReadByAnother()
     loader = getattr(iterator, "iterable", iterator)  # Megatron-LM wraps a loader's iterator to be able to rewind it
@@ -117,4 +120,4 @@ def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
     if not hasattr(sampler, "data_parallel_rank") or not hasattr(loader, "_dataset"):
         raise DataError(f"forward_backward_func() got a {type(loader).__name__}, which cannot give a dead worker's "
                         f"micro-batches to another worker. {_REMEDY}")
-    return SamplerSource(loader._dataset, sampler, loader._collate_fn, seeds)
+    return SamplerSource(loader._dataset, sampler, loader._collate_fn, seeds, taken_from(iterator))

@@ -67,6 +67,7 @@ ANYWHERE = (
            lambda name: name not in ("adam", "sgd")),
     Option("optimizer_cpu_offload", "its state is spread over several optimizers; leave it off"),
     Option("fp16", "its loss scale follows what other stages overflow; use bf16"),
+    Option("loss_scale", "bf16 needs none, and fp32 takes none; leave it out"),
     Option("fp8", "scales change in forward; use bf16"),
     Option("fp4", "scales change in forward; use bf16"),
     Option("enable_autocast", "use bf16"),

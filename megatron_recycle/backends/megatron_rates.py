@@ -1,4 +1,4 @@
-"""Learning rates and weight decays as Megatron's loop sets them, one iteration after another.
+"""Learning rates, weight decays and the like as Megatron's loop sets them, one iteration after another.
 
 The loop sets them between two steps, from counters of its own, and does not know that a step may be undone and made
 again later. So they are noted when an iteration begins, and put in force while its step is made, whenever that is;
@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 SET_BY_LOOP = ("lr", "weight_decay")
-"""What is the loop's in an optimizer's parameter group; the rest is part of the state that a step changes."""
+"""What is every loop's own in an optimizer's parameter group: who comes in does not take it from its peers."""
+
+SET_BY_STEP = ("step",)
+"""What a step changes in a parameter group; all the rest is the script's."""
 
 
 class Rates:
@@ -45,7 +48,8 @@ class Rates:
         self._of = {iteration: values for iteration, values in self._of.items() if iteration > committed}
 
     def _in_force(self) -> list[dict[str, Any]]:
-        return [{key: group[key] for key in SET_BY_LOOP if key in group} for group in self._optimizer.param_groups]
+        return [{key: value for key, value in group.items() if key not in ("params", *SET_BY_STEP)}
+                for group in self._optimizer.param_groups]
 
     def _use(self, rates: list[dict[str, Any]]) -> None:
         for group, values in zip(self._optimizer.param_groups, rates, strict=True):

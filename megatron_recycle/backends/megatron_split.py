@@ -43,6 +43,11 @@ class MegatronSplitter:
         return self.deferral.into(queue, roots)
 
 
+def _trained(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """``parameter``, unless Megatron does not train it: it was frozen when its gradients were given places."""
+    return parameter if hasattr(parameter, "main_grad") else None
+
+
 def _kernel(ctx: Any) -> Any:
     """Apex's, which is there if the layer was built with `gradient_accumulation_fusion`; else None."""
     if not ctx.gradient_accumulation_fusion or not ctx.needs_input_grad[1]:
@@ -73,8 +78,8 @@ def _function(stock: Any, splitter: MegatronSplitter) -> Any:
                 for_inputs = gradient.matmul(ctx.recycle_weight)
                 if ctx.allreduce_dgrad:
                     pending = dist.all_reduce(for_inputs, group=ctx.tp_group, async_op=True)
-            item = DeferredLinear(inputs, gradient, ctx.recycle_weight if needs_weight else None,
-                                  ctx.recycle_bias if needs_bias else None, fused=_kernel(ctx))
+            item = DeferredLinear(inputs, gradient, _trained(ctx.recycle_weight) if needs_weight else None,
+                                  _trained(ctx.recycle_bias) if needs_bias else None, fused=_kernel(ctx))
             now: dict[Any, torch.Tensor] = {}
             queue = splitter.deferral.queue_for(ctx.recycle_made_in)
             if queue is not None and not watched(ctx.recycle_weight) and not watched(ctx.recycle_bias):

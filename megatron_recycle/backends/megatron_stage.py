@@ -24,7 +24,8 @@ from torch import nn
 
 from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.backends.megatron_groups import TensorGroup
-from megatron_recycle.backends.megatron_rates import SET_BY_LOOP, Rates
+from megatron_recycle.backends.megatron_rates import SET_BY_LOOP, SET_BY_STEP, Rates
+from megatron_recycle.backends.megatron_script import Script
 from megatron_recycle.backends.megatron_support import single_optimizers
 from megatron_recycle.errors import UnsupportedError, VerificationError
 from megatron_recycle.runtime.data import Batch
@@ -55,12 +56,15 @@ class MegatronStage:
         self._model = self.module = model
         self._config = get_model_config(model)
         self._microbatches = microbatches
-        self._keys: list[tuple[str, int]] = []
+        self._keys: dict[str, list[tuple[str, int]]] = {}
         self._hidden = HiddenState(model)
         self._coefficient = 1.0
         # Megatron's buffer is laid out in this order, which decides gloo's order of sums.
         self.parameters: Sequence[nn.Parameter] = [
-            parameter for parameter in model.module.parameters() if parameter.requires_grad][::-1]
+            parameter for parameter in model.module.parameters() if hasattr(parameter, "main_grad")][::-1]
+        if not self.parameters:
+            raise UnsupportedError("this stage has no parameters to train: let each stage have some, by another number "
+                                   "of stages or other layers frozen")
         self.device = self.parameters[0].device
         self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
         # With average_in_collective too: that is how NCCL averages.
@@ -72,6 +76,7 @@ class MegatronStage:
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         model.param_to_bucket_group.clear()
         self._take_over(optimizer)
+        self.script = Script(model, self._single)
         self.rates = Rates(self._single.optimizer)
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
@@ -161,6 +166,7 @@ class MegatronStage:
             self._stock_step()
         for parameter in self.parameters:
             parameter.grad = None  # Megatron points it to main_grad; the next backward must not add to that
+        self.script.stepped()
 
     def state(self) -> dict[str, torch.Tensor]:
         tensors = {f"parameter {index}": parameter.data for index, parameter in enumerate(self.parameters)}
@@ -188,6 +194,9 @@ class MegatronStage:
                     key, index = name.rsplit(" ", 1)
                     self._single.optimizer.state[optimized[int(index)]][key] = tensor
         self.set_counters(counters)
+        groups = copy.deepcopy(counters["groups"])
+        for group, others in zip(self._single.optimizer.param_groups, groups, strict=True):
+            group.update(others)
 
     def reset_state(self, names: Collection[str]) -> None:
         states = self._single.optimizer.state
@@ -215,28 +224,38 @@ class MegatronStage:
 
     def set_counters(self, counters: Any) -> None:
         self.rates.steps = counters["steps"]
-        self._keys = self._keys or list(counters["keys"])  # one that comes in has not run a loss function yet
+        self._keys = {**counters["keys"], **self._keys}  # one that comes in has not run a loss function yet
         for group, own in zip(self._single.optimizer.param_groups, copy.deepcopy(counters["groups"]), strict=True):
-            group.update(own)
+            group.update({key: value for key, value in own.items() if key in SET_BY_STEP})
 
     def regroup(self, groups: Groups) -> None:
         """Only tensor-parallel layers still compute in a group of Megatron's (see `megatron_groups`)."""
         if groups.siblings is not None:
             self._tensor_group.use(groups.siblings)
 
-    def reports(self, table: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    def reports(self, table: torch.Tensor, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch."""
+        keys = self._keys.get(_kind(not forward_only)) or self._keys.get(_kind(True), [])
         return [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)
-                 for index, (key, size) in enumerate(self._keys)} for row in table.tolist()]
+                 for index, (key, size) in enumerate(keys)} for row in table.tolist()]
 
-    def _report(self, values: dict[str, torch.Tensor], tokens: float) -> tuple[float, ...]:
-        self._keys = [(key, value.numel()) for key, value in values.items()]
-        if len(self._keys) > _KEYS or any(size not in (1, 2) for _, size in self._keys):
-            raise UnsupportedError(f"the loss function reports {dict(self._keys)}; at most {_KEYS} values of one or "
-                                   "two numbers each are supported")
+    def _report(self, values: Any, tokens: float) -> tuple[float, ...]:
+        if not isinstance(values, Mapping):
+            raise UnsupportedError(f"the loss function reports a {type(values).__name__}: let it return (loss, {{name: "
+                                   "value}) or (sum of losses, number of tokens, {name: value})")
+        numbers_of = {key: torch.as_tensor(value).flatten().tolist() for key, value in values.items()}
+        keys = [(key, len(numbers)) for key, numbers in numbers_of.items()]
+        if len(keys) > _KEYS or any(size not in (1, 2) for _, size in keys):
+            raise UnsupportedError(f"the loss function reports {dict(keys)}; at most {_KEYS} values of one or two "
+                                   "numbers each are supported")
+        kind = _kind(torch.is_grad_enabled())
+        before = self._keys.setdefault(kind, keys)
+        if keys != before:
+            raise UnsupportedError(f"the loss function reports {dict(keys)} of one micro-batch and {dict(before)} of "
+                                   "another: let it report the same values for all of them")
         numbers = [tokens]
-        for value in values.values():
-            numbers += [*value.flatten().tolist(), 0.0][:2]
+        for value in numbers_of.values():
+            numbers += [*value, 0.0][:2]
         return tuple(numbers + [0.0] * (self.report_width - len(numbers)))
 
     def _gradient_dtype(self) -> torch.dtype:
@@ -252,8 +271,10 @@ class MegatronStage:
         if not part.share_embeddings_and_output_weights:
             return
         self.tied_stages = ((0, last),)
-        if parallel_state.get_pipeline_model_parallel_rank() in (0, last):
-            self.ties = [Tie(part.shared_embedding_or_output_weight(), (0, last))]
+        weight = (part.shared_embedding_or_output_weight()
+                  if parallel_state.get_pipeline_model_parallel_rank() in (0, last) else None)
+        if hasattr(weight, "main_grad"):  # not if it is frozen
+            self.ties = [Tie(weight, (0, last))]
 
     def _optimized(self) -> list[nn.Parameter]:
         """The parameters in the optimizer's order; where it keeps fp32 copies, the model's own."""
@@ -275,7 +296,11 @@ class MegatronStage:
             return stock_end()
 
         self._single.step_with_ready_grads = step_with_ready_grads
-        optimizer.step = lambda: self.result
+        optimizer.step = self._single.step = self._hand_out
+
+    def _hand_out(self) -> tuple[Any, ...]:
+        self.script.takes_step()
+        return self.result
 
     def _clip(self) -> None:
         """As stock: the gradients that the optimizer steps with, which are fp32 copies where the reduced ones have 16
@@ -285,6 +310,10 @@ class MegatronStage:
         gradients = [parameter.grad for parameter in self._single.get_parameters() if parameter.grad is not None]
         overflow = torch.zeros(1, dtype=torch.int, device=self.device)
         multi_tensor_applier(multi_tensor_scale_impl, overflow, [gradients, gradients], self._coefficient)
+
+
+def _kind(training: bool) -> str:
+    return "training" if training else "evaluation"
 
 
 def _mean(value: Sequence[float]) -> float:

@@ -17,6 +17,7 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron_recycle.backends.hidden_state import statistics
 from megatron_recycle.backends.megatron_options import ANYWHERE, apply, message
+from megatron_recycle.backends.megatron_script import foreign_synchronisation
 from megatron_recycle.errors import UnsupportedError
 
 
@@ -51,6 +52,8 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
                      "DistributedDataParallel")
     if config.finalize_model_grads_func not in (None, finalize_model_grads):
         found.append("a finalize_model_grads_func of your own: gradients are final when the plugin has reduced them")
+    found += [f"a {name} of your own: the plan decides when gradients are reduced; leave it unset"
+              for name in foreign_synchronisation(config, models)]
     found += _optimizer(singles)
     parts = [part for model in models for part in model.modules()]
     found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"

@@ -51,6 +51,7 @@ def gradients(linear: Any, *, fusion: bool, uses: int = 1) -> dict[str, torch.Te
     weight = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4) if uses == 1 else torch.linspace(-1, 1, 16).view(4, 4))
     bias = nn.Parameter(torch.zeros(weight.shape[0]))
     weight.main_grad = torch.full_like(weight, 7.0)  # not where the runtime adds gradients up
+    bias.main_grad = torch.zeros_like(bias)
     layout = Layout([weight, bias])
     sums = Accumulators(layout, lambda pipeline, microbatch: (WHOLE, 0))
     for number, inputs in enumerate(MICROBATCHES):
@@ -103,6 +104,7 @@ def test_gradients_that_a_forward_takes_itself_are_not_delayed(linear, reentrant
         return layer(inside).square().sum()
 
     weight, bias = nn.Parameter(torch.eye(4) + 0.1), nn.Parameter(torch.zeros(4))
+    weight.main_grad, bias.main_grad = torch.zeros(4, 4), torch.zeros(4)
     x, y = (MICROBATCHES[0].clone().requires_grad_() for _ in range(2))
     run(lambda x: nn.functional.linear(x, weight, bias), x).backward()
     expected, weight.grad, bias.grad = (weight.grad, bias.grad), None, None

@@ -1,0 +1,117 @@
+"""What a training script does around `forward_backward_func()` that stock would follow and the plugin could not.
+
+The plugin steps inside that function, reads data by place, and knows one model. A script that changes gradients
+before `optimizer.step()`, leaves a step out, or comes with another model or iterator would silently train something
+else: it is refused at that moment, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from megatron_recycle.errors import UnsupportedError
+
+
+class Script:
+    """Watches one worker's script.
+
+    Args:
+        model: the stage, in Megatron's DistributedDataParallel.
+        optimizer: the single one of Megatron's.
+    """
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._optimized = self._now_optimized()
+        self._reading: dict[bool, dict[int, tuple[Any, int]]] = {True: {}, False: {}}
+        self._unused: list[int] | None = None
+        """Versions of the gradient buffers when a step was made that the script has not taken yet."""
+
+    def calls(self, model: Any, data_iterator: Any, forward_only: bool) -> None:
+        """The script calls `forward_backward_func()`. Raises UnsupportedError."""
+        models = model if isinstance(model, Sequence) else [model]
+        if len(models) != 1 or models[0] is not self._model:
+            raise UnsupportedError(
+                "forward_backward_func() was called with another model than at first: the plugin trains and evaluates "
+                "one. To evaluate other parameters (averages of them), copy them in for the evaluation and out again")
+        self._check_data(data_iterator, training=not forward_only)
+        if forward_only:
+            return
+        if self._unused is not None:
+            raise UnsupportedError(
+                "optimizer.step() was left out after the last forward_backward_func(): the plugin has made the step in "
+                "there, so that it cannot be. To sum gradients over several calls, give one call all micro-batches")
+        if self._now_optimized() != self._optimized:
+            raise UnsupportedError("the optimizer's parameters have changed: give it all of them before the first "
+                                   "iteration (with a learning rate of 0 while they are to stay)")
+
+    def made_step(self) -> None:
+        """The step of the iteration that the script has called for has been made."""
+        self._unused = self._versions()
+
+    def stepped(self) -> None:
+        """A step has been made, maybe once more."""
+        if self._unused is not None:
+            self._unused = self._versions()
+
+    def takes_step(self) -> None:
+        """The script calls `optimizer.step()`. Raises UnsupportedError."""
+        versions, self._unused = self._unused, None
+        if versions is None:
+            raise UnsupportedError("optimizer.step() was called twice, or before forward_backward_func(): the plugin "
+                                   "makes one step in each call of that function")
+        if versions != self._versions():
+            raise UnsupportedError(
+                "gradients (main_grad) were changed between forward_backward_func() and optimizer.step(): the plugin "
+                "has made the step already. Change them by hooks on the parameters, which see a micro-batch each, or "
+                "clip them by their norm (clip_grad)")
+
+    def _now_optimized(self) -> list[int]:
+        return [id(parameter) for parameter in self._optimizer.get_parameters()]
+
+    def _versions(self) -> list[int]:
+        """They count changes in place, of the buffers and of all views of them."""
+        return [buffer.grad_data._version for buffer in self._model.buffers]
+
+    def _check_data(self, data_iterator: Any, training: bool) -> None:
+        iterator = unwrapped(data_iterator)
+        if iterator is None:
+            return
+        known, others = self._reading[training], self._reading[not training]
+        if id(iterator) in others:
+            raise UnsupportedError("training and evaluation use one data iterator: give each of them its own")
+        if training and known and id(iterator) not in known:
+            raise UnsupportedError(
+                "forward_backward_func() got another data iterator than before: data is read by place, so give it one "
+                "for the whole training, whose sampler goes on from epoch to epoch, or "
+                "megatron_recycle.enable(data=factory) with factory(pipeline) -> iterator")
+        before = known.setdefault(id(iterator), (iterator, taken_from(iterator)))[1]
+        if taken_from(iterator) != before:
+            raise UnsupportedError("the script has taken batches from the data iterator itself, which the plugin would "
+                                   "give out again: leave that to forward_step, or do it before the first iteration")
+
+
+def unwrapped(data_iterator: Any) -> Any:
+    """The iterator itself, without the list of one that Megatron allows."""
+    if isinstance(data_iterator, list) and len(data_iterator) == 1:
+        return data_iterator[0]
+    return data_iterator
+
+
+def taken_from(iterator: Any) -> int:
+    """Batches that were taken from a data loader's ``iterator``, which Megatron-LM may have wrapped."""
+    return int(getattr(getattr(iterator, "iterable", iterator), "_num_yielded", 0))
+
+
+def foreign_synchronisation(config: Any, models: Iterable[Any]) -> list[str]:
+    """Names of ``config``'s functions for synchronisation that are not Megatron's own, which nobody would call."""
+    own = list(models)
+    found = []
+    for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+        value = getattr(config, name, None)
+        for function in value if isinstance(value, list) else [value]:
+            if function is not None and not any(getattr(function, "__self__", None) is model for model in own):
+                found.append(name)
+    return found
