@@ -121,6 +121,15 @@ class RecycleConfig:
         "folder for a last checkpoint of a job that an error of the script or its data ends (DeepSpeed); auto: where "
         "the script has saved before, if it has; none: no such checkpoint",
     )
+    on_leave: str = _option(
+        "end",
+        "what SIGTERM to the whole job leads to (scancel, a time limit, a pre-emption); end: all workers end at once; "
+        "checkpoint: first what is committed is saved where emergency_checkpoint says (DeepSpeed)",
+        choices=("end", "checkpoint"),
+    )
+    leave_timeout: float = _option(
+        60.0, "time that a checkpoint of on_leave may take; then all workers are ended", unit="s"
+    )
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
     moves: bool = _option(
         False,
@@ -184,6 +193,9 @@ class RecycleConfig:
         if self.slow_factor_out and not self.slow_factor_out > 1:
             raise ConfigError(f"{_where(self, 'slow_factor_out')} is {self.slow_factor_out:g}: a worker may not be "
                               "removed for being as fast as its peers; give more than 1, or 0 for never")
+        if self.on_leave == "checkpoint" and self.emergency_checkpoint == "none":
+            raise ConfigError("on_leave checkpoint has nowhere to save with emergency_checkpoint none; give a folder, "
+                              "or auto for where the script saves")
         if self.policy == "drop" and self.reduction == "exact":
             raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a "
                               "fixed order; use reduction fast, or policy reroute")

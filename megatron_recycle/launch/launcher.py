@@ -134,6 +134,7 @@ class Launcher:
         self._interrupted = False
         self._asked = 0.0  # when
         self._idle_since: float | None = None
+        self._time_to_leave: float | None = None
         self._end: Message | None = None
         self._kill_at: tuple[float, int] | None = None
         self._told: list[Message] = []
@@ -395,6 +396,7 @@ class Launcher:
             self._progress()
         if event.get("event") == "started":
             self.restarts.most = 0 if self._over() else event.get("max_restarts", 0)
+            self._time_to_leave = event.get("leave_timeout")
         if event["event"] == "move_failed" and event["number"] == self._starts.number(event["to_rank"]):
             self._end_move(event["to_rank"], well=False)
         if worker is None or worker.child.pid != event.get("pid"):
@@ -454,11 +456,18 @@ class Launcher:
             self._say(f"{name}: the workers of this host leave the job; a second one ends them at once")
             self._signal_all(signal.SIGTERM)
             self._deadline(self.job.grace.well, signal.SIGKILL)
+        elif not self._interrupted and number == signal.SIGTERM and self._time_to_leave is not None:
+            self._interrupted = True
+            self.restarts.cancel()
+            self._say(f"{name}: the job saves what is committed (on_leave) and ends, within "
+                      f"{self._time_to_leave:.0f} s (leave_timeout); a second one ends it at once")
+            self._tell(_interrupt_of(number))
+            self._deadline(self._time_to_leave + self.job.grace.terminated, signal.SIGTERM)
         elif not self._interrupted:
             self._interrupted = True
             self.restarts.cancel()
             self._say(f"{name}: ending all workers")
-            self._tell({"type": "interrupt", "status": 128 + number, "message": f"interrupted by {name}"})
+            self._tell(_interrupt_of(number))
             self._signal_all(signal.SIGTERM)
             self._deadline(self.job.grace.terminated, signal.SIGKILL)
         else:
@@ -540,6 +549,10 @@ class Launcher:
 
     def _signalled(self, number: int, frame: object) -> None:
         self._signals.append((number, time.monotonic()))
+
+
+def _interrupt_of(number: int) -> Message:
+    return {"type": "interrupt", "status": 128 + number, "message": f"interrupted by {signal.Signals(number).name}"}
 
 
 def _stays_out(rank: int) -> Message:

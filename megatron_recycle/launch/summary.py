@@ -124,7 +124,8 @@ class Summary:
 
 def _started(event: Mapping[str, Any]) -> str:
     """With what the job can lose, where that may be news."""
-    line = _line({key: value for key, value in event.items() if key not in ("survival", "fatal_hosts")})
+    hidden = ("survival", "fatal_hosts", "leave_timeout")
+    line = _line({key: value for key, value in event.items() if key not in hidden})
     several = len(set(event.get("hosts", {}).values())) > 1
     copies = len(event.get("grid", {}).get("microbatches", ())) > 1
     return f"{line}\nrecycle: {event['survival']}" if "survival" in event and (several or not copies) else line

@@ -27,6 +27,11 @@ def possible(state: State, lost: Collection[str]) -> bool:
     return bool(wanted) and all(set(names) - gone for names in by_stage(state.stages, state.proven))
 
 
+def wanted(state: State) -> bool:
+    """Whether a job that is told to go saves first, and can."""
+    return (state.description or {}).get("on_leave") == "checkpoint" and possible(state, ())
+
+
 def answer(member: Member, number: int) -> Tell:
     """To one that waits in its error: it goes on in the generation that it has just heard of."""
     return Tell((member.incarnation,), {"type": "answer", "number": number})
@@ -44,10 +49,10 @@ def saved(state: State, happened: Saved, now: float) -> Step:
     errors = [f"{name}: {closing.saved[name][1]}" for name in in_order(closing.saved) if closing.saved[name][1]]
     if errors or state.resume is None:
         return notices.end(state, 1, errors[0] if errors else "nobody knows of which iteration", now)
-    place, iteration = happened.place, state.resume.target
+    place, iteration, status = happened.place, state.resume.target, closing.status
     event = {"event": "saved", "t": now, "generation": state.generation, "iteration": iteration, "place": place}
     message = f"{notices.sentence(closing.message)} The state after iteration {iteration} is saved in {place}."
-    state, ending = notices.end(state.with_(closing=None), 1, message, now)
+    state, ending = notices.end(state.with_(closing=None), status, message, now)
     return state, (Emit(event), *ending)
 
 

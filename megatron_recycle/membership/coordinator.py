@@ -484,7 +484,8 @@ class Coordinator:
             self._loop.call_later(self.timeouts.report_timeout, self._feed, late)
         elif isinstance(decision, AwaitSaved):
             assert self._loop is not None
-            self._loop.call_later(self.timeouts.save_timeout, self._feed, SavedLate(decision.generation))
+            limit = self.timeouts.save_timeout if decision.limit is None else decision.limit
+            self._loop.call_later(limit, self._feed, SavedLate(decision.generation))
         elif isinstance(decision, AwaitLoss):
             assert self._loop is not None
             self._loop.call_later(self.timeouts.detection, self._feed, NoLoss(decision.generation, decision.since))

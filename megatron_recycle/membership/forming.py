@@ -127,8 +127,15 @@ def _form(state: State, now: float) -> Step:
         "fatal_hosts": dict(survival.fatal),
         "grid": dict(description["grid"]),
         "max_restarts": description.get("max_restarts", 0),
+        "leave_timeout": _time_to_leave(description),
     }
     return state, (Store(notices.decided_record(state, [started])), Emit(started), MakePlan(1, frozenset()))
+
+
+def _time_to_leave(description: Mapping[str, Any]) -> float | None:
+    """Seconds that launchers give a job which is told to go; None: it goes at once."""
+    saves = description.get("on_leave") == "checkpoint" and description.get("emergency")
+    return description.get("leave_timeout") if saves else None
 
 
 def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:

@@ -7,6 +7,7 @@ of generations that are over change nothing.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -59,6 +60,7 @@ from megatron_recycle.membership.state import (
 from megatron_recycle.membership.table import put
 
 _LAST = "the job ends after a last checkpoint"
+_TOLD_TO_LEAVE = 128 + signal.SIGTERM
 
 
 def step(state: State, happened: Input, now: float, offers: bool = True) -> Step:
@@ -157,7 +159,9 @@ def _switch_if_all_stand(state: State, now: float) -> Step:
     if not joining.all_stand(state):
         return state, ()
     leavers = joining.going(state)
-    if text := joining.stage_left(state, leavers):
+    if (text := joining.stage_left(state, leavers)) and closing.wanted(state):
+        return _leave(state, Closing(text), now)
+    if text:
         return notices.end(state, 1, text, now)
     return _regenerate(state, leavers, now, now, joining.entering(state))
 
@@ -281,7 +285,7 @@ def _regenerate(
     """
     removed = [state.members[name] for name in in_order(lost)]
     if state.closing is not None and lost and closing.possible(state, lost):
-        to_close = Closing(state.closing.message)
+        to_close = Closing(state.closing.message, state.closing.status)
     elif state.closing is not None:
         told = tuple(Emit(notices.suspected(state, member, lost[member.worker], since, now)) for member in removed)
         why = poison.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
@@ -458,7 +462,19 @@ def _finished(state: State, happened: Finished, now: float) -> Step:
 
 
 def _interrupted(state: State, happened: Interrupted, now: float) -> Step:
-    return notices.end(state, happened.status, happened.message, now)
+    """Launchers tell of it again after a reconnect, and there may be several."""
+    leaves = happened.status == _TOLD_TO_LEAVE
+    if leaves and state.closing is not None:
+        return state, ()
+    if not leaves or not closing.wanted(state):
+        return notices.end(state, happened.status, happened.message, now)
+    return _leave(state, Closing(happened.message, happened.status), now)
+
+
+def _leave(state: State, to_close: Closing, now: float) -> Step:
+    """The whole job goes, and saves before."""
+    state, decisions = _regenerate(state, {}, now, now, reason=_LAST, to_close=to_close)
+    return state, (*decisions, AwaitSaved(state.generation, (state.description or {}).get("leave_timeout")))
 
 
 _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {

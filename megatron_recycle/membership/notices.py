@@ -133,6 +133,7 @@ def decided_record(state: State, events: Sequence[Mapping[str, Any]]) -> dict[st
         "description": dict(state.description or {}),
         "left_out": [list(each) for each in state.left_out],
         "closing": None if state.closing is None else state.closing.message,
+        "closing_status": 1 if state.closing is None else state.closing.status,
         "faults": [{**vars(said), "fault": said.fault.to_json()} for said in state.faults],
         **of_moves(state),
         "events": list(events),
@@ -175,6 +176,7 @@ def last(state: State) -> str:
 def end(state: State, status: int, message: str, now: float) -> Step:
     """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none."""
     if state.closing is not None:
+        status = state.closing.status
         message = f"{sentence(state.closing.message)} No checkpoint was written: {sentence(message)} {last(state)}"
     told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
     event = {

@@ -50,7 +50,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], told: Sequence[Mapp
             faults=tuple(Said(**{**said, "fault": Fault.parse(said["fault"])})
                          for said in decided["faults"]),
             left_out=tuple((iteration, microbatch) for iteration, microbatch in decided["left_out"]),
-            closing=None if decided["closing"] is None else Closing(decided["closing"]),
+            closing=None if decided["closing"] is None else Closing(decided["closing"], decided["closing_status"]),
             **moves.restored(records),
         )
     if went is not None:

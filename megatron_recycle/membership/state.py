@@ -58,6 +58,7 @@ class Closing:
     """The job ends with this message once the members have saved what is committed."""
 
     message: str
+    status: int = 1
     saved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """By member where its part of the checkpoint is, and why it is not written, if it is not."""
 
@@ -493,9 +494,11 @@ class AwaitLoss:
 
 @dataclass(frozen=True)
 class AwaitSaved:
-    """Feed `SavedLate(generation)` when the time for a last checkpoint is over."""
+    """Feed `SavedLate(generation)` when the time for a last checkpoint is over; `limit`: seconds, if it is a special
+    one."""
 
     generation: int
+    limit: float | None = None
 
 
 @dataclass(frozen=True)

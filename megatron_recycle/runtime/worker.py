@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import JobEnded, TransportAborted
+from megatron_recycle.errors import JobEnded, TransportAborted, UnsupportedError
 from megatron_recycle.membership import Agent, Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
@@ -78,6 +78,9 @@ class StageWorker:
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
                  generators: Generators, config: RecycleConfig, observer: Observer | None = None,
                  save_last: Callable[[], str] | None = None) -> None:
+        if config.on_leave == "checkpoint" and save_last is None:
+            raise UnsupportedError("on_leave checkpoint is there with DeepSpeed only; leave it out, and save often "
+                                   "enough (--save-interval)")
         self.save_last = save_last
         self.place = place
         self.stage = stage

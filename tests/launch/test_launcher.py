@@ -288,3 +288,17 @@ def test_a_service_may_die_again_and_again_while_iterations_are_committed() -> N
         deaths.died("log")
     with pytest.raises(RecycleError, match="has died 6 times in a row, without an iteration committed in between"):
         deaths.died("log")
+
+
+def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(tmp_path, said, range(1)) as made:
+        made._receive({"type": "event", "event": {"event": "started", "t": 1.0, "ranks": {"0:0": 0}, "max_restarts": 0,
+                                                  "leave_timeout": 0.2}})
+        made.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
+        made._interrupt(signal.SIGTERM, 100.0)
+        made._interrupt(signal.SIGTERM, 100.1)
+        assert made.workers[0].child.status() is None and "within 0 s (leave_timeout)" in said[-1]
+        assert made._hello()[-1] == {"type": "interrupt", "status": 143, "message": "interrupted by SIGTERM"}
+        until_ended(made, made.workers[0])
+        assert made.workers[0].status == -signal.SIGTERM

@@ -166,3 +166,68 @@ def test_a_restarted_coordinator_knows_what_the_generation_is_for():
     cluster.feed(st.Restarted())
     (end,) = endings(cluster.feed(st.Hello(cluster.member("0:0"), 2)))
     assert "sample 31 is corrupt" in end.message and "the coordinator was lost meanwhile" in end.message
+
+
+# ---- the whole job is told to go
+
+
+def leaving(**other: object) -> Cluster:
+    cluster = Cluster(3)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, **{"emergency": True, "on_leave": "checkpoint", "leave_timeout": 45.0, **other})
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    return cluster
+
+
+def test_a_job_that_is_told_to_go_saves_first_within_a_limit_and_ends_with_the_signals_status():
+    cluster = leaving()
+    cluster.feed(st.Leave("1:0/0"))  # Slurm signals every process
+    decisions = cluster.feed(st.Interrupted(143, "interrupted by SIGTERM"))
+    assert st.AwaitSaved(2, 45.0) in decisions and not endings(decisions)
+    assert cluster.feed(st.Interrupted(143, "interrupted by SIGTERM")) == [], "told by each host, and again"
+    gone(cluster)
+    (end,) = endings(saves(cluster))
+    assert end == st.End(143, "interrupted by SIGTERM. The state after iteration 5 is saved in /runs/global_step6.")
+
+
+@pytest.mark.parametrize("other", [{"on_leave": "end"}, {"emergency": False}])
+def test_it_ends_at_once_where_it_does_not_ask_for_that_or_cannot(other: dict[str, object]):
+    (end,) = endings(leaving(**other).feed(st.Interrupted(143, "interrupted by SIGTERM")))
+    assert end == st.End(143, "interrupted by SIGTERM")
+
+
+def test_ctrl_c_does_not_save():
+    assert endings(leaving().feed(st.Interrupted(130, "interrupted by SIGINT")))
+
+
+def test_who_is_too_slow_to_save_is_named_and_the_status_is_the_signals():
+    cluster = leaving()
+    cluster.feed(st.Interrupted(143, "interrupted by SIGTERM"))
+    gone(cluster)
+    saves(cluster, "0:0", "0:1", "1:0", "1:1", "2:0")
+    (end,) = endings(cluster.feed(st.SavedLate(2)))
+    assert end.status == 143 and "No checkpoint was written: it took too long (2:1)" in end.message
+
+
+def test_the_status_survives_the_coordinator_and_a_worker():
+    cluster = leaving()
+    cluster.feed(st.Interrupted(143, "interrupted by SIGTERM"))
+    assert restore(6, cluster.journal).closing == st.Closing("interrupted by SIGTERM", 143)
+    cluster.exit("1:1")
+    gone(cluster)
+    (end,) = endings(saves(cluster))
+    assert end.status == 143 and "The state after iteration 5 is saved" in end.message
+
+
+def test_workers_that_are_all_told_to_leave_one_by_one_save_at_the_boundary():
+    cluster = leaving()
+    for name in cluster.names:
+        cluster.feed(st.Leave(f"{name}/0"))
+    for name in cluster.names:
+        cluster.feed(st.Boundary(f"{name}/0", 1, 6, cluster.now))
+    assert cluster.state.closing is not None
+    gone(cluster)
+    (end,) = endings(saves(cluster))
+    assert end.status == 1 and "stage 0 would have no worker any more" in end.message and "saved in" in end.message
