@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
@@ -93,8 +94,9 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str], int]:
     plan = planned(problem, args.technique, args.budget, args.seed, first.append)
     total = time.perf_counter() - begin
     check(plan)
+    if moves:
+        plan = replace(plan, stats={**plan.stats, "moves": {str(mover): str(to) for mover, to in moves.items()}})
     extra = {"time to best plan": f"{total * 1000:.0f} ms"}
-    named = {"moves": ", ".join(f"{mover} takes the place of {to}" for mover, to in moves.items()) or "none"}
     if first:
         quickly = first[0].stats["first_seconds"] * 1000
         extra = {"time to first plan": f"{quickly:.1f} ms (orders; its {problem.objective}"
@@ -105,7 +107,7 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str], int]:
         print(f"recycle plan: parameters: {extra['parameters']}", file=sys.stderr)
     if plan.stats.get("cut"):
         extra["cut"] = "the clock ended the search before its work was done"
-    return plan, {**named, **extra}, 1 if gone else 0
+    return plan, extra, 1 if gone else 0
 
 
 def _show(plan: Plan, extra: dict[str, str], args: argparse.Namespace) -> None:

@@ -14,7 +14,8 @@ ROWS = 40
 
 def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
     """The figures of a plan, one per line; ``extra`` lines come last."""
-    stages = range(plan.problem.grid.stages)
+    stages, told = range(plan.problem.grid.stages), plan.stats.get("moves")
+    moves = told if isinstance(told, dict) else {}  # anybody's file may say anything there
     peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.live(s)), default=0)}" for s in stages)
     rows = {
         "period": _number(plan.period),
@@ -24,6 +25,7 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
         "bubbles": f"{bubbles(plan):.1%} of the workers' time",
         "peak activations": f"per stage {peaks}",
         "guests": str(guest_count(plan)),
+        "moves": ", ".join(f"{mover} takes the place of {to}" for mover, to in moves.items()) or "none",
         "source": plan.source,
         **extra,
     }

@@ -107,7 +107,8 @@ def test_moves_are_part_of_the_plan(capsys):
     _, stayed, _ = recycle_plan(capsys, *arguments, "--no-moves")
     moved, stayed = Plan.from_json(json.loads(moved)), Plan.from_json(json.loads(stayed))
     assert stayed.problem.failed == (Worker(0, 1), Worker(1, 1))
-    assert sorted(worker.stage for worker in moved.problem.failed) != [1, 1]
+    ((mover, to),) = moved.stats["moves"].items()
+    assert set(moved.problem.failed) == {*stayed.problem.failed, Worker.parse(mover)} - {Worker.parse(to)}
     assert moved.period < stayed.period and violations(moved) == []
 
 
