@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.errors import JobEnded, RecycleError, TransportAborted
+from megatron_recycle.observe.text import one_line
 
 _LONGEST = {"error": 120, "text": 1500, "action": 40}
 """Characters of each field."""
@@ -103,5 +104,5 @@ class Fault:
 
 def _plain(text: str, most: int) -> str:
     """One line without control characters, of at most so many of others."""
-    line = " ".join("".join(each if each.isprintable() else " " for each in text).split())
+    line = one_line(text)
     return line if len(line) <= most else line[:most - 3].rstrip() + "..."

@@ -17,5 +17,5 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`printable` text on one line: what it says cannot pass for a line of ours."""
-    return " ".join(printable(text).split("\n"))
+    """`printable` text on one line, without runs of spaces: what it says cannot pass for a line of ours."""
+    return " ".join("".join(each if each.isprintable() else " " for each in _SEQUENCE.sub("", text)).split())

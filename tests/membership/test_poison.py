@@ -29,7 +29,7 @@ def test_a_fault_says_what_a_traceback_ends_with_on_one_short_line():
     assert str(Fault.of(KeyError("x"))) == "KeyError: 'x'"
     assert str(Fault.of(RuntimeError())) == "RuntimeError"
     fault = Fault.of(RuntimeError("CUDA error\n\x1b[31mdevice-side  assert\x07 " + "x" * 9999), 3, "B0.1")
-    assert fault.text.startswith("CUDA error [31mdevice-side assert x") and len(fault.text) == 300
+    assert fault.text.startswith("CUDA error device-side assert x") and len(fault.text) == 300
     assert "\x1b" not in fault.text and fault.where == "in B0.1 of iteration 3" and fault.microbatch == "0.1"
     assert Fault.of(SystemExit("no data")).text == "no data"
     assert Fault.parse(fault.to_json()) == fault
