@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from megatron_recycle import enable
-from megatron_recycle.errors import ConfigError, JobEnded
+from megatron_recycle.errors import ConfigError, JobEnded, UnsupportedError
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.streams import open_standard_streams
 
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
         print(f"megatron-recycle: {end}", file=sys.stderr)
         _mark_failed(end)
         return end.status
-    except ConfigError as error:  # settings in the framework's own configuration, which is read late
+    except (ConfigError, UnsupportedError) as error:  # known late: from the framework's own configuration, or the model
         print(f"megatron-recycle: {error}", file=sys.stderr)
         _mark_failed(error)
         return USAGE_ERROR

@@ -81,10 +81,8 @@ class MegatronStage:
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def look(self) -> bool:
-        trained = {id(parameter) for parameter in self._model.parameters() if parameter.requires_grad}
-        if trained != set(map(id, self.parameters)):
-            raise UnsupportedError("parameters were frozen, unfrozen or added after Megatron's buffers for gradients "
-                                   "had been made: set requires_grad when the model is built (in model_provider)")
+        """Parameters stay those that Megatron has made places for gradients for, frozen meanwhile or not: so does its
+        optimizer."""
         return False
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
@@ -95,10 +93,15 @@ class MegatronStage:
     def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         last = parallel_state.is_pipeline_last_stage()
         given = None if inputs is None else inputs[0]
+        communicated = _operations()
         reports: list[Any] = []
         output, tokens = forward_step(
             self.forward_step, None if batch is None else iter([batch]), self._model, self._microbatches, given,
             reports, self._config, cp_group_size=1, is_last_stage=last)
+        if communicated != _operations() and parallel_state.get_data_parallel_world_size() > 1:
+            raise UnsupportedError("forward_step or the loss function communicates in Megatron's data- or "
+                                   "model-parallel group, whose other members are not there: a micro-batch may run "
+                                   "anywhere. Return (sum of losses, number of tokens, {name: value}) of it alone")
         if last:
             report = self._report(reports[0], float(tokens))
             return Forward((given, output), (), torch.tensor(_mean(report[1:3])), report, (output,))
@@ -310,6 +313,12 @@ class MegatronStage:
         gradients = [parameter.grad for parameter in self._single.get_parameters() if parameter.grad is not None]
         overflow = torch.zeros(1, dtype=torch.int, device=self.device)
         multi_tensor_applier(multi_tensor_scale_impl, overflow, [gradients, gradients], self._coefficient)
+
+
+def _operations() -> int:
+    """Operations so far in Megatron's groups for data and model parallelism, which are one that has no other member
+    (see `megatron_groups`)."""
+    return int(parallel_state.get_data_parallel_group()._get_sequence_number_for_group())
 
 
 def _kind(training: bool) -> str:

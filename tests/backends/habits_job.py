@@ -19,8 +19,8 @@ _ARGUMENTS = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4",
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, habits: tuple[str, ...], plugin: bool,
-          options: tuple[str, ...] = ()) -> Any:
-    """Two stages of one pipeline; returns what they end with. ``habits`` are functions of this module."""
+          options: tuple[str, ...] = (), pipelines: int = 1) -> Any:
+    """Two stages; returns what they end with. ``habits`` are functions of this module."""
     if SCRIPTS not in sys.path:
         sys.path.insert(0, SCRIPTS)
     import pretrain_gpt_megatron as script
@@ -32,8 +32,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, habits: tuple[str, ..
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if plugin:
-        megatron_recycle.enable(RecycleConfig(heartbeat_interval=0.2, heartbeat_timeout=5.0, planner_budget=0.0,
-                                              stall_floor=60.0, step="barrier"), observer=observer_of(f"0:{rank}"))
+        settings = RecycleConfig(heartbeat_interval=0.2, heartbeat_timeout=5.0, planner_budget=0.0, stall_floor=60.0,
+                                 step="barrier")
+        megatron_recycle.enable(settings, observer=observer_of(f"{rank % pipelines}:{rank // pipelines}"))
     from megatron.core.pipeline_parallel import get_forward_backward_func  # the plugin's from now on
 
     mine = [globals()[name] for name in habits]
@@ -51,7 +52,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, habits: tuple[str, ..
     args = script.parse(["--data", __file__, *_ARGUMENTS, *options])
     torch.distributed.init_process_group("gloo")
     parallel_state.initialize_model_parallel(1, 2)
-    torch.manual_seed(args.seed + rank)
+    torch.manual_seed(args.seed + rank // pipelines)
     model_parallel_cuda_manual_seed(args.seed)
     distributed.DistributedDataParallel = Wrapped  # type: ignore[misc]
     config, model, optimizer = script.build(args)
@@ -177,6 +178,24 @@ def masks_tokens(moment: str, job: Any, iteration: int) -> None:
             total = (losses * mask).sum()
             return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()]), "aux": total.detach(),
                                    "plain": torch.tensor(3)}
+
+        return output, loss
+
+    if moment == "built":
+        job.forward = forward
+
+
+def adds_up_over_pipelines(moment: str, job: Any, iteration: int) -> None:
+    """As loss functions did that know the number of tokens of all pipelines."""
+    from megatron.core import parallel_state
+
+    def forward(script_step: Any, iterator: Any, model: Any) -> Any:
+        output, _ = script_step(iterator, model)
+
+        def loss(losses: torch.Tensor) -> Any:
+            tokens = torch.tensor(losses.numel())
+            torch.distributed.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+            return losses.sum() / tokens, {"lm loss": losses.detach().mean()}
 
         return output, loss
 

@@ -34,6 +34,15 @@ def test_habits_that_end_with_the_bits_of_stock(habits, options):
         assert not differences(stock[rank], ours[rank])
 
 
+@pytest.mark.slow
+def test_a_loss_that_communicates_with_other_pipelines_is_refused():
+    """Its group has one member here: it would get back what it gave, and train with another loss."""
+    with Job(habits_job.train, 4, {"habits": ("adds_up_over_pipelines",), "plugin": True, "pipelines": 2}) as job:
+        results = job.wait()
+    assert any("communicates in Megatron's data- or model-parallel group" in str(result.error)
+               for result in results.values()), results
+
+
 def world() -> SimpleNamespace:
     """A script and what it calls, without any training behind it."""
     from megatron_recycle.backends.megatron_script import Script
