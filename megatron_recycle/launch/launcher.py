@@ -209,9 +209,9 @@ class Launcher:
         }
         if out is not None:
             environ[JOINING] = "1"
+        child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
         if rank in self.workers:
             self.workers[rank].child.release()
-        child = Child(self.job.command, environ, self.job.run_dir / f"worker-{rank}.log")
         if child.unlogged is not None:
             self._say(f"rank {rank}: {child.unlogged}: what it prints is lost")
         self.workers[rank] = Worker(rank, child, out=out, move=move)
@@ -288,14 +288,30 @@ class Launcher:
             places = "place is" if len(back) == 1 else f"{len(back)} places are"
             self._say(f"this host's {places} free again: rejoining (rank {', '.join(map(str, back))})")
         for rank in due:
-            self._spawn(rank, self.workers[rank].out or "exit")
+            self._try_spawn(rank, self.workers[rank].out or "exit")
+
+    def _try_spawn(self, rank: int, out: str, move: int = 0) -> None:
+        """Start one more process in a job that runs: that it cannot be started costs nobody else anything."""
+        try:
+            self._spawn(rank, out, move)
+        except (RecycleError, OSError) as error:
+            self._say(f"rank {rank} cannot be started: {error}")
+            log = str(self.job.run_dir / f"worker-{rank}.log")
+            if move:
+                self._starts.end(rank)
+                self._tell({"type": "exit", "rank": rank, "pid": 0, "status": 1, "t": time.time(), "log": log,
+                            "move": move})
+            elif out == _CUT_OFF:
+                self.restarts.cut_off(rank, time.monotonic(), log)
+            else:
+                self.restarts.ended(rank, time.monotonic(), log)
 
     def _start_moves(self) -> None:
         """Start the processes of other stages that workers of this host move to."""
         for rank in self._starts.due():
             before = self.workers.get(rank)
             if before is None or before.status is not None:
-                self._spawn(rank, "not joined", self._starts.number(rank))
+                self._try_spawn(rank, "not joined", self._starts.number(rank))
             else:
                 before.child.signal(signal.SIGKILL)  # declared out: its successor needs its name
                 self._starts.later(rank)

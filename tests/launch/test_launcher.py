@@ -302,3 +302,19 @@ def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: P
         assert made._hello()[-1] == {"type": "interrupt", "status": 143, "message": "interrupted by SIGTERM"}
         until_ended(made, made.workers[0])
         assert made.workers[0].status == -signal.SIGTERM
+
+
+def test_a_worker_that_cannot_be_started_again_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody has put a link where its log was, or the run's folder is gone."""
+    monkeypatch.setattr("megatron_recycle.launch.restarts._FIRST_PAUSE", 0.05)
+    said: list[str] = []
+    with launcher(tmp_path, said) as made:
+        made.restarts.most, made._link.lost_since = 2, None
+        (tmp_path / "worker-0.log").unlink()
+        (tmp_path / "worker-0.log").symlink_to("/nowhere")
+        made.workers[0].child.signal(signal.SIGKILL)
+        until(made, lambda: 0 in made.restarts.given_up)
+        assert made.workers[1].child.status() is None
+    assert len([line for line in said if "rank 0 cannot be started: " in line and "it is a link" in line]) == 2
