@@ -1,4 +1,4 @@
-# CPU image with DeepSpeed: `docker run -v "$PWD":/job IMAGE --nproc 6 train.py`
+# CPU image with DeepSpeed: `docker run --ipc=host -v "$PWD":/job IMAGE --nproc 6 train.py` (docs/hosts.md, Containers)
 FROM python:3.11-slim
 
 # One thread per worker is recycle run's own default; DeepSpeed would look for a GPU first.

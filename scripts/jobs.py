@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.ports import listen
 from megatron_recycle.launch.rundir import prepare
@@ -53,7 +54,10 @@ class Job:
     hosts: int = 1
 
     def __enter__(self) -> Job:
-        prepare(self.run_dir)
+        try:
+            prepare(self.run_dir)
+        except ConfigError as error:
+            raise JobFailed(str(error)) from error
         self.pids: dict[str, int] = {}
         self._offset = 0
         self._deadline = time.monotonic() + self.limit
