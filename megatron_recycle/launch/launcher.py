@@ -132,6 +132,7 @@ class Launcher:
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
         self._signals: deque[tuple[int, float]] = deque()
         self._interrupted = False
+        self._refused = False
         self._asked = 0.0  # when
         self._idle_since: float | None = None
         self._time_to_leave: float | None = None
@@ -181,7 +182,7 @@ class Launcher:
     @property
     def informed(self) -> bool:
         """Whether this host was told of the job to its end, or to its own."""
-        return self._end is not None or self.job.joining
+        return (self._end is not None and not self._refused) or self.job.joining
 
     @property
     def message(self) -> str:
@@ -351,6 +352,7 @@ class Launcher:
         if refused is None or self._coordinator is not None or self._over():
             return
         if time.monotonic() - refused > self.job.grace.refused:
+            self._refused = True
             self._give_up(f"the coordinator at {self._link.address} has refused connections for "
                           f"{self.job.grace.refused:.0f} s ({self._link.error}): the first host's launcher has ended, "
                           "or its port is another job's by now. Restart the job from its last checkpoint")

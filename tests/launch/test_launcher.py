@@ -146,7 +146,7 @@ def test_a_host_ends_once_the_coordinator_has_refused_for_long_enough(tmp_path: 
     begun = time.monotonic()
     assert made.run() == 1 and time.monotonic() - begun < 10
     assert f"the coordinator at 127.0.0.1:{port} has refused connections for 0 s" in made.message
-    assert {worker.status for worker in made.lives} == {-signal.SIGTERM}
+    assert {worker.status for worker in made.lives} == {-signal.SIGTERM} and not made.informed
 
 
 def test_hosts_but_the_first_tell_of_their_own_workers_only(tmp_path: Path) -> None:
