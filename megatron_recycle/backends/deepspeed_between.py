@@ -5,8 +5,7 @@ What it may change is followed: see `DeepSpeedStage.look` and docs/between-itera
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,19 +41,34 @@ def refuse_loader(call: str) -> None:
                            "to go on with other data, begin a new job from a checkpoint")
 
 
-def settle_when_asked(module: nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
-    """Call ``settle()`` before anybody reads or writes parameters by way of ``module``, or state of either."""
-    for register in (module.register_state_dict_pre_hook, module.register_load_state_dict_pre_hook,
-                     optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+    """Call ``settle()`` before anybody reads or writes parameters by way of ``model`` or a part of it, or the state of
+    either."""
+    for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
         register(lambda *_: settle())
-    listed = module.named_parameters
+    for module in model.modules():
+        for name in _ASKED:
+            setattr(module, name, _Settled(module, name, settle))
 
-    @functools.wraps(listed)
-    def named_parameters(*arguments: Any, **keywords: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        settle()
-        return listed(*arguments, **keywords)
 
-    module.named_parameters = named_parameters  # parameters() and zero_grad() ask it, too
+_ASKED = ("named_parameters", "state_dict", "load_state_dict")
+"""Methods of a module; `parameters()` asks the first."""
+
+
+class _Settled:
+    """A module's method that settles first. A copy of the module, which is no part of the model, has its class's."""
+
+    def __init__(self, module: nn.Module, name: str, settle: Callable[[], None]) -> None:
+        self._module = module
+        self._name = name
+        self._settle = settle
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self._settle()
+        return getattr(type(self._module), self._name)(self._module, *arguments, **keywords)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, self._name)  # of a module that has no attributes of its own yet
 
 
 def check_iteration(engine: RecyclePipelineEngine, plain: DataSource, data: DataSource, iteration: int) -> None:

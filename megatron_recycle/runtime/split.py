@@ -148,7 +148,7 @@ class Splitter:
         """Whether layers run as if there were no splitter."""
         self.layers = [module for module in model.modules() if _splittable(module)]
         for layer in self.layers:
-            layer.forward = _forward_of(layer, self)
+            layer.forward = _Forward(layer, self)
 
     @property
     def deferring_costs(self) -> bool:
@@ -201,18 +201,27 @@ def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "bias", None) is not None
 
 
-def _forward_of(layer: nn.Module, splitter: Splitter) -> Any:
-    stock, transposed = type(layer).forward, _is_conv1d(layer)
+class _Forward:
+    """A linear layer's `forward` that can defer. A copy of the layer, or one that is loaded from a file, has its own
+    class's again: it is no part of the model."""
 
-    def forward(inputs: torch.Tensor) -> torch.Tensor:
+    def __init__(self, layer: nn.Module, splitter: Splitter) -> None:
+        self._layer = layer
+        self._splitter = splitter
+        self._stock, self._transposed = type(layer).forward, _is_conv1d(layer)
+
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
+        layer, splitter = self._layer, self._splitter
         weight, bias = layer.weight, layer.bias
         # Under autocast stock would keep a copy of its input in 16 bits, where a split layer keeps none.
         as_stock = splitter.stock and not torch.is_autocast_enabled(inputs.device.type)
         # Nothing else may decide: a checkpoint that runs this again has to find what it was the first time.
         if as_stock or not torch.is_grad_enabled() or _transformed() or not _own(weight) or not _own(bias):
-            return stock(layer, inputs)
-        return _SplitLinear.apply(inputs, weight, bias, splitter, transposed)
-    return forward
+            return self._stock(layer, inputs)
+        return _SplitLinear.apply(inputs, weight, bias, splitter, self._transposed)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._layer, "forward")  # of a layer that has no attributes of its own yet
 
 
 def _own(parameter: torch.Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineError
 from torch import nn
+from torch.optim import swa_utils
 
 WIDTH = 8
 ALWAYS, NEVER = 0.05, 50.0
@@ -281,6 +283,20 @@ def average(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
     memo["kept"] = [0.5 * before + 0.5 * now for before, now in zip(old, new)]
 
 
+def average_of_a_layer(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    if iteration == 0:
+        memo["layer"] = swa_utils.AveragedModel(blocks(engine)[0])
+    memo["layer"].update_parameters(blocks(engine)[0])
+    memo["kept"] = [memo["layer"](torch.ones(3, WIDTH)), *memo["layer"].parameters()]
+
+
+def use_a_copy(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    if iteration == 1:
+        memo["copy"] = copy.deepcopy(blocks(engine)[0])
+    if iteration > 1:
+        memo["kept"] = [memo["copy"](torch.ones(3, WIDTH))]
+
+
 def take_back(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
     if iteration == 1:
         memo["model"] = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
@@ -413,9 +429,9 @@ def undone(what: str, script: Script, **more: Any) -> Row:
 
 ROWS: list[Row] = [
     Row("does nothing", nothing),
-    undone("has layers tied between stages", nothing, layers=tied_layers),
+    Row("has layers tied between stages", nothing, layers=tied_layers),
     undone("freezes parameters", at(1, freeze)),
-    undone("unfreezes parameters one after another", unfreeze, prepare=start_frozen),
+    Row("unfreezes parameters one after another", unfreeze, prepare=start_frozen),
     Row("freezes and unfreezes a tied layer", lambda engine, i, memo: freeze_tied(engine) if i in (1, 2) else None,
         layers=tied_layers),
     Row("freezes parameters on some ranks only", at(1, freeze_somewhere),
@@ -423,21 +439,21 @@ ROWS: list[Row] = [
     Row("freezes a tied layer on some stages only", at(1, freeze_tied_first), layers=tied_layers,
         refused="trained by stage 1 and frozen by stage 0: freeze it on all ranks"),
     undone("adds a parameter group", at(1, add_group), prepare=only_linear),
-    undone("adds layers, with a parameter group", at(1, add_layer)),
+    Row("adds layers, with a parameter group", at(1, add_layer)),
     Row("ties two layers of a stage", at(1, tie)),
     undone("sets the learning rate by hand", every(scale_rate)),
-    undone("sets weight decay, betas and the like by hand", at(1, set_decay)),
+    Row("sets weight decay, betas and the like by hand", at(1, set_decay)),
     undone("replaces `engine.lr_scheduler`", at(1, replace_schedule), prepare=stepwise),
-    undone("steps `engine.lr_scheduler` by hand", at(1, lambda engine: engine.lr_scheduler.step()), prepare=stepwise),
-    undone("has a schedule without `state_dict()`", nothing, prepare=bare_schedule),
+    Row("steps `engine.lr_scheduler` by hand", at(1, lambda engine: engine.lr_scheduler.step()), prepare=stepwise),
+    Row("has a schedule without `state_dict()`", nothing, prepare=bare_schedule),
     Row("changes `gradient_clipping`", set_clipping),
     undone("has an optimizer with state in attributes of its own", nothing, prepare=its_own(Counting)),
     Row("has an optimizer that changes other objects", nothing, prepare=its_own(Averaging),
         refused="a step changes optimizer.average, which cannot be put back"),
-    undone("has an optimizer that changes other objects, `step: barrier`", nothing, prepare=its_own(Averaging),
+    Row("has an optimizer that changes other objects, `step: barrier`", nothing, prepare=its_own(Averaging),
         settings=BARRIER),
     Row("registers optimizer step hooks (an EMA, for instance)", average_in_hook, refused="has step hooks"),
-    undone("registers optimizer step hooks, `step: barrier`", average_in_hook, settings=BARRIER),
+    Row("registers optimizer step hooks, `step: barrier`", average_in_hook, settings=BARRIER),
     undone("writes to the optimizer's state after `engine.settle()`", at(
         1, lambda engine: (forget_moments if hasattr(engine, "_worker") else forget_moments_at_once)(engine))),
     undone("writes to the optimizer's state at once", at(1, forget_moments_at_once),
@@ -445,7 +461,7 @@ ROWS: list[Row] = [
     Row("writes to the optimizer's state at once, without clipping", at(1, forget_moments_at_once), clipping=0.0),
     undone("loads the optimizer's `state_dict()`", take_optimizer_back),
     undone("writes to `engine.module.parameters()` (clamping, pruning, swapping)", every(clamp)),
-    undone("gives parameters other data by way of `engine.module.named_parameters()`", at(2, prune_and_swap)),
+    Row("gives parameters other data by way of `engine.module.named_parameters()`", at(2, prune_and_swap)),
     undone("writes to parameters that it took before, after `engine.settle()`", every(clamp_after_settling),
            prepare=keep),
     undone("writes to parameters that it took before, at once", every(clamp_kept), prepare=keep,
@@ -453,13 +469,15 @@ ROWS: list[Row] = [
     Row("writes to parameters that it took before, at once, without clipping", every(clamp_kept), prepare=keep,
         clipping=0.0),
     undone("averages `engine.module.parameters()` (an EMA)", average),
-    undone("loads the module's `state_dict()`", take_back),
+    undone("averages a layer by `torch.optim.swa_utils.AveragedModel`", average_of_a_layer),
+    Row("loads the module's `state_dict()`", take_back),
+    Row("computes with a copy that it has made of a layer", use_a_copy),
     Row("has hooks on parameters' gradients", hook_gradients),
     Row("has hooks on modules, forward and backward, and on their outputs", at(1, hook_modules)),
     Row("has hooks of `register_post_accumulate_grad_hook()`", at(1, hook_sums),
         refused="would see a micro-batch's gradient instead of the sum so far"),
     Row("puts gradients on parameters", at(1, put_gradients), refused=".grad holds a gradient"),
-    undone("sets attributes of modules", every(set_attribute)),
+    Row("sets attributes of modules", every(set_attribute)),
     Row("calls `set_batch_fn()`", at(1, set_batch_fn)),
     Row("replaces the loss function, or scales the loss", at(1, set_loss)),
     Row("calls `eval_batch()`", evaluate),

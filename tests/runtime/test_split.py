@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -419,3 +421,18 @@ def test_apex_is_used_on_gpus_where_it_is_installed(monkeypatch):
     assert fused_kernel(torch.float32, cpu) is None and fused_kernel(torch.float64, gpu) is None
     assert fused_kernel(torch.float32, gpu) == "into fp32"
     assert fused_kernel(torch.bfloat16, gpu) == fused_kernel(torch.float16, gpu) == "into 16 bits"
+
+
+def test_a_copy_of_a_layer_and_one_from_a_file_compute_with_weights_of_their_own():
+    """Averaged models are made so."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False))
+    Splitter(model)
+    copied, file = copy.deepcopy(model), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    with torch.no_grad():
+        model[0].weight.zero_()
+    for other in (copied, loaded):
+        assert torch.equal(other(torch.eye(3)), other[0].weight.t())
+        assert other[0].weight.abs().sum() > 0
