@@ -51,8 +51,9 @@ def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle
             setattr(module, name, _Settled(module, name, settle))
 
 
-_ASKED = ("named_parameters", "state_dict", "load_state_dict")
-"""Methods of a module; `parameters()` asks the first."""
+_ASKED = ("named_parameters", "named_modules", "state_dict", "load_state_dict")
+"""Methods of a module; `parameters()` and `modules()` ask the first two. Who goes through modules may be about to read
+weights, or to put others in their place."""
 
 
 class _Settled:

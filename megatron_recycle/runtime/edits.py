@@ -23,6 +23,10 @@ from megatron_recycle.runtime.stage import Stage
 
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NAMED = 3  # tensors that a message lists
+_MAY_CHANGE = (
+    "after iteration {}, whose step could still be undone: with staggered steps a stage steps before it knows whether "
+    "gradients are clipped. Call engine.settle() before the change (parameters(), modules() and state_dict() of "
+    'engine.module do), or set "step": "barrier"')
 _PLAIN = (bool, int, float, str)
 
 Attributes = dict[tuple[int, str], tuple[nn.Module, Any]]
@@ -88,10 +92,7 @@ class Edits:
         state = self._stage.state()
         if written and (self._stage.may_guess_wrong or set(left.tensors) != set(state)):
             named = ", ".join(written[:_NAMED]) + (f" and {len(written) - _NAMED} more" if written[_NAMED:] else "")
-            raise UnsupportedError(
-                f"the script changed {named} after iteration {iteration}, whose step could still be undone: with "
-                "staggered steps a stage steps before it knows whether gradients are clipped. Call engine.settle() "
-                "before the change (engine.module.parameters() and state_dict() do), or set \"step\": \"barrier\"")
+            raise UnsupportedError(f"the script changed {named} {_MAY_CHANGE.format(iteration)}")
         kept = {name: state[name].clone() for name in written}
         self._stage.refer(left.references)
         self._stage.set_counters(left.counters)
@@ -107,6 +108,12 @@ class Edits:
             state = self._stage.state()
             for name, tensor in kept.items():
                 state[name].copy_(tensor)
+
+    def refuse_loss(self, iteration: int) -> None:
+        """Raises UnsupportedError if the parameters that the script has taken out of the model may not have been right:
+        what it has made of their values would not be either."""
+        if self._left is not None and self._stage.may_guess_wrong:
+            raise UnsupportedError(f"the script took parameters out of the model {_MAY_CHANGE.format(iteration)}")
 
     def _written(self, left: _Left) -> list[str]:
         """Names of the tensors that the script has written to, or put others in the place of."""

@@ -58,6 +58,10 @@ class Modes:
         self._next = _Mode.of(self._model)
         return not self._training.same(self._next)
 
+    def gone(self) -> bool:
+        """Whether there are parameters, of those in the last iteration, that `look` has not found any more."""
+        return not set(map(id, self._training.parameters)) <= set(map(id, self._next.parameters))
+
     def remember(self) -> None:
         """It is trained as `look` has found them."""
         self._training = self._next

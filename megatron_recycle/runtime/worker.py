@@ -164,6 +164,8 @@ class StageWorker:
         if self.brought is not None:  # the script has gone through its loop since: its peers' had before
             self.stage.load_state(*self.brought)
         changed = self._modes.look()
+        if changed and self._modes.gone():
+            self._edits.refuse_loss(self.ledger.stepped)
         if changed or self._edits.found():
             self.settle()
         if self.stage.look() or changed:

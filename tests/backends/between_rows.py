@@ -64,7 +64,8 @@ class Block(nn.Module):
 
 
 def blocks(engine: Any) -> list[Block]:
-    return [part for part in engine.module.modules() if isinstance(part, Block)]
+    """As a script finds them that has kept them since before training: nothing settles."""
+    return [part for part in engine.module.forward_funcs if isinstance(part, Block)]
 
 
 def nothing(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
@@ -132,6 +133,12 @@ def add_layer(engine: Any) -> None:
 def tie(engine: Any) -> None:
     one, two = blocks(engine)
     two.up.weight = one.up.weight
+
+
+def normalise(engine: Any) -> None:
+    for part in list(engine.module.modules()):
+        if isinstance(part, Block):
+            nn.utils.parametrizations.weight_norm(part.down)
 
 
 # ---- the optimizer
@@ -338,7 +345,9 @@ def hook_modules(engine: Any) -> None:
 
 
 def hook_sums(engine: Any) -> None:
-    blocks(engine)[0].norm.weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.clamp_(-0.1, 0.1))
+    def clip(parameter: torch.Tensor) -> None:
+        parameter.grad.clamp_(-0.1, 0.1)
+    blocks(engine)[0].norm.weight.register_post_accumulate_grad_hook(clip)
 
 
 # ---- the engine
@@ -440,7 +449,10 @@ ROWS: list[Row] = [
         refused="trained by stage 1 and frozen by stage 0: freeze it on all ranks"),
     undone("adds a parameter group", at(1, add_group), prepare=only_linear),
     Row("adds layers, with a parameter group", at(1, add_layer)),
-    Row("ties two layers of a stage", at(1, tie)),
+    undone("replaces weights (`weight_norm()`, for instance) that it finds by `engine.module.modules()`",
+           at(1, normalise)),
+    Row("ties two layers of a stage that it took before", at(1, tie), refused="took parameters out of the model"),
+    Row("ties two layers of a stage that it took before, without clipping", at(1, tie), clipping=0.0),
     undone("sets the learning rate by hand", every(scale_rate)),
     Row("sets weight decay, betas and the like by hand", at(1, set_decay)),
     undone("replaces `engine.lr_scheduler`", at(1, replace_schedule), prepare=stepwise),
