@@ -135,4 +135,5 @@ class Director:
     def _tell(self, act: str, **fields: Any) -> None:
         self._done = True
         record = self._log.emit(act, **fields)
-        self._say(format_event(record).replace("recycle: ", "recycle chaos: ", 1))
+        shown = {key: value for key, value in record.items() if key != "cuts"}
+        self._say(format_event(shown).replace("recycle: ", "recycle chaos: ", 1))

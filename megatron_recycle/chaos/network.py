@@ -81,9 +81,12 @@ def recorded(run_dir: Path) -> Cuts:
 
 
 def lose(namespace: str | None, targets: Iterable[str], cuts: Cuts | None = None) -> None:
-    """What `namespace` sends to these addresses is lost from now on."""
+    """What `namespace` sends to these addresses is lost from now on. What is cut already is left to who has cut it."""
+    lost = _lost(namespace)
     for device in sorted(set(addresses(namespace).values())):
         for target in targets:
+            if (target, device) in lost:
+                continue
             if cuts is not None and namespace is not None:
                 cuts.ways.append((namespace, device, target))
             ip(namespace, "neighbour", "replace", target, "lladdr", _NOBODY, "dev", device, "nud", "permanent")

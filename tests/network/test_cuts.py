@@ -100,3 +100,11 @@ def test_what_was_cut_for_good_is_healed_after_the_end_of_the_job(job: FakeJob):
     tool = job.chaos("heal", job.net.names[0])
     assert "has ended" not in tool.communicate(timeout=LIMIT)[1] and tool.returncode == 0
     assert not job.cuts()
+
+
+def test_a_shorter_cut_within_a_longer_one_does_not_undo_it(job: FakeJob):
+    assert job.chaos("partition", job.net.names[0]).wait(LIMIT) == 0
+    before = job.cuts()
+    assert job.chaos("partition", job.net.names[0], "--from", job.net.names[1], "--for", "0.05").wait(LIMIT) == 0
+    assert job.cuts() == before
+    assert job.chaos("heal", job.net.names[0]).wait(LIMIT) == 0 and not job.cuts()
