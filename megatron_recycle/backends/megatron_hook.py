@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,8 @@ ARGUMENTS = "megatron.training.global_vars"
 
 _NAME = "get_forward_backward_func"
 _STOCK = "recycle_stock_function"
+_HEARD = 5.0
+"""Seconds that a silent rank stays, since torchrun ends all with the first one that ends, and another is to speak."""
 _REFUSED = 2
 """Exit status, as of a wrong option on any command line."""
 
@@ -78,6 +81,8 @@ def _judge(arguments: Any) -> None:
     except UnsupportedError as error:
         if "RECYCLE_RUN_DIR" in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
             print(error, file=sys.stderr, flush=True)
+        else:
+            time.sleep(_HEARD)
         raise SystemExit(_REFUSED) from None  # no traceback: nothing is wrong with the script
     if os.environ.get("RANK", "0") == "0" and not is_joining():
         for line in lines:
