@@ -14,6 +14,7 @@ from megatron_recycle.observe.log import get_logger
 
 _FORWARDS = 3  # in which an attribute changes before somebody is told: what is computed once and kept does not
 _SIMPLE = (bool, int, float, complex, str, torch.Tensor)
+_FRAMEWORKS = ("torch", "deepspeed", "megatron")
 _OWN = {"training", "_parameters", "_buffers", "_modules"}
 
 
@@ -64,7 +65,7 @@ class HiddenState:
 
     def _compare(self, before: dict[str, Any]) -> None:
         now = self._attributes()
-        changed = {name for name, value in now.items() if name in before and before[name] != value}
+        changed = {name for name, value in now.items() if before.get(name) != value}
         self._changing = changed if self._changing is None else self._changing & changed
         self._looked += 1
         if self._looked == _FORWARDS and self._changing:
@@ -78,6 +79,8 @@ class HiddenState:
 
     def _each_attribute(self) -> Iterator[tuple[str, Any]]:
         for name, module in self._modules:
+            if type(module).__module__.partition(".")[0] in _FRAMEWORKS:
+                continue  # DeepSpeed's PipelineModule counts forwards for what is refused (seed_layers)
             for key, value in vars(module).items():
                 if key in _OWN or not isinstance(value, _SIMPLE):
                     continue

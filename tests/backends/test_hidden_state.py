@@ -76,6 +76,10 @@ def count(model: Model, number: int) -> None:
     model.calls += 1
 
 
+def count_late(model: Model, number: int) -> None:
+    model.made = getattr(model, "made", 0) + 1
+
+
 def average(model: Model, number: int) -> None:
     model.running = 0.9 * model.running + 0.1
 
@@ -90,7 +94,7 @@ def keep(model: Model, number: int) -> None:
         model.calls = number + 10
 
 
-@pytest.mark.parametrize(("change", "name"), [(count, "calls"), (average, "running"), (average_in_place, "running")])
+@pytest.mark.parametrize(("change", "name"), [(count, "calls"), (count_late, "made"), (average, "running"), (average_in_place, "running")])
 def test_an_attribute_that_every_forward_changes_is_named_once(change, name, monkeypatch):
     said = run(change, monkeypatch)
     assert len(said) == 1 and f"each forward: {name}." in said[0]
