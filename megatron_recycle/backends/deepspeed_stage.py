@@ -108,6 +108,12 @@ class DeepSpeedStage:
         outputs = engine.module(single)
         if not engine.is_last_stage():
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if self.parameters and not any(tensor.requires_grad for tensor in outputs):
+                raise UnsupportedError(
+                    "no output of this stage has a gradient, so that its parameters would never be trained. Reentrant "
+                    "activation checkpointing takes the gradients of a first layer whose inputs have none, such as an "
+                    'embedding: set "pipeline": {"use_reentrant": false} in the DeepSpeed JSON, or give '
+                    "PipelineModule(checkpointable_layers=[...]) the names of the classes behind it")
             return Forward((inputs, outputs), outputs, None, roots=outputs)
         assert batch is not None
         loss = engine.module.loss_fn(outputs, self._labels(batch[1])) if engine.module.loss_fn else outputs

@@ -189,7 +189,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
                                    forward_fn=lambda module, x: functional.linear(x, module.token.weight))
     model = PipelineModule(layers, num_stages=stages, partition_method="uniform",
                            loss_fn=loss_fn if left_out is None else loss_without(left_out),
-                           activation_checkpoint_interval=checkpoint)
+                           activation_checkpoint_interval=checkpoint, checkpointable_layers=["Block"])
     parameters = {"Adam": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
     ds_config = {
         "train_batch_size": BATCH * microbatches * pipelines, "train_micro_batch_size_per_gpu": BATCH,

@@ -6,10 +6,15 @@ Cases cover pipelines, stages, clipping, the moment and the place of the kill pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from megatron_recycle.backends.deepspeed_stage import DeepSpeedStage
+from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors, differences, run
 from tests.harness import Hold, Job, Result
@@ -116,3 +121,12 @@ def test_recomputed_activations_have_the_randomness_of_their_own_forward():
         job.wait_held()
         job.kill(hold)
         check_survivors(job, {hold.worker}, calm)
+
+
+def test_a_first_stage_that_its_checkpoints_would_leave_untrained_is_refused():
+    """Tokens have no gradient, so that a reentrant checkpoint of the embedding gives none. Stock fails in B."""
+    embedding = nn.Embedding(3, 2)
+    engine = SimpleNamespace(module=lambda x: embedding(x).detach(), is_last_stage=lambda: False, batch_fn=None)
+    stage = SimpleNamespace(_engine=engine, parameters=[*embedding.parameters()], _load=lambda data: (data,))
+    with pytest.raises(UnsupportedError, match="checkpointable_layers"):
+        DeepSpeedStage._forward(stage, None, (torch.tensor([1]), torch.tensor([1])))

@@ -94,7 +94,8 @@ def keep(model: Model, number: int) -> None:
         model.calls = number + 10
 
 
-@pytest.mark.parametrize(("change", "name"), [(count, "calls"), (count_late, "made"), (average, "running"), (average_in_place, "running")])
+@pytest.mark.parametrize(("change", "name"), [
+    (count, "calls"), (count_late, "made"), (average, "running"), (average_in_place, "running")])
 def test_an_attribute_that_every_forward_changes_is_named_once(change, name, monkeypatch):
     said = run(change, monkeypatch)
     assert len(said) == 1 and f"each forward: {name}." in said[0]
