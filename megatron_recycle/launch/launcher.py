@@ -326,7 +326,8 @@ class Launcher:
     def _coordinator_died(self, service: Service) -> None:
         """Training goes on meanwhile; the new one reads the journal and finds the workers where they are."""
         self._selector.unregister(service.child.pidfd)
-        if self._end is not None or self._interrupted:
+        saves = self._interrupted and not self.job.joining and self._time_to_leave is not None
+        if self._end is not None or (self._interrupted and not saves):
             return
         self._say(f"the coordinator (pid {service.child.pid}) has died; starting it again")
         self._coordinator = None
