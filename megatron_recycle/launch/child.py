@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -40,7 +41,8 @@ def _before_exec(parent: int | None, deaf: bool) -> Callable[[], None] | None:
 def _open_log(log: Path) -> int:
     """A descriptor that appends to `log`, which only this user can read; not through a link, wherever that leads."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    os.fchmod(descriptor, 0o600)
+    with contextlib.suppress(OSError):  # a file system without modes
+        os.fchmod(descriptor, 0o600)
     return descriptor
 
 
