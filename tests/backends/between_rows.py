@@ -47,7 +47,7 @@ class Row:
     config: dict[str, Any] = field(default_factory=dict)
     layers: Callable[[], list[Any]] = lambda: [LayerSpec(Block) for _ in range(4)]
     samples: int = 999
-    iterations: int = 4
+    iterations: int = 3
 
 
 class Block(nn.Module):
@@ -171,7 +171,7 @@ def take_optimizer_back(engine: Any, iteration: int, memo: dict[str, Any]) -> No
         memo["optimizer"] = {"state": {key: {name: value.clone() for name, value in state.items()}
                                        for key, state in kept["state"].items()},
                              "param_groups": [dict(group) for group in kept["param_groups"]]}
-    if iteration == 3:
+    if iteration == 2:
         engine.optimizer.load_state_dict(memo["optimizer"])
 
 
@@ -307,7 +307,7 @@ def use_a_copy(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
 def take_back(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
     if iteration == 1:
         memo["model"] = {name: tensor.clone() for name, tensor in engine.module.state_dict().items()}
-    if iteration == 3:
+    if iteration == 2:
         engine.module.load_state_dict(memo["model"])
 
 
@@ -328,7 +328,7 @@ def hook_gradients(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
     if iteration == 1:
         memo["hooks"] = [block.up.weight.register_hook(double) for block in blocks(engine)]
         memo["hooks"] += [block.norm.weight.register_hook(double) for block in blocks(engine)]
-    if iteration == 3:
+    if iteration == 2:
         memo["hooks"].pop(0).remove()
 
 
