@@ -48,6 +48,9 @@ def main(arguments: list[str]) -> int:
             raise  # a framework is there but cannot be loaded: the traceback says where
         print(f"python -m megatron_recycle: {error}", file=sys.stderr)
         return USAGE_ERROR
+    except JobEnded as end:  # of one that is to join, and cannot even begin
+        print(f"megatron-recycle: {end}", file=sys.stderr)
+        return end.status
     sys.argv = arguments
     # With -m this is the working directory; a script has its own folder there.
     sys.path[0] = str(script if script.is_dir() else Path(os.path.realpath(script)).parent)
@@ -64,8 +67,24 @@ def main(arguments: list[str]) -> int:
     except SystemExit as end:
         if end.code not in (None, 0):
             _mark_failed(end)
+        elif (status := _came_to_nothing()) != 0:
+            return status
         raise
-    return 0
+    return _came_to_nothing()
+
+
+def _came_to_nothing() -> int:
+    """The status of a script that has come to its end well: 0, but for one that was to join a running job and never
+    asked to be let in."""
+    from megatron_recycle.runtime.coming import came_to_nothing
+
+    text = came_to_nothing()
+    if text is None:
+        return 0
+    error = JobEnded(text)
+    print(f"megatron-recycle: {error}", file=sys.stderr)
+    _mark_failed(error)
+    return error.status
 
 
 def _mark_failed(error: BaseException) -> None:

@@ -20,6 +20,10 @@ class UnsupportedError(RecycleError):
     """The model, optimizer or engine uses a feature that the plugin cannot keep correct yet."""
 
 
+class SetUpError(RecycleError, RuntimeError):
+    """A process that is to join a running job asked the others for what nobody can answer."""
+
+
 class DataError(RecycleError):
     """The training data cannot be addressed by iteration, pipeline, micro-batch, or readers disagree."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from megatron_recycle.backends import megatron_hook
+from megatron_recycle.backends import megatron_hook, megatron_setup, megatron_training
 from megatron_recycle.backends.lazy import when_imported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.runtime.coming import is_joining, stand_alone
+from megatron_recycle.runtime.coming import set_up
 from megatron_recycle.runtime.data import Factory
 from megatron_recycle.runtime.interpreter import Observer
 from megatron_recycle.runtime.link import Embed
@@ -24,9 +24,7 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
     A framework that the script never imports is not loaded. ``embed`` starts a coordinator for a job whose launcher
     brings none.
     """
-    options = Options(config, flags, data, observer, embed)
-    if is_joining():
-        stand_alone()
+    options = Options(config, flags, data, observer, embed, set_up())
     installed = [name for name in ("deepspeed", "megatron") if find_spec(name) is not None]
     if not installed:
         raise ImportError("megatron-recycle found no framework to plug into; install one with "
@@ -36,6 +34,7 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
     if "megatron" in installed:
         when_imported(megatron_hook.SCHEDULES, lambda: megatron_hook.install(options))
         when_imported(megatron_hook.ARGUMENTS, lambda: megatron_hook.watch_arguments(options))
+        when_imported(megatron_training.LOOP, lambda: megatron_setup.install(options))
 
 
 def _install_deepspeed(options: Options) -> None:

@@ -148,7 +148,8 @@ class RecyclePipelineEngine(PipelineEngine):
             self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
                                        data=self._source,
                                        agent=self._agent, generators=self._generators, config=self._recycle,
-                                       observer=self._options.observer, save_last=self._save_last)
+                                       observer=self._options.observer, save_last=self._save_last,
+                                       setup=self._options.setup)
         begin = time.monotonic()
         self._thread = threading.get_ident()
         with self._not_in_script():

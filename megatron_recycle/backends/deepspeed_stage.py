@@ -47,6 +47,7 @@ class DeepSpeedStage:
 
     averaging: Averaging = "after"
     report_width = 0
+    settings: Mapping[str, Any] = {}
 
     def __init__(self, engine: RecyclePipelineEngine) -> None:
         self._engine = engine

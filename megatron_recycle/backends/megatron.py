@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 
-from megatron_recycle.backends import megatron_groups, megatron_training
+from megatron_recycle.backends import megatron_groups, megatron_setup, megatron_training
 from megatron_recycle.backends.megatron_data import LateSource, source_of
 from megatron_recycle.backends.megatron_late import LateNumber
 from megatron_recycle.backends.megatron_split import MegatronSplitter
@@ -29,7 +29,7 @@ from megatron_recycle.backends.megatron_stage import MegatronStage
 from megatron_recycle.backends.megatron_support import check_call, check_supported, optimizer_of
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import JobEnded, UnsupportedError
+from megatron_recycle.errors import JobEnded
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.coming import backend_for, is_joining
@@ -117,7 +117,7 @@ class RecycleSchedule:
 
     def catches_up(self) -> bool:
         """Whether the script is at an iteration that the job had done before this worker came in (again)."""
-        return self._worker is not None and self._catches_up(self._worker)
+        return is_joining() if self._worker is None else self._catches_up(self._worker)
 
     def _catches_up(self, worker: StageWorker) -> bool:
         entered = worker.stepper.entered
@@ -221,12 +221,13 @@ class RecycleSchedule:
             get_logger().info(self._settings.describe())
             for line in changed:
                 get_logger().info("megatron-recycle: %s", line)
-        self._stage = MegatronStage(models[0], optimizer, microbatches)
+        self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings())
         agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
         self.splitter = MegatronSplitter()
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter, data=self._data,
                                    agent=agent, generators=Generators(self._stage.device, self._place.part),
-                                   config=self._settings, observer=self._options.observer)
+                                   config=self._settings, observer=self._options.observer,
+                                   setup=self._options.setup)
         self._agent = agent
         self._script = ScriptEnd(self._failed)
         self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining())
@@ -270,13 +271,12 @@ def _ending() -> Iterator[None]:
 
 
 def _place(microbatches: int) -> Place:
-    """Where this process is, and the ranks of every position, as all ranks tell it."""
+    """Where this process is, and the ranks of every position, as all ranks tell it (one that joins: as they told it at
+    the start)."""
     stages, pipelines = (parallel_state.get_pipeline_model_parallel_world_size(),
                          parallel_state.get_data_parallel_world_size())
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
     part = parallel_state.get_tensor_model_parallel_rank()
-    if is_joining():
-        return _place_alone(me, part, stages, pipelines, microbatches)
     mine = torch.tensor([*me, part], dtype=torch.int64, device=torch.cuda.current_device())
     told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(told, mine)
@@ -284,19 +284,4 @@ def _place(microbatches: int) -> Place:
     ranks = {Worker(pipeline, stage): tuple(rank_of[pipeline, stage, index] for index in range(
         parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
     return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
-                 backend=dist.get_backend())
-
-
-def _place_alone(me: Worker, part: int, stages: int, pipelines: int, microbatches: int) -> Place:
-    """As `_place`, of a process that joins a running job: nobody can be asked, so Megatron's usual order is taken."""
-    parts = parallel_state.get_tensor_model_parallel_world_size()
-    ranks = {Worker(pipeline, stage): tuple(part + parts * (pipeline + pipelines * stage) for part in range(parts))
-             for stage in range(stages) for pipeline in range(pipelines)}
-    if ranks[me][part] != dist.get_rank():
-        raise UnsupportedError("a worker cannot join a job with this order of parallel ranks; use Megatron's default, "
-                               "tp-cp-ep-dp-pp")
-    return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
-                 backend=megatron_training.backend() or backend_for(
-                     torch.device("cuda" if torch.cuda.is_available() else "cpu")))
-
-
+                 backend=megatron_training.backend() or backend_for(mine.device))

@@ -45,11 +45,14 @@ class MegatronStage:
         model: the stage, in Megatron's DistributedDataParallel; its own reduction is taken out of use.
         optimizer: of this stage; its `step()` is taken out of the user's hands, since the runtime decides when.
         microbatches: nominal micro-batches of a pipeline.
+        settings: of the training loop, which all workers must have alike.
     """
 
     report_width = 1 + 2 * _KEYS
 
-    def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int) -> None:
+    def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int,
+                 settings: Mapping[str, Any] | None = None) -> None:
+        self.settings = settings or {}
         self.forward_step: ForwardStep
         self.result: tuple[Any, ...] = (True, None, None)
         """What `optimizer.step()` returns: success, gradient norm, number of zeros (None: not counted)."""

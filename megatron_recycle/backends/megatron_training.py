@@ -7,6 +7,7 @@ these are rebound in the loop's module. What its options come to is in `megatron
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -58,6 +59,11 @@ def backend() -> str | None:
     return None if LOOP not in sys.modules else str(sys.modules[LOOP].get_args().distributed_backend)
 
 
+def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], Any]:
+    """In place of a function that gives a writer of logs, or None: None ``when`` there is nothing to be written."""
+    return lambda: None if when() else writer()
+
+
 def take_over(schedule: Schedule) -> None:
     """Rebind the loop's names, if it is loaded."""
     loop: Any = sys.modules.get(LOOP)
@@ -104,6 +110,18 @@ def take_over(schedule: Schedule) -> None:
         if iteration in saved:  # else there is no such checkpoint
             report(iteration, operations)
 
+    log = loop.training_log
+
+    def training_log(losses: Any, totals: Any, rate: Any, iteration: int, scale: Any, report_memory: bool,
+                     *arguments: Any, **keywords: Any) -> bool:
+        if schedule.catches_up():
+            loop.get_timers()("interval-time").elapsed(reset=True)
+            return report_memory  # its numbers are those of a later iteration
+        return bool(log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords))
+
+    loop.training_log = training_log
+    for name in ("get_tensorboard_writer", "get_wandb_writer"):
+        setattr(loop, name, muted(getattr(loop, name), schedule.catches_up))
     # Its group has one member by now, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
     loop.print_rank_last, loop.print_datetime, loop.save_checkpoint = print_rank_last, print_datetime, save_checkpoint

@@ -11,6 +11,7 @@ from megatron_recycle.config import SECTION, RecycleConfig
 from megatron_recycle.runtime.data import Factory
 from megatron_recycle.runtime.interpreter import Observer
 from megatron_recycle.runtime.link import Embed
+from megatron_recycle.runtime.setup_record import SetUp
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Options:
     data: Factory | None = None
     observer: Observer | None = None
     embed: Embed | None = None
+    setup: SetUp | None = None
 
     def resolve(self, framework_config: Mapping[str, Any]) -> RecycleConfig:
         """The settings of a job whose framework is configured by ``framework_config``. Raises ConfigError."""

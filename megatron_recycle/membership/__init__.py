@@ -6,6 +6,7 @@ Standard library, `megatron_recycle.plan` and the leaves only; the planner comes
 from megatron_recycle.membership.agent import Agent, Ended, Go, Offer, Stop
 from megatron_recycle.membership.coordinator import Coordinator, Timeouts
 from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.learnt import ask_record
 from megatron_recycle.membership.names import Process, workers_of
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.store import Journal, JournalError, JournalInUse
@@ -26,5 +27,6 @@ __all__ = [
     "Stop",
     "Timeouts",
     "WireError",
+    "ask_record",
     "workers_of",
 ]

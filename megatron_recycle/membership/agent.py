@@ -173,11 +173,14 @@ class Agent:
         """Connect, in the background, and give signs of life from now on."""
         self._link.start()
 
-    def ready(self, description: Mapping[str, Any], report: Mapping[str, Any]) -> None:
-        """The engine is built. `description` must be equal on all workers; then `wait_go(1)`."""
+    def ready(self, description: Mapping[str, Any], report: Mapping[str, Any],
+              learnt: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The engine is built. `description` must be equal on all workers; then `wait_go(1)`. `learnt` is what this
+        process was told by others until now, for one that joins later."""
         check_report(report)
         self._heard = self.stop_generation
-        self._ready = {"type": "ready", "description": dict(description), "report": dict(report)}
+        self._ready = {"type": "ready", "description": dict(description), "report": dict(report),
+                       "learnt": list(learnt)}
         self._link.send(self._ready)
 
     def wait_taken_in(self) -> Go | None:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_WORKER, check
+from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_NEWCOMER, FROM_WORKER, check
 from megatron_recycle.membership.sockets import watch_peer
 from megatron_recycle.membership.wire import Message, Session, WireError, encode
 
+_ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER}
 _UNREAD_LIMIT = 32 * 1024 * 1024
 """Bytes that may wait for a peer before it is cut off."""
 
@@ -35,8 +36,8 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """`role` is "worker" or "launcher" once the peer has said hello; `incarnation` (a worker's) and `host` (a
-    launcher's) are set by the owner."""
+    """`role` is "worker", "launcher" or "newcomer" once the peer has said hello; `incarnation` (a worker's) and `host`
+    (a launcher's) are set by the owner."""
 
     def __init__(self, owner: Owner) -> None:
         self.role: str | None = None
@@ -95,16 +96,16 @@ class Connection(asyncio.Protocol):
             return
         if self.role is None:
             role = message.get("role")
-            if message["type"] != "hello" or role not in ("worker", "launcher"):
-                raise WireError("the first message is no hello of a worker or launcher")
-            check(message, FROM_WORKER if role == "worker" else FROM_LAUNCHER)
+            if message["type"] != "hello" or role not in _ROLES:
+                raise WireError("the first message is no hello of a worker, a launcher or a newcomer")
+            check(message, _ROLES[role])
             self.role = role
             if self._deadline is not None:
                 self._deadline.cancel()
         elif message["type"] == "hello":
             raise WireError("a second hello on one connection")
         else:
-            check(message, FROM_WORKER if self.role == "worker" else FROM_LAUNCHER)
+            check(message, _ROLES[self.role])
         self._owner.received(self, message)
 
     def _refuse(self, reason: str) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_recycle.membership import learnt
 from megatron_recycle.membership import moves as moving
 from megatron_recycle.membership.connection import Connection
 from megatron_recycle.membership.detectors import RateLimit
@@ -259,7 +260,10 @@ class Coordinator:
     def received(self, connection: Connection, message: Message) -> None:
         """A checked message of an authenticated peer."""
         self._strangers.gone(connection)
-        if connection.role == "launcher":
+        if connection.role == "newcomer":
+            if message["type"] == "hello":
+                connection.send(learnt.answer(self.state, message["rank"]))
+        elif connection.role == "launcher":
             self._from_launcher(connection, message)
         elif message["type"] == "hello":
             self._welcome(connection, message)
@@ -579,7 +583,7 @@ def _hint_key(event: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 _INPUTS: Mapping[str, Callable[[str, Message], Input]] = {
-    "ready": lambda who, m: Ready(who, m["description"], m["report"]),
+    "ready": lambda who, m: Ready(who, m["description"], m["report"], m.get("learnt", ())),
     "report": lambda who, m: Reported(who, m["generation"], m["report"]),
     "holds": lambda who, m: Holds(who, m["generation"], m["received"]),
     "resumed": lambda who, m: Resumed(who, m["generation"], m["t"]),

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import notices
+from megatron_recycle.membership import learnt, notices
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.state import (
     Emit,
@@ -64,6 +64,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
         descriptions=put(state.descriptions, member.worker, happened.description),
         reports=put(state.reports, member.worker, happened.report),
         samples=state.samples if key in state.samples else {**state.samples, key: member.worker},
+        learnt=put(state.learnt, str(member.rank), happened.learnt),
     )
     return _form(state, now) if len(state.descriptions) == state.size else (state, ())
 
@@ -129,7 +130,9 @@ def _form(state: State, now: float) -> Step:
         "max_restarts": description.get("max_restarts", 0),
         "leave_timeout": _time_to_leave(description),
     }
-    return state, (Store(notices.decided_record(state, [started])), Emit(started), MakePlan(1, frozenset()))
+    kept = (Store(learnt.stored(state.learnt)),) if any(state.learnt.values()) else ()
+    decided = Store(notices.decided_record(state, [started]))
+    return state, (*kept, decided, Emit(started), MakePlan(1, frozenset()))
 
 
 def _time_to_leave(description: Mapping[str, Any]) -> float | None:

@@ -43,6 +43,12 @@ FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "join": {"count": int},
     "stays_out": {"rank": int},
 }
+FROM_NEWCOMER: Mapping[str, Mapping[str, Any]] = {
+    "hello": {"rank": int},
+    "heartbeat": {"progress": (dict, type(None))},
+}
+"""Of a process that is to join, before its script begins."""
+TO_NEWCOMER: Mapping[str, Mapping[str, Any]] = {"learnt": {"record": list}}
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "stop": {"generation": int, "role": str, "missing": int},
     "go": {
@@ -91,6 +97,7 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
         _check_worker(message["worker"])
     if kind == "ready":
         _check_description(message["description"])
+        _fields(kind, message, {"learnt": list} if "learnt" in message else {})
     return message
 
 

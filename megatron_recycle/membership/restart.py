@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_recycle.membership import moves
+from megatron_recycle.membership import learnt, moves
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.joining import still_unproven
 from megatron_recycle.membership.resume import Resume
@@ -46,6 +46,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], told: Sequence[Mapp
             models=decided["models"],
             ranks=decided["ranks"],
             description=decided["description"],
+            learnt=learnt.restored(records),
             committed=last,
             faults=tuple(Said(**{**said, "fault": Fault.parse(said["fault"])})
                          for said in decided["faults"]),

@@ -5,7 +5,7 @@ All of them are frozen; a state is replaced, never changed. Times are Unix secon
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -114,6 +114,8 @@ class State:
     """What the processes of a stage must have alike (`forming.OWN`), by the stage's number."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank of every name of the grid."""
+    learnt: Mapping[str, Sequence[Message]] = field(default_factory=dict)
+    """What the process of each rank (as text) was told by others before training began."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process ended well before it said hello."""
     descriptions: Mapping[str, Message] = field(default_factory=dict)
@@ -214,9 +216,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
+    """`learnt` is what the process was told by others before, of one of the start (see `learnt`)."""
+
     incarnation: str
     description: Message
     report: Message
+    learnt: Sequence[Message] = ()
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.config import JOINING
-from megatron_recycle.membership import Agent
+from megatron_recycle.membership import Agent, ask_record
+from megatron_recycle.runtime.setup_record import ALONE, Alone, SetUp, SetUpReplay, answer_from, recorder
 
 _SAME_SIGNAL = 2.0
 """Seconds in which another SIGTERM is the same one."""
@@ -26,27 +28,54 @@ def is_joining() -> bool:
     return os.environ.get(JOINING) == "1"
 
 
-def stand_alone() -> None:
+def set_up() -> SetUp:
+    """From now on until training begins: what this process is told by others is recorded, for one that joins later; of
+    a process that joins a running job, what the one of its rank was told then is told it again."""
+    return stand_alone() if is_joining() else recorder()
+
+
+def stand_alone() -> SetUpReplay:
     """Let this process build its model and its engine without peers, who are in the middle of training.
 
     torch's default group becomes one that talks to nobody, and so do all that are made of it; the script's own
-    `init_process_group()` then does nothing. The training's groups are made in another way. Needs RANK and WORLD_SIZE
-    in the environment.
-    """
-    if dist.is_initialized():
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    `init_process_group()` then does nothing. What is asked of them is answered by the record of the job's start, which
+    the coordinator has. The training's groups are made in another way. Needs RANK, WORLD_SIZE, RECYCLE_COORDINATOR
+    and RECYCLE_TOKEN in the environment.
 
-    dist.init_process_group("fake", store=FakeStore(), rank=int(os.environ["RANK"]),
-                            world_size=int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group = _AlreadyThere()
+    Raises:
+        JobEnded: the job is over, or its coordinator does not answer.
+    """
+    if isinstance(dist.init_process_group, _AlreadyThere):
+        return dist.init_process_group.replay
+    rank = int(os.environ["RANK"])
+    replay = SetUpReplay(ask_record(os.environ["RECYCLE_COORDINATOR"], os.environ["RECYCLE_TOKEN"], rank))
+    answer_from(replay)
+    dist.init_process_group(ALONE, store=dist.HashStore(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group = _AlreadyThere(replay)
     dist.new_group = functools.partial(_stand_in, dist.new_group)
+    dist.broadcast_object_list = c10d.broadcast_object_list = functools.partial(_receive_objects,
+                                                                               dist.broadcast_object_list)
+    return replay
+
+
+def came_to_nothing() -> str | None:
+    """What to say at the end of the script of a process that was to join a running job, if it has not even asked to
+    come in; None if all is well."""
+    begun = dist.init_process_group
+    if not isinstance(begun, _AlreadyThere) or begun.replay.closed:
+        return None
+    return ("this process was to join a running job, but its script has come to its end without training: it must "
+            "reach its first iteration as the job's own workers did, with the same arguments. The job goes on without "
+            "it")
 
 
 class _AlreadyThere:
     """In place of `torch.distributed.init_process_group`; remembers which backend was asked for."""
 
     asked: str | None = None
+
+    def __init__(self, replay: SetUpReplay) -> None:
+        self.replay = replay
 
     def __call__(self, backend: str | None = None, *args: Any, **keywords: Any) -> None:
         self.asked = backend
@@ -56,17 +85,28 @@ def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None,
               *rest: Any, **keywords: Any) -> Any:
     """In place of `torch.distributed.new_group`: whatever backend is asked for, it would look for peers, who come only
     once this process has been taken in."""
-    if dist.get_backend() != "fake":
+    if dist.get_backend() != ALONE:
         return stock(ranks, timeout, backend, *rest, **keywords)
     keywords.pop("pg_options", None)
-    return stock(ranks, timeout, "fake", *rest, **keywords)
+    return stock(ranks, timeout, ALONE, *rest, **keywords)
+
+
+def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int | None = None, group: Any = None,
+                     device: Any = None, group_src: int | None = None, **keywords: Any) -> None:
+    """In place of `torch.distributed.broadcast_object_list`: who sends does not look at what it gets, but one that
+    joins must have what the sender of its rank had, and not another run's name. So it receives."""
+    where = group or dist.group.WORLD
+    others = [rank for rank in dist.get_process_group_ranks(where) if rank != dist.get_rank()]
+    if isinstance(where, Alone) and others:
+        src, group_src = others[0], None
+    stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
 
 
 def backend_for(device: torch.device) -> str:
     """Backend of the training's groups: that of the default group, or, where that is a stand-in, the one that the
     script asked for, or the usual one."""
     backend = dist.get_backend()
-    if backend != "fake":
+    if backend != ALONE:
         return backend
     asked: str | None = getattr(dist.init_process_group, "asked", None)
     if asked in ("gloo", "nccl"):

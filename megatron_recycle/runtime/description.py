@@ -16,7 +16,8 @@ def description(worker: StageWorker) -> dict[str, Any]:
     """Facts about the job that must be the same on all workers."""
     place, stage, config = worker.place, worker.stage, worker.config
     grid = place.grid
-    return {"grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)}, "parts": place.parts,
+    return {**stage.settings,
+            "grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)}, "parts": place.parts,
             "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
             "tied": [list(stages) for stages in stage.tied_stages], "model": stage.model,
             "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,

@@ -35,10 +35,11 @@ _LONGEST_ABSENCE = 3.0  # of the coordinator, in times that any failure takes to
 def join(worker: StageWorker) -> None:
     """Take part in the first generation: say that the model is built, and wait for all others. A worker that joins a
     running job waits to be taken in."""
+    learnt = worker.setup.close() if worker.setup is not None else ()
     if worker.agent.outside:
         _follow(worker, enter(worker))
     else:
-        worker.agent.ready(description(worker), standing(worker))
+        worker.agent.ready(description(worker), standing(worker), learnt)
         _follow(worker, worker.agent.wait_go(1))
 
 

@@ -70,6 +70,8 @@ class Stage(Protocol):
     """Sets of stages that share a parameter, the same on all workers."""
     model: str
     """What peers must have alike, in words: parameters (see `fingerprint`) and optimizer."""
+    settings: Mapping[str, Any]
+    """What all workers must have alike of the framework's loop, by the names that its users know, for JSON."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:

@@ -39,6 +39,7 @@ from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.random_state import Generators, seed_of
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
 from megatron_recycle.runtime.reduce import Reduction, per_token, reduction_of
+from megatron_recycle.runtime.setup_record import SetUp
 from megatron_recycle.runtime.split import Deferring
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
@@ -73,11 +74,13 @@ class StageWorker:
         observer: told of every phase; None for nobody.
         save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
             part of a checkpoint and returns where that is. It may raise anything. None: there is no such thing.
+        setup: the time until `begin`, as what this process is told in it; None: nobody joins later.
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
                  generators: Generators, config: RecycleConfig, observer: Observer | None = None,
-                 save_last: Callable[[], str] | None = None) -> None:
+                 save_last: Callable[[], str] | None = None, setup: SetUp | None = None) -> None:
+        self.setup = setup
         if config.on_leave == "checkpoint" and save_last is None:
             raise UnsupportedError("on_leave checkpoint is there with DeepSpeed only; leave it out, and save often "
                                    "enough (--save-interval)")

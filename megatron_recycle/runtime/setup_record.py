@@ -1,0 +1,346 @@
+"""What a process is told by others while it sets itself up, so that one that joins later can be told the same.
+
+A script broadcasts a run's name, gathers lengths, loads a checkpoint. Whoever joins the running job goes through the
+same set-up alone. So every process of the start records, in their order, what its collectives brought it
+(`SetUpRecorder`), and the coordinator keeps that for each rank. A process that joins gets its rank's record, and its
+groups answer from it (`SetUpReplay`, `Alone`): with the same values, or, where its set-up takes another course, with
+a SetUpError that names the collective. They never answer with what was in the tensor.
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+import threading
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as c10d
+from torch.futures import Future
+
+from megatron_recycle.errors import SetUpError
+
+Entry = Mapping[str, Any]
+"""One thing that a process was told, for JSON."""
+
+ALONE = "alone"
+"""torch's name of the backend that talks to nobody."""
+
+_INFORMING = {
+    "broadcast": "broadcast", "allreduce": "all_reduce", "allreduce_coalesced": "all_reduce_coalesced",
+    "reduce": "reduce", "allgather": "all_gather", "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor", "allgather_coalesced": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced": "all_gather_into_tensor", "gather": "gather", "scatter": "scatter",
+    "all_gather_single_coalesced": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor",
+    "alltoall": "all_to_all", "alltoall_base": "all_to_all_single", "all_to_all_single": "all_to_all_single",
+    "recv": "recv", "recv_anysource": "recv",
+}
+"""Methods of a process group that bring something -> what users call them. The first argument is where to."""
+_IN_PLACE = ("broadcast", "allreduce", "allreduce_coalesced", "reduce")
+_RECEIVES = ("recv", "recv_anysource")
+_FLAG = 64
+"""Bytes up to which a value is kept without a look at what it is."""
+_LONGEST = 64 * 1024
+"""Bytes of the longest value that is kept."""
+_MOST = 512 * 1024
+"""Bytes that a whole record may take: the coordinator keeps one for each rank."""
+_OF_ENTRY = 100
+"""Bytes that an entry takes beside its value."""
+_REMEDY = ("a worker cannot come back to this job: let the script do the same from its start to its first iteration "
+           "whenever it is started, and pass parameters only, or short values, there")
+
+
+class SetUp(Protocol):
+    """The time until a process takes part in training, as what it is told in it."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """What is told inside the block concerns nobody who joins later."""
+
+    def note(self, name: str, find: Callable[[], Any]) -> Any:
+        """What ``find`` returns (anything JSON can hold); of a process that joins, what it returned at the start."""
+
+    def close(self) -> list[Entry]:
+        """Training begins; returns what was told, of a process of the start. Raises SetUpError."""
+
+
+class SetUpRecorder:
+    """Records what the collectives of this process bring it, from `begin` to `close`.
+
+    Parameters are left out: who joins gets them from its peers. Once the record is too long, recording ends: training
+    goes on all the same, and who wants to join is refused.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Entry] = []
+        self._bytes = 0
+        self._hidden = 0
+        self._thread = threading.get_ident()
+        self._stock: dict[str, Any] = {}
+        self._parameters: dict[int, weakref.ref[nn.Parameter]] = {}
+
+    def begin(self) -> SetUpRecorder:
+        methods = vars(dist.ProcessGroup)
+        for name in [name for name in _INFORMING if name in methods]:
+            self._stock[name] = methods[name]
+            setattr(dist.ProcessGroup, name, self._recording(name, getattr(dist.ProcessGroup, name)))
+        return self
+
+    def close(self) -> list[Entry]:
+        for name, method in self._stock.items():
+            setattr(dist.ProcessGroup, name, method)
+        self._stock = {}
+        return self._entries
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
+    def note(self, name: str, find: Callable[[], Any]) -> Any:
+        value = find()
+        self._add({"what": name, "value": value}, 0)
+        return value
+
+    def _recording(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        def method(group: dist.ProcessGroup, *arguments: Any, **keywords: Any) -> Any:
+            work = stock(group, *arguments, **keywords)
+            if group.size() > 1 and not self._hidden and self._stock and threading.get_ident() == self._thread:
+                into, *_ = (*arguments, *keywords.values())
+                return self._keep(name, group, list(_tensors(into)), work)
+            return work
+
+        setattr(method, _RECORDER, self)
+        return method
+
+    def _keep(self, name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], work: Any) -> Any:
+        """Returns ``work``, or what stands for it: the value is there when the script has waited for it."""
+        size = sum(tensor.nbytes for tensor in tensors)
+        if size > _FLAG and self._are_parameters(tensors):
+            return work
+        entry = _described(name, group, tensors)
+        if size > _LONGEST:
+            self._add({**entry, "lost": f"its {size} bytes are more than {_LONGEST}"}, 0)
+            return work
+        if work is None and name not in _RECEIVES:  # NCCL: it is done, in the order of its stream
+            self._add({**entry, "value": _content(tensors)}, size)
+            return work
+        entry["lost"] = "the script had not waited for it when training began"
+        self._add(entry, size)
+        return None if work is None else _Awaited(work, entry, tensors)
+
+    def _are_parameters(self, tensors: Sequence[torch.Tensor]) -> bool:
+        places = _memory(tensors)
+        if not all(map(self._is_parameter, places)):  # to look for all of them takes long
+            self._parameters = {place: weakref.ref(one) for one in _parameters() for place in _memory([one])}
+        return all(map(self._is_parameter, places))
+
+    def _is_parameter(self, place: int) -> bool:
+        found = self._parameters[place]() if place in self._parameters else None
+        return found is not None and _memory([found]) == {place}
+
+    def _add(self, entry: Entry, size: int) -> None:
+        if self._bytes > _MOST:
+            return
+        self._bytes += size + _OF_ENTRY
+        if self._bytes <= _MOST:
+            self._entries.append(entry)
+        else:
+            self._entries.append({"what": "more than was kept"})
+            self.close()
+
+
+_RECORDER = "recycle_recorder"
+
+
+def recorder() -> SetUpRecorder:
+    """The recorder of this process, recording; it is made when it is first asked for."""
+    found = getattr(dist.ProcessGroup.broadcast, _RECORDER, None)
+    return SetUpRecorder().begin() if found is None else found
+
+
+class _Awaited:
+    """A torch Work that puts what it has brought into its entry of a record."""
+
+    def __init__(self, work: Any, entry: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        self._work = work
+        self._entry = entry
+        self._tensors = tensors
+
+    def wait(self, *arguments: Any, **keywords: Any) -> Any:
+        done = self._work.wait(*arguments, **keywords)
+        if self._entry.pop("lost", None) is not None:
+            self._entry["value"] = _content(self._tensors)
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class SetUpReplay:
+    """Tells a process that joins what the process of its rank was told at the start: ``record``."""
+
+    def __init__(self, record: Sequence[Entry]) -> None:
+        self._record = record
+        self._next = 0
+        self._hidden = 0
+        self._closed = False
+
+    def close(self) -> list[Entry]:
+        if self._next < len(self._record) and not self._closed:
+            raise SetUpError(f"this worker's set-up has left out what the job's own did: {self._expected()}; {_REMEDY}")
+        self._closed = True
+        return []
+
+    @property
+    def closed(self) -> bool:
+        """Whether this process has asked to come in."""
+        return self._closed
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
+    def note(self, name: str, find: Callable[[], Any]) -> Any:
+        return self._take({"what": name})["value"]
+
+    def answer(self, name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:
+        """Put into ``tensors`` what the collective brought at the start. Raises SetUpError."""
+        if self._hidden:
+            return
+        asked = _described(name, group, tensors)
+        if self._closed:
+            raise SetUpError(f"{_words(asked)} in a group that this worker's script made before it came in, which "
+                             "talks to nobody: the other members have another one. Use torch.distributed's default "
+                             "group, which is a new one once all workers are there")
+        if sum(tensor.nbytes for tensor in tensors) > _FLAG and _memory(tensors) <= _memory(_parameters()):
+            return  # peers give them
+        entry = self._take(asked)
+        if "lost" in entry:
+            raise SetUpError(f"nobody knows any more what {_words(asked)} brought at the start: {entry['lost']}; "
+                             f"{_REMEDY}")
+        content = torch.frombuffer(bytearray(base64.b64decode(entry["value"])) or bytearray(1), dtype=torch.uint8)
+        start = 0
+        with torch.no_grad():
+            for tensor in tensors:
+                part = content[start:start + tensor.nbytes].clone().view(tensor.dtype)
+                tensor.copy_(part.reshape(tensor.shape))
+                start += tensor.nbytes
+
+    def _take(self, asked: Entry) -> Entry:
+        entry = self._record[self._next] if self._next < len(self._record) else {}
+        if any(entry.get(key) != value for key, value in asked.items()):
+            raise SetUpError(f"nobody can answer {_words(asked)}: at this point of its set-up the job did "
+                             f"{self._expected()}; {_REMEDY}")
+        self._next += 1
+        return entry
+
+    def _expected(self) -> str:
+        return _words(self._record[self._next]) if self._next < len(self._record) else "nothing of the kind any more"
+
+
+class Alone(dist.ProcessGroup):
+    """A group whose other members, if it has any, are training: collectives are answered by ``replay``, barriers pass,
+    what is sent goes nowhere."""
+
+    def __init__(self, replay: SetUpReplay, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.replay = replay
+
+    def getBackendName(self) -> str:
+        return ALONE
+
+    def barrier(self, *arguments: Any, **keywords: Any) -> dist.Work:
+        return _done()
+
+    def send(self, *arguments: Any, **keywords: Any) -> dist.Work:
+        return _done()
+
+
+def _answering(name: str) -> Callable[..., dist.Work]:
+    def method(self: Alone, *arguments: Any, **keywords: Any) -> dist.Work:
+        into, *rest = (*arguments, *keywords.values())
+        if self.size() > 1:
+            self.replay.answer(name, self, list(_tensors(into)))
+        elif name not in _IN_PLACE:
+            for tensor, own in zip(_tensors(into), _tensors(rest[0]), strict=True):
+                tensor.copy_(own.reshape(tensor.shape))
+        return _done(into)
+
+    return method
+
+
+for _name in _INFORMING:
+    setattr(Alone, _name, _answering(_name))
+
+
+def answer_from(replay: SetUpReplay) -> None:
+    """Make ALONE a backend of torch whose groups are answered by ``replay``."""
+    dist.Backend.register_backend(
+        ALONE, lambda common, options: Alone(replay, common.group_rank, common.group_size), extended_api=True,
+        devices=["cpu", "cuda"])
+
+
+def _done(result: Any = None) -> dist.Work:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    make: Any = getattr(c10d, "_create_work_from_future")  # noqa: B009 - torch's stubs lack it
+    work: dist.Work = make(future)
+    return work
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _described(name: str, group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    ranks = dist.get_process_group_ranks(group)
+    kinds: list[list[Any]] = [[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in tensors]
+    if len(kinds) > 1 and all(kind == kinds[0] for kind in kinds):
+        kinds = [[len(kinds), *kinds[0]]]
+    return {"what": _INFORMING[name], "group": f"{len(ranks)} ranks ({zlib.crc32(repr(ranks).encode()):08x})",
+            "tensors": kinds}
+
+
+def _words(entry: Entry) -> str:
+    if "group" not in entry:
+        return str(entry["what"])
+    kinds = ", ".join(" x ".join(map(str, kind)) for kind in entry["tensors"])
+    return f"torch.distributed.{entry['what']}({kinds or 'nothing'}) over {entry['group']}"
+
+
+def _content(tensors: Sequence[torch.Tensor]) -> str:
+    return base64.b64encode(b"".join(_bytes_of(tensor).cpu().numpy().tobytes() for tensor in tensors)).decode()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _memory(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """Where ``tensors`` lie; views of one lie where it does."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _parameters() -> list[nn.Parameter]:
+    """All that live in this process, whoever has them."""
+    return [value for value in gc.get_objects() if issubclass(type(value), nn.Parameter)]
