@@ -7,7 +7,7 @@ these are rebound in the loop's module. What its options come to is in `megatron
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -59,6 +59,15 @@ def backend() -> str | None:
     return None if LOOP not in sys.modules else str(sys.modules[LOOP].get_args().distributed_backend)
 
 
+def _forget_old_groups(loop: Any, arguments: Sequence[Any]) -> None:
+    """Megatron keeps how it saves, with the group that shares the writing, from one checkpoint to the next: without a
+    group that has become another one since."""
+    group = loop.mpu.get_data_parallel_group(with_context_parallel=True)
+    for context in (argument for argument in arguments if isinstance(argument, dict)):
+        if getattr(context.get("save_strategy"), "parallelization_group", group) is not group:
+            del context["save_strategy"]
+
+
 def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], Any]:
     """In place of a function that gives a writer of logs, or None: None ``when`` there is nothing to be written."""
     return lambda: None if when() else writer()
@@ -93,6 +102,7 @@ def take_over(schedule: Schedule) -> None:
             return None
         try:
             with schedule.attached():
+                _forget_old_groups(loop, [*arguments, *keywords.values()])
                 written = save(iteration, *arguments, **keywords)
             saved.add(iteration)
             return written
