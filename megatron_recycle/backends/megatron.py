@@ -39,7 +39,7 @@ from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.link import connect
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.random_state import Generators, Seeds
-from megatron_recycle.runtime.recovery import comes_of_failure
+from megatron_recycle.runtime.recovery import comes_of_failure, refuse_itself
 from megatron_recycle.runtime.worker import StageWorker
 
 
@@ -100,7 +100,9 @@ class RecycleSchedule:
         self._iteration += 1
         if self._worker.has_done(iteration):
             return self._passed(self._worker)
-        self._stage.rates.set(iteration)
+        if (odd := self._stage.rates.set(iteration)) is not None:
+            refuse_itself(self._worker, f"{odd}; give it the job's schedule, which must not depend on when it is "
+                                        "started")
         self._worker.train(iteration)
         if self._catches_up(self._worker):
             return self._passed(self._worker)  # a part of a worker that was without another one for a while

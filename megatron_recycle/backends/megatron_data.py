@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_recycle.backends.megatron_script import taken_from, unwrapped
 from megatron_recycle.errors import DataError
-from megatron_recycle.runtime.data import Batch, DataSource, Reading
+from megatron_recycle.runtime.data import Batch, DataSource, NotReadHere, Reading
 from megatron_recycle.runtime.random_state import Seeds
 
 _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler has an attribute data_parallel_rank "
@@ -21,8 +21,8 @@ class NoData:
     """For stages between first and last: they are asked for nothing."""
 
     def batch(self, pipeline: int, number: int) -> Batch:
-        raise DataError(f"pipeline {pipeline} wants a micro-batch, but forward_backward_func() got no data iterator on "
-                        "this worker; Megatron gives one to the first and last stage")
+        raise NotReadHere(f"pipeline {pipeline} wants a micro-batch, but forward_backward_func() got no data iterator "
+                          "on this worker; Megatron gives one to the first and last stage")
 
     def forget(self, pipeline: int, before: int) -> None:
         pass

@@ -28,11 +28,27 @@ class Rates:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._of: dict[int, list[dict[str, Any]]] = {}
+        self._expected: tuple[int, Any] | None = None
         self.steps = 0
 
-    def set(self, iteration: int) -> None:
-        """``iteration`` begins: what is in force now is meant for it."""
+    def set(self, iteration: int) -> str | None:
+        """``iteration`` begins: what is in force now is meant for it. Returns how that differs from what peers have
+        told (`expect`), in words."""
         self._of[iteration] = self._in_force()
+        expected, self._expected = self._expected, None
+        if expected is None or expected[0] != iteration or expected[1] == _shown(self._of[iteration]):
+            return None
+        return f"its rates for iteration {iteration} are {_shown(self._of[iteration])}, its peers' are {expected[1]}"
+
+    def told(self) -> tuple[int, Any]:
+        """For one that joins: the rates of the iteration that comes next, if the loop has set them already."""
+        rates = self._of.get(self.steps)
+        return self.steps, None if rates is None else _shown(rates)
+
+    def expect(self, told: tuple[int, Any]) -> None:
+        """This worker joins peers that have `told` this."""
+        iteration, rates = told
+        self._expected = None if rates is None else (iteration, rates)
 
     @contextmanager
     def of_next_step(self) -> Iterator[None]:
@@ -54,3 +70,8 @@ class Rates:
     def _use(self, rates: list[dict[str, Any]]) -> None:
         for group, values in zip(self._optimizer.param_groups, rates, strict=True):
             group.update(values)
+
+
+def _shown(rates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers among them that a loop sets from one iteration to the next."""
+    return [{key: float(group[key]) for key in ("lr", "weight_decay") if key in group} for group in rates]

@@ -97,12 +97,15 @@ def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
             after, schedule = _plain(vars(arguments)), _state(opt_param_scheduler)
             changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
             return {"iteration": int(iteration), "operations": operations, "arguments": changed,
-                    "schedule": None if schedule == schedule_before else schedule}
+                    "schedule": None if schedule == schedule_before else schedule,
+                    "groups": [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]}
 
         found = setup.note("load_checkpoint", load)
         if is_joining():
             vars(arguments).update(found["arguments"])
             loop.update_num_microbatches(consumed_samples=arguments.consumed_train_samples, verbose=False)
+            for group, values in zip([] if optimizer is None else optimizer.param_groups, found["groups"], strict=True):
+                group.update(values)
             if found["schedule"] is not None:
                 opt_param_scheduler.load_state_dict(found["schedule"])
         return found["iteration"], found["operations"]

@@ -191,6 +191,7 @@ class MegatronStage:
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
         self.reset_state(tensors.keys())
+        self.rates.expect(counters["rates"])
         own, optimized = {**self.state(), **self.fixed()}, self._single.get_parameters()
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -226,7 +227,8 @@ class MegatronStage:
     def counters(self) -> Any:
         groups = [{key: value for key, value in group.items() if key not in ("params", *SET_BY_LOOP)}
                   for group in self._single.optimizer.param_groups]
-        return copy.deepcopy({"steps": self.rates.steps, "groups": groups, "keys": self._keys})
+        return copy.deepcopy({"steps": self.rates.steps, "groups": groups, "keys": self._keys,
+                              "rates": self.rates.told()})
 
     def set_counters(self, counters: Any) -> None:
         self.rates.steps = counters["steps"]

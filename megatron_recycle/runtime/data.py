@@ -24,6 +24,10 @@ Factory = Callable[[int], Iterator[Batch]]
 """pipeline -> its iterator over micro-batches, giving the same sequence each time it is called."""
 
 
+class NotReadHere(DataError):
+    """This process has no data to read, or none yet."""
+
+
 class DataSource(Protocol):
     """Micro-batches by place. ``number`` counts a pipeline's micro-batches from the start of training."""
 

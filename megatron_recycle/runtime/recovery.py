@@ -7,17 +7,20 @@ generation, and each generation starts again with fresh reports.
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import JobEnded, RecycleError, TransportAborted
+from megatron_recycle.errors import DataError, JobEnded, RecycleError, TransportAborted
 from megatron_recycle.membership import Go, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import CONNECT, COPY, WORKING
+from megatron_recycle.runtime.commit import Verdict
+from megatron_recycle.runtime.data import NotReadHere, digest
 from megatron_recycle.runtime.description import description, standing
 from megatron_recycle.runtime.groups import Groups, Limits, build_groups, is_broken
 from megatron_recycle.runtime.transfer import give, stage_tensors, take
@@ -200,6 +203,8 @@ def reconcile(worker: StageWorker, go: Go) -> None:
         worker.observe("joining", go.resume.next)
         with _copying(worker):
             tensors, facts, received = take(groups, joined, worker.stage.device)
+        if stepper.verdict is None:  # it has never been in, so that it has let go of nothing
+            compare_data(worker, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
         stepper.enter(tensors, facts)
         worker.brought = tensors, facts["counters"]
         worker.lay_out()
@@ -210,6 +215,34 @@ def reconcile(worker: StageWorker, go: Go) -> None:
         worker.observe("joining", go.resume.next)
         with _copying(worker):
             give(groups, joined, stage_tensors(worker.stage), stepper.facts())
+
+
+def compare_data(worker: StageWorker, iteration: int, read: Mapping[tuple[int, int], int]) -> None:
+    """Whether this worker, which comes in, reads what a peer has ``read`` in ``iteration``, which the peer tells.
+
+    Raises JobEnded, here alone: the others would take its data for a fault of the dataset, which ends the job.
+    """
+    for (pipeline, microbatch), theirs in read.items():
+        worker.forget_data(iteration - 1)
+        number = iteration * worker.place.grid.microbatches[pipeline] + microbatch
+        try:
+            text = None if digest(worker.data.batch(pipeline, number)) == theirs else (
+                f"it reads other data than the job for iteration {iteration}, pipeline {pipeline}, micro-batch "
+                f"{microbatch}")
+        except NotReadHere:
+            continue
+        except DataError as error:
+            text = str(error)
+        if text is not None:
+            refuse_itself(worker, f"{text}; give it the job's dataset, and what else decides the order of samples "
+                                  "(their number, seeds)")
+
+
+def refuse_itself(worker: StageWorker, text: str) -> None:
+    """What this worker has found in itself keeps it from training with the others, and nobody else. Raises JobEnded."""
+    rank = worker.place.ranks[worker.place.me][worker.place.part]
+    worker.agent.event("join_failed", reason=text, rank=rank, pid=os.getpid())
+    raise JobEnded(f"worker {worker.place.name} cannot join: {text}. The job goes on without it")
 
 
 def _copying(worker: StageWorker) -> AbstractContextManager[None]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -68,6 +68,7 @@ class Stepper:
     Attributes:
         held: the reduced gradient of an iteration that is not committed yet.
         verdict, reports: of the last committed one.
+        read: the data that this worker has read of it, as `Held.digests`.
         entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
     """
 
@@ -82,6 +83,7 @@ class Stepper:
     verdict: Verdict | None = None
     reports: torch.Tensor | None = None
     entered: int | None = None
+    read: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.undo = Undo(self.stage)
@@ -152,7 +154,7 @@ class Stepper:
             self._step(right)
         self.undo.forget()
         assert self.held is not None
-        self.reports = self.held.reports
+        self.reports, self.read = self.held.reports, self.held.digests
         self.held, self.verdict, self._before = None, verdict, self.verdict
         self.ledger.committed = verdict.iteration
         self.pace.learn(verdict)
@@ -250,7 +252,7 @@ class Stepper:
         """What a new peer of this stage must know beside the stage's tensors, between two iterations."""
         assert self.pending is None and self.held is None and self.verdict is not None
         return {"counters": self.stage.counters(), "verdict": self.verdict.to_json(), "reports": self.reports,
-                "pace": self.pace.to_json()}
+                "pace": self.pace.to_json(), "read": dict(list(self.read.items())[:1])}
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""

@@ -103,7 +103,7 @@ class StageWorker:
         self.generators = generators
         self._find_generators()
         self._look_again = True  # after the first iteration: some are made in the first forward
-        self._data = data
+        self.data = data
         self._observer = observer
         self._observed: tuple[int, int, str, Action | None] | None = None
         self.layout = Layout(stage.parameters, stage.gradient_dtype)
@@ -467,7 +467,7 @@ class StageWorker:
     def forget_data(self, iteration: int) -> None:
         """``iteration`` and all before it are final: their data is not read again."""
         for pipeline, count in enumerate(self.place.grid.microbatches):
-            self._data.forget(pipeline, (iteration + 1) * count)
+            self.data.forget(pipeline, (iteration + 1) * count)
 
     # ---- what the recovery changes
 
