@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.backends import megatron_job
+from tests.backends import comparing, megatron_job
 from tests.backends.comparing import differences, run
 from tests.harness import Hold, Job, Result
 
@@ -49,6 +49,34 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(worker, undis
             found = differences(result, undisturbed[own])
             if own == rank:
                 found.pop("losses", None)  # of the iterations before it came
+            assert not found, (own, found)
+        assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
+
+
+def test_one_that_comes_back_with_other_data_or_rates_ends_alone_and_the_job_goes_on(undisturbed):
+    """Nobody else ends for it, none of its numbers count, and the next one comes in."""
+    worker, rank = "1:1", 4
+    dies = Hold(worker, "backward", KILLED_IN, 1)
+    lates = [Hold("0:0", "forward", iteration) for iteration in (3, 5, 7)]
+    with Job(megatron_job.train, PIPELINES * STAGES, EXACT, [dies, *lates], limit=150) as job:
+        job.wait_held(dies)
+        job.kill(dies)
+        for times, (late, options) in enumerate(zip(lates, [("--data", comparing.__file__), ("--lr", "0.5"), ()])):
+            job.wait_ended(rank)
+            job.wait_held(late)
+            job.rejoin(rank, options=options)
+            job.wait_until(lambda wanted=times + 1: sum(
+                event["event"] == "waiting" for event in job.events) == wanted, "one that waits")
+            job.release(late)
+        results = job.wait()
+        reasons = [event["reason"] for event in job.events if event["event"] == "join_failed"]
+        assert len(reasons) == 2, reasons
+        assert "reads other data than the job" in reasons[0] and "its rates for iteration" in reasons[1]
+        for own, result in results.items():
+            assert result.status == 0, job.where()
+            found = differences(result, undisturbed[own])
+            if own == rank:
+                found.pop("losses", None)
             assert not found, (own, found)
         assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
 

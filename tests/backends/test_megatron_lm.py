@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -108,6 +109,36 @@ def _kill(events: Path, worker: str, after: int) -> None:
     raise AssertionError(f"iteration {after} was not committed in time")
 
 
+def come_back(folder: Path, checkout: Path, worker: str, after: int, *arguments: str, processes: int) -> str:
+    """A job whose ``worker`` is killed after iteration ``after`` and started again, until it has trained with the
+    others for 10 iterations; what the workers print. Peers compare all they hold in every iteration."""
+    launcher = ("megatron_recycle.cli", "run", "--nproc", str(processes), "--run-dir", str(folder))
+    job = start(launcher, checkout, ("--mock-data", "--train-iters", "100000", *arguments))
+    events = folder / "events.jsonl"
+    try:
+        _kill(events, worker, after)
+        joined = _wait(events, job, lambda event: event["event"] == "joined" and event["worker"] == worker)
+        last = joined["iteration"] + 10
+        _wait(events, job, lambda event: event["event"] == "committed" and event["iteration"] == last)
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=LIMIT)
+    finally:
+        job.kill()
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["worker"] for event in told if event["event"] == "suspected"] == [worker]  # and nobody else
+    return "".join(path.read_text() for path in sorted(folder.glob("worker-*.log")))
+
+
+def _wait(events: Path, job: subprocess.Popen[str], wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    limit = time.monotonic() + LIMIT
+    while time.monotonic() < limit and job.poll() is None:
+        for line in events.read_text().splitlines(keepends=True):
+            if line.endswith("\n") and wanted(event := json.loads(line)):
+                return event
+        time.sleep(0.1)
+    raise AssertionError(f"waited in vain; the job has {'ended' if job.poll() is not None else 'not ended'}")
+
+
 def losses(printed: str) -> dict[str, tuple[float, float]]:
     """Iteration -> (loss, gradient norm), and "validation" lines -> (loss, perplexity)."""
     found = {match[1]: (float(match[2]), float(match[3])) for match in re.finditer(
@@ -195,6 +226,36 @@ def test_checkpoints_are_written_while_all_workers_live_and_go_on_from_there(che
         if key in expected:
             # Not the loss: Megatron's first line after a restart leaves its sum to the second.
             assert values[1] == pytest.approx(expected[key][1], rel=1e-4), key
+
+
+@pytest.fixture
+def comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECYCLE_MAX_RESTARTS", "2")
+    monkeypatch.setenv("RECYCLE_VERIFY_EVERY", "1")
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+
+
+@pytest.mark.parametrize(("processes", "worker", "options"), [
+    (6, "1:1", ("--pipeline-model-parallel-size", "3", "--num-layers", "3", "--eval-iters", "0")),
+    (8, "1:1.1", ("--tensor-model-parallel-size", "2"))])
+def test_a_worker_that_is_told_of_the_data_by_others_comes_back(processes, worker, options, checkout, tmp_path,
+                                                                comes_back):
+    """A middle stage, and a tensor-parallel part that reads no data: they learn that there is some by a broadcast."""
+    come_back(tmp_path, checkout, worker, 3, *options, processes=processes)
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
+def test_a_worker_comes_back_to_where_the_job_is_and_not_to_its_newest_checkpoint(kind, checkout, tmp_path, comes_back):
+    saved = tmp_path / "checkpoints"
+    options = ("--save", str(saved), "--load", str(saved), "--save-interval", "4", "--ckpt-format", kind,
+               "--override-opt_param-scheduler")
+    first = recycled(tmp_path / "first", checkout, "--mock-data", *options)  # the next one goes on from its checkpoint
+    begun = max(iteration for iteration, _ in consumed(first))
+    printed = come_back(tmp_path / "second", checkout, "1:1", begun + 6, *options, processes=4)
+    told = consumed(printed)
+    assert told and all(samples == 16 * iteration for iteration, samples in told)
+    newest = int((saved / "latest_checkpointed_iteration.txt").read_text())
+    assert newest > begun + 8  # with the one that came back
 
 
 def test_the_patched_script_has_the_flag_and_without_it_is_as_before(checkout, tmp_path):
