@@ -68,6 +68,8 @@ class Worker:
     status: int | None = None
     out: str | None = None
     """How it failed, once the coordinator has declared it out; of a process that is to join: why it is not in yet."""
+    joins: bool = False
+    """Whether it is to join the running job and has not yet: to end then is to fail, whatever the status."""
     move: int = 0
     """The number of the move that it was started for."""
     kill_at: float | None = None
@@ -215,7 +217,7 @@ class Launcher:
             self.workers[rank].child.release()
         if child.unlogged is not None:
             self._say(f"rank {rank}: {child.unlogged}: what it prints is lost")
-        self.workers[rank] = Worker(rank, child, out=out, move=move)
+        self.workers[rank] = Worker(rank, child, out=out, joins=out is not None, move=move)
         self.lives.append(self.workers[rank])
         self._selector.register(child.pidfd, selectors.EVENT_READ, self.workers[rank])
 
@@ -232,8 +234,9 @@ class Launcher:
             "log": str(worker.child.log),
             "move": worker.move,
         })
-        if worker.status and self._end is None and not self._interrupted:
-            self._say(f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}")
+        if (worker.status or worker.joins) and self._end is None and not self._interrupted:
+            early = f" before it had joined: see {worker.child.log}" if worker.joins else ""
+            self._say(f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}{early}")
             self._failed(worker)
 
     def _tell(self, message: Message) -> None:
@@ -424,7 +427,7 @@ class Launcher:
             self._starts.begin(event)
         elif event["event"] == "joined":
             self._end_move(worker.rank, well=True)
-            worker.out = None
+            worker.out, worker.joins = None, False
             self.restarts.joined(worker.rank)
         elif event["event"] == "speaks":
             self._follower.speaks(worker.rank, event["offset"])

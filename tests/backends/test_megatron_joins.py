@@ -62,16 +62,16 @@ def test_one_that_comes_back_with_other_data_or_rates_ends_alone_and_the_job_goe
         job.wait_held(dies)
         job.kill(dies)
         for times, (late, options) in enumerate(zip(lates, [("--data", comparing.__file__), ("--lr", "0.5"), ()])):
-            job.wait_ended(rank)
+            assert job.wait_ended(rank).status == (1 if times else -9)
             job.wait_held(late)
             job.rejoin(rank, options=options)
             job.wait_until(lambda wanted=times + 1: sum(
                 event["event"] == "waiting" for event in job.events) == wanted, "one that waits")
             job.release(late)
         results = job.wait()
-        reasons = [event["reason"] for event in job.events if event["event"] == "join_failed"]
-        assert len(reasons) == 2, reasons
-        assert "reads other data than the job" in reasons[0] and "its rates for iteration" in reasons[1]
+        told = (job.folder / f"worker-{rank}.log").read_text()
+        assert "worker 1:1 cannot join: it reads other data than the job" in told
+        assert "worker 1:1 cannot join: its rates for iteration" in told
         for own, result in results.items():
             assert result.status == 0, job.where()
             found = differences(result, undisturbed[own])

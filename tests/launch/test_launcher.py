@@ -318,3 +318,16 @@ def test_a_worker_that_cannot_be_started_again_costs_the_others_nothing(
         until(made, lambda: 0 in made.restarts.given_up)
         assert made.workers[1].child.status() is None
     assert len([line for line in said if "rank 0 cannot be started: " in line and "it is a link" in line]) == 2
+
+
+def test_a_process_that_was_to_join_and_ends_well_has_failed(tmp_path: Path) -> None:
+    said: list[str] = []
+    with launcher(tmp_path, said, range(1), [sys.executable, "-c", "pass"]) as made:
+        until_ended(made, made.workers[0])
+        assert not said
+        made.restarts.most = 2
+        made._spawn(0, "exit")
+        until_ended(made, made.workers[0])
+        assert made.restarts.pending()
+    log = tmp_path / "worker-0.log"
+    assert said[0] == f"rank 0 (pid {made.workers[0].child.pid}) ended with status 0 before it had joined: see {log}"
