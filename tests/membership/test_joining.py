@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron_recycle.membership import learnt
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.restart import restore
@@ -143,3 +144,17 @@ def test_two_that_come_in_one_after_the_other() -> None:
     assert len(cluster.state.members) == 6 and not cluster.state.unproven
 
 
+
+
+def test_what_each_rank_was_told_at_the_start_is_there_for_its_next_process() -> None:
+    """Also once the coordinator has been started again."""
+    cluster = Cluster(2, 2)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
+        cluster.feed(st.Ready(f"{name}/0", description, report(attempt=0), [{"what": "broadcast", "value": name}]))
+    cluster.plan()
+    for state in (cluster.state, restore(4, cluster.journal)):
+        assert learnt.answer(state, 2) == {"type": "learnt", "record": [{"what": "broadcast", "value": "1:0"}]}
+    assert learnt.answer(Cluster(2, 2).train().state, 2)["record"] == []
