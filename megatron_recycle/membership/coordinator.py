@@ -21,8 +21,8 @@ from megatron_recycle.membership import moves as moving
 from megatron_recycle.membership.connection import Connection
 from megatron_recycle.membership.detectors import RateLimit
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.machine import step
-from megatron_recycle.membership.notices import end, unwritable, wire_forms
+from megatron_recycle.membership.memory import Memory
+from megatron_recycle.membership.notices import wire_forms
 from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.state import (
     Adopted,
@@ -65,7 +65,6 @@ from megatron_recycle.membership.state import (
     SavedLate,
     State,
     StaysOut,
-    Step,
     Store,
     Stuck,
     Tell,
@@ -151,7 +150,7 @@ class Coordinator:
         self.token = token
         self.timeouts = timeouts or Timeouts()
         self.hello_timeout = self.timeouts.hello_timeout
-        self._journal = journal
+        self._memory = Memory(journal)
         self._plan = plan
         self._improve = improve
         self._moves = moves
@@ -173,7 +172,6 @@ class Coordinator:
         self._ended: asyncio.Future[End] | None = None
         self._quiet = asyncio.Event()
         self._closed = False
-        self._forgets = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: asyncio.Server | None = None
 
@@ -221,7 +219,7 @@ class Coordinator:
         for connection in tuple(self._connections):
             connection.close()
         await asyncio.sleep(0)  # the connections notice
-        self._journal.close()
+        self._memory.close()
 
     def interrupt(self, status: int, message: str) -> None:
         """End the job from outside; call it in the event loop."""
@@ -387,7 +385,7 @@ class Coordinator:
         if self._closed:
             return
         before = self.state
-        self.state, decisions = self._remembered(happened)
+        self.state, decisions = self._memory.step(before, happened, time.time())
         if self.state.generation != before.generation:
             self._new_generation()
         elif (self.state.joiners, self.state.spares) != (before.joiners, before.spares):
@@ -397,42 +395,6 @@ class Coordinator:
                 self._carry_out(decision)
             except Exception:  # the others are owed to everybody all the same
                 log.exception("recycle: %s could not be carried out", type(decision).__name__)
-
-    def _remembered(self, happened: Input) -> Step:
-        """The step that follows, once what has to be remembered of it is on disk; until then nobody hears of it.
-
-        Where that cannot be written, the job does without what it can do without; where it cannot, it ends: without a
-        memory nobody may lead.
-        """
-        before, now = self.state, time.time()
-        for offers in (True, False):
-            after, decisions = step(before, happened, now, offers)
-            try:
-                self._write(decisions)
-                return after, decisions
-            except OSError as error:
-                failed = error
-        log.error("recycle: %s", text := unwritable(self._journal.path, failed))
-        after, decisions = end(before, 1, text, now)
-        self._write(decisions)
-        return after, decisions
-
-    def _write(self, decisions: Iterable[Decision]) -> None:
-        """Raises OSError if a record that is needed cannot be written."""
-        for decision in decisions:
-            if isinstance(decision, Store):
-                try:
-                    self._journal.append(decision.record)
-                except OSError as error:
-                    if decision.needed:
-                        raise
-                    self._forgotten(error)
-
-    def _forgotten(self, error: OSError) -> None:
-        if not self._forgets:
-            self._forgets = True
-            log.warning("recycle: the journal %s cannot be written (%s): if this coordinator dies, the next one will "
-                        "know less; make room on its disk", self._journal.path, error)
 
     def tell(self, event: Mapping[str, Any]) -> None:
         """Record an event, and tell the launchers."""
@@ -470,10 +432,7 @@ class Coordinator:
         if isinstance(decision, Store):
             return  # on disk already
         if isinstance(decision, Note):
-            try:
-                self._journal.note(decision.record)
-            except OSError as error:
-                self._forgotten(error)
+            self._memory.note(decision)
         elif isinstance(decision, Tell):
             for form in wire_forms(decision):
                 encoded = encode(dict(form.message))
