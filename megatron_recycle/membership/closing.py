@@ -20,11 +20,21 @@ from megatron_recycle.membership.table import put
 
 def possible(state: State, lost: Collection[str]) -> bool:
     """Whether those that are left without ``lost`` could save everything, and the job wants them to."""
-    wanted = (state.description or {}).get("emergency") and state.phase in (Phase.TRAINING, Phase.RECOVERING)
-    if state.committed < 0:
-        return False  # there is nothing yet
+    return why_not(state, lost) is None
+
+
+def why_not(state: State, lost: Collection[str]) -> str | None:
+    """Why they could not; None if they can, nothing if there is no need to say it."""
+    wanted = (state.description or {}).get("emergency", False)
+    if wanted is False or state.committed < 0:
+        return ""
+    if wanted is None:
+        return "under this framework the plugin has none to write"
+    if state.phase not in (Phase.TRAINING, Phase.RECOVERING):
+        return "the coordinator has just come back"
     gone = {*lost, *siblings(state.members, lost)}
-    return bool(wanted) and all(set(names) - gone for names in by_stage(state.stages, state.proven))
+    empty = [str(stage) for stage, names in enumerate(by_stage(state.stages, state.proven)) if not set(names) - gone]
+    return f"stage {', '.join(empty)} has no worker left" if empty else None
 
 
 def wanted(state: State) -> bool:

@@ -234,8 +234,12 @@ def _end_with(state: State, member: Member, happened: Raised, text: str, now: fl
     lost = {} if fault.whole else {member.worker: "exit"}
     stays = notices.suspected(state, member, "exit", happened.since, now, removed=False)
     told = () if fault.refused else (Emit(stays),)
-    if not closing.possible(state, lost) or (fault.refused and not fault.whole):
-        state, ending = notices.end(state, 1, text if fault.refused else f"{text} {notices.last(state)}", now)
+    why_not = "" if fault.refused and not fault.whole else closing.why_not(state, lost)
+    if why_not is not None:
+        if why_not or not fault.refused:
+            none = f" No checkpoint was written: {why_not}." if why_not else ""
+            text = f"{notices.sentence(text)}{none} {notices.last(state)}"
+        state, ending = notices.end(state, 1, text, now)
         return state, (*told, *ending)
     state, decisions = _regenerate(state, lost, happened.since, now, reason=_LAST, to_close=Closing(text))
     return state, (*decisions, *((closing.answer(member, happened.number), *told) if fault.whole else ()))

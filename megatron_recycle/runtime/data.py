@@ -171,6 +171,7 @@ class FactorySource:
         self._next: dict[int, int] = {}
         self._floor: dict[int, int] = {}
         self._kept: dict[tuple[int, int], Batch] = {}
+        self._failed: dict[int, str] = {}
 
     def batch(self, pipeline: int, number: int) -> Batch:
         if (pipeline, number) not in self._kept:
@@ -184,6 +185,11 @@ class FactorySource:
 
     def _read(self, pipeline: int, number: int) -> None:
         """Read on to ``number``; what lies between may be asked for later in the same iteration and is kept."""
+        if pipeline in self._failed:
+            raise DataError(f"the data factory's iterator of pipeline {pipeline} has failed "
+                            f"({self._failed[pipeline]}), and whether it has gone past that micro-batch nobody knows: "
+                            "the job cannot leave it out and read on. Handle the error in the factory, or give a "
+                            "map-style dataset")
         if pipeline not in self._streams:
             self._seed(pipeline, -1)
             self._streams[pipeline] = iter(self._factory(pipeline))
@@ -200,7 +206,9 @@ class FactorySource:
             raise DataError(f"the data of pipeline {pipeline} ended before micro-batch {number}; the factory's "
                             "iterator must not end before training does (deepspeed.utils.RepeatingLoader repeats "
                             "one)") from None
-
+        except Exception as error:
+            self._failed[pipeline] = f"{type(error).__name__}: {error}"
+            raise
 
     def _seed(self, pipeline: int, number: int) -> None:
         if self._seeds is not None:

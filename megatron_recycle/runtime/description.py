@@ -30,7 +30,7 @@ def description(worker: StageWorker) -> dict[str, Any]:
             "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
             "move_cost": config.move_cost, "horizon": config.horizon,
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
-            "emergency": worker.save_last is not None and config.emergency_checkpoint != "none",
+            "emergency": None if worker.save_last is None else config.emergency_checkpoint != "none",
             "poison": config.poison, "backend": place.backend, "torch": torch.__version__}
 
 

@@ -196,3 +196,27 @@ def test_a_smaller_micro_batch_is_found_before_anybody_trains_on_it(size, drop_l
             assert '"dataloader_drop_last": true' in str(refusal.value)
         else:
             source.check(first, 2)
+
+
+def test_a_factory_s_iterator_that_has_failed_is_not_read_on():
+    """It may have gone past that micro-batch, as a loader does, or not: the next one could be another than it seems."""
+    class Loader:
+        def __init__(self) -> None:
+            self.number = -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self) -> torch.Tensor:
+            self.number += 1
+            if self.number == 1:
+                raise ValueError("sample 31 is corrupt")
+            return torch.tensor([self.number])
+
+    source = FactorySource(lambda pipeline: Loader())
+    assert source.batch(0, 0).item() == 0
+    with pytest.raises(ValueError, match="sample 31"):
+        source.batch(0, 1)
+    with pytest.raises(DataError, match="sample 31 is corrupt.*map-style"):
+        source.batch(0, 2)
+    assert source.batch(0, 0).item() == 0 and source.batch(1, 0).item() == 0, "what was read stays"
