@@ -23,6 +23,7 @@ from megatron_recycle.config import JOINING
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.follow import Follower
+from megatron_recycle.launch.last_words import last_words
 from megatron_recycle.launch.moves import Starts
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.service import Service
@@ -225,18 +226,22 @@ class Launcher:
         moment = time.time()
         self._selector.unregister(worker.child.pidfd)
         worker.status = worker.child.collect()
+        told = (worker.rank, worker.child.pid) in self.summary.errors
+        words = last_words(worker.child.log) if worker.status and not told else ""
         self._tell({
             "type": "exit",
             "rank": worker.rank,
             "pid": worker.child.pid,
             "status": worker.status,
             "t": moment,
-            "log": str(worker.child.log),
+            "log": f"{worker.child.log}" + (f" ({words})" if words else ""),
             "move": worker.move,
         })
         if (worker.status or worker.joins) and self._end is None and not self._interrupted:
+            why = f": {words}" if words else ""
             early = f" before it had joined: see {worker.child.log}" if worker.joins else ""
-            self._say(f"rank {worker.rank} (pid {worker.child.pid}) ended with {describe_status(worker.status)}{early}")
+            ended = f"ended with {describe_status(worker.status)}"
+            self._say(f"rank {worker.rank} (pid {worker.child.pid}) {ended}{early}{why}")
             self._failed(worker)
 
     def _tell(self, message: Message) -> None:
