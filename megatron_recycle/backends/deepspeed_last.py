@@ -46,10 +46,11 @@ class LastCheckpoint:
         self._saved = steps, tag if tag is not None else f"global_step{steps}"
 
     def write(self, groups: Groups) -> str:
-        """Write this worker's part, at the same time as all of ``groups``; returns the checkpoint's folder.
+        """Write this worker's part, at the same time as all of ``groups``; returns the checkpoint's folder, or nothing
+        if another worker could not write its own.
 
-        Raises RecycleError where the job has no folder for it, or another worker could not write, OSError and what else
-        torch raises where this one cannot, TransportAborted if another one is lost meanwhile.
+        Raises RecycleError where the job has no folder for it, OSError and what else torch raises where this worker
+        cannot write, TransportAborted if another one is lost meanwhile.
         """
         folder, steps = self._wanted or self._folder, self._engine.global_steps
         tag = f"global_step{steps}"
@@ -73,7 +74,7 @@ class LastCheckpoint:
         if error is not None:
             raise error
         if failed:
-            raise RecycleError("another worker could not write its part")
+            return ""  # on another worker, which says why
         if groups.me == groups.members[0]:
             latest = Path(folder) / "latest"
             latest.with_name("latest.part").write_text(tag)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 _TAIL = 8192
 _LONGEST = 300
-_ENDS = re.compile(r"(?:\[rank\d+\]: )?((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Interrupt)(?::.*)?)")
+_ENDS = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)(?::.*)?)")
 """A line that ends a traceback; torch puts the rank before it."""
 
 
 def last_words(log: Path) -> str:
-    """E.g. ``ModuleNotFoundError: No module named 'x'``; nothing if the log's end has no traceback or cannot be read."""
+    """E.g. ``ModuleNotFoundError: No module named 'x'``; nothing if the log does not end with a traceback."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))

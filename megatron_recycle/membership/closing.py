@@ -56,10 +56,14 @@ def saved(state: State, happened: Saved, now: float) -> Step:
     state = state.with_(closing=closing)
     if len(closing.saved) < len(state.members):
         return state, ()
-    errors = [f"{name}: {closing.saved[name][1]}" for name in in_order(closing.saved) if closing.saved[name][1]]
-    if errors or state.resume is None:
-        return notices.end(state, 1, errors[0] if errors else "nobody knows of which iteration", now)
-    place, iteration, status = happened.place, state.resume.target, closing.status
+    errors = {name: closing.saved[name][1] for name in in_order(closing.saved) if closing.saved[name][1]}
+    place = next((where for where, _ in closing.saved.values() if where), "")
+    if errors or not place or state.resume is None:
+        first = next(iter(errors), "")
+        shared = len(errors) == len(state.members) and len(set(errors.values())) == 1
+        text = errors.get(first, "nobody knows of which iteration")
+        return notices.end(state, 1, text if shared or not first else f"{first}: {text}", now)
+    iteration, status = state.resume.target, closing.status
     event = {"event": "saved", "t": now, "generation": state.generation, "iteration": iteration, "place": place}
     message = f"{notices.sentence(closing.message)} The state after iteration {iteration} is saved in {place}."
     state, ending = notices.end(state.with_(closing=None), status, message, now)

@@ -264,8 +264,9 @@ def close_down(worker: StageWorker, go: Go) -> NoReturn:
         except TransportAborted:
             raise
         except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
-            error = f"{type(failure).__name__}: {failure}" if not isinstance(failure, RecycleError) else str(failure)
-            get_logger().error("megatron-recycle: no last checkpoint", exc_info=failure)
+            ours = isinstance(failure, RecycleError)
+            error = str(failure) if ours else f"{type(failure).__name__}: {failure}"
+            get_logger().error("megatron-recycle: no last checkpoint: %s", error, exc_info=None if ours else failure)
     worker.agent.saved(go.generation, place, error)
     raise TransportAborted("another member was lost before all had saved")
 

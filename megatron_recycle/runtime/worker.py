@@ -73,7 +73,8 @@ class StageWorker:
         config: settings.
         observer: told of every phase; None for nobody.
         save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
-            part of a checkpoint and returns where that is. It may raise anything. None: there is no such thing.
+            part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
+            raise anything. None: there is no such thing.
         setup: the time until `begin`, as what this process is told in it; None: nobody joins later.
     """
 

@@ -82,7 +82,9 @@ def test_nobody_begins_to_look_for_plans_or_to_take_others_in():
 
 
 @pytest.mark.parametrize(("what", "why"), [
-    (lambda cluster: saves(cluster, error="OSError: [Errno 28] No space left"), "0:0: OSError: [Errno 28] No space"),
+    (lambda cluster: saves(cluster, "0:1", error="OSError: No space left")
+     + saves(cluster, "0:0", "1:1", "2:0", "2:1", place=""), "0:1: OSError: No space left."),
+    (lambda cluster: saves(cluster, error="the script has not saved before"), "the script has not saved before."),
     (lambda cluster: cluster.feed(st.Lost((st.Loss("0:1/0", "unreachable"), st.Loss("1:1/0", "unreachable"),
                                            st.Loss("2:1/0", "unreachable")), cluster.now)), "0:1 unreachable, 1:1"),
     (lambda cluster: cluster.feed(st.SavedLate(3)), "it took too long (0:0, 0:1, 1:1, 2:0, 2:1)"),
