@@ -32,9 +32,18 @@ def why_not(state: State, lost: Collection[str]) -> str | None:
         return "under this framework the plugin has none to write"
     if state.phase not in (Phase.TRAINING, Phase.RECOVERING):
         return "the coordinator has just come back"
+    empty = _empty(state, lost)
+    return f"stage {', '.join(map(str, empty))} has no worker left" if empty else None
+
+
+def goes_on(state: State, lost: Collection[str]) -> bool:
+    """Whether a last generation that has lost these can be begun again."""
+    return state.closing is not None and bool(lost) and not _empty(state, lost)
+
+
+def _empty(state: State, lost: Collection[str]) -> list[int]:
     gone = {*lost, *siblings(state.members, lost)}
-    empty = [str(stage) for stage, names in enumerate(by_stage(state.stages, state.proven)) if not set(names) - gone]
-    return f"stage {', '.join(empty)} has no worker left" if empty else None
+    return [stage for stage, names in enumerate(by_stage(state.stages, state.proven)) if not set(names) - gone]
 
 
 def wanted(state: State) -> bool:

@@ -288,7 +288,7 @@ def _regenerate(
     The other parts of a lost worker are spares: told of it, and without work until that one is replaced.
     """
     removed = [state.members[name] for name in in_order(lost)]
-    if state.closing is not None and lost and closing.possible(state, lost):
+    if state.closing is not None and closing.goes_on(state, lost):
         to_close = Closing(state.closing.message, state.closing.status)
     elif state.closing is not None:
         told = tuple(Emit(notices.suspected(state, member, lost[member.worker], since, now)) for member in removed)
