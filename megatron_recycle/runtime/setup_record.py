@@ -261,6 +261,15 @@ class Alone(dist.ProcessGroup):
     def __init__(self, replay: SetUpReplay, rank: int, size: int) -> None:
         super().__init__(rank, size)
         self.replay = replay
+        self._called = ""
+
+    def _set_group_name(self, name: str) -> None:
+        self._called = name
+
+    @property
+    def group_name(self) -> str:
+        """torch's, by which meshes of devices find it."""
+        return self._called
 
     def getBackendName(self) -> str:
         return ALONE

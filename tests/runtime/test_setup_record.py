@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_recycle.errors import SetUpError
 from megatron_recycle.runtime import coming
@@ -45,8 +46,10 @@ def script(rank: int, run: str) -> Any:
     own = torch.full((2,), float(rank))
     copy = torch.zeros(2)
     dist.all_gather_into_tensor(copy, own, group=alone)
+    ranks = torch.tensor([rank + 1])
+    dist.all_reduce(ranks, group=init_device_mesh("cpu", (RANKS,)).get_group())
     later.wait()
-    return flags.tolist(), name, everybody, total.item(), mine, received.item(), copy.tolist()
+    return flags.tolist(), name, everybody, total.item(), mine, received.item(), copy.tolist(), ranks.item()
 
 
 def another_course(rank: int, run: str) -> None:
