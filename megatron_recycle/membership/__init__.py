@@ -9,10 +9,12 @@ from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.learnt import ask_record
 from megatron_recycle.membership.names import Process, workers_of
 from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.state import THE_END
 from megatron_recycle.membership.store import Journal, JournalError, JournalInUse
 from megatron_recycle.membership.wire import WireError
 
 __all__ = [
+    "THE_END",
     "Agent",
     "Coordinator",
     "Ended",

@@ -269,13 +269,13 @@ def _no_loss(state: State, happened: NoLoss, now: float) -> Step:
 def _stuck(state: State, happened: Stuck, now: float) -> Step:
     if happened.generation != state.generation or state.phase is not Phase.TRAINING:
         return state, ()
-    return _mend(state, mend.waits(happened.waiting), happened.since, now)
+    return _mend(state, mend.waits(happened.waiting), happened.since, now, mend.ended(happened.waiting))
 
 
-def _mend(state: State, reason: str, since: float, now: float) -> Step:
+def _mend(state: State, reason: str, since: float, now: float, ended: str = "") -> Step:
     """A new generation with the same members, for this reason."""
     if mend.worn_out(state):
-        return notices.end(state, 1, mend.given_up(state, reason), now)
+        return notices.end(state, 1, mend.given_up(state, reason, ended), now)
     return _regenerate(state.with_(mended=state.mended + 1), {}, since, now, reason=reason)
 
 

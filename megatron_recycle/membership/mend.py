@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from megatron_recycle.membership import notices
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, by_stage
-from megatron_recycle.membership.state import AwaitLoss, Emit, Hinted, Phase, State, Step
+from megatron_recycle.membership.state import THE_END, AwaitLoss, Emit, Hinted, Phase, State, Step
 
 _TRIES, _BUILDINGS = 2, 3
 """New generations with the same members in a row; more of them where not even their groups could be built, since that
@@ -66,8 +66,15 @@ def waits(waiting: Mapping[str, str]) -> str:
     return "all workers wait: " + ", ".join(f"{name} for {waiting[name]}" for name in in_order(waiting))
 
 
-def given_up(state: State, reason: str) -> str:
-    """Why the job stops."""
+def ended(waiting: Mapping[str, str]) -> str:
+    """Whose script has ended."""
+    return ", ".join(name for name in in_order(waiting) if waiting[name] == THE_END)
+
+
+def given_up(state: State, reason: str, ended: str) -> str:
+    """Why the job stops, though the script has ended on nobody but these."""
+    remedy = ("look at the network between them" if not ended else
+              f"the script has ended on {ended} while the others train on: let all ranks run the same number of "
+              "iterations")
     return (f"the workers of generation {state.generation} all live but cannot work together ({reason}), and "
-            f"{state.mended} new generations with the same members have not helped: look at the network between them. "
-            f"{RESTART}")
+            f"{state.mended} new generations with the same members have not helped: {remedy}. {RESTART}")

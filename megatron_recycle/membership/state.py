@@ -400,9 +400,13 @@ class NoLoss:
     since: float
 
 
+THE_END = "the end"
+
+
 @dataclass(frozen=True)
 class Stuck:
-    """All members have waited for longer than anything takes: what each waits for, and since when."""
+    """All members have waited for longer than anything takes: what each waits for (THE_END: for nothing more, since its
+    script has ended well), and since when."""
 
     generation: int
     waiting: Mapping[str, str]

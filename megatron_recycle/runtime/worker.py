@@ -15,7 +15,7 @@ import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded, TransportAborted, UnsupportedError
-from megatron_recycle.membership import Agent, Fault
+from megatron_recycle.membership import THE_END, Agent, Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.accumulate import Accumulators, Layout
@@ -286,7 +286,7 @@ class StageWorker:
     def finish(self) -> None:
         """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
         self.settle()
-        with self.activity.during(STANDING_BY, "the end"), self._telling():
+        with self.activity.during(STANDING_BY, THE_END), self._telling():
             finish(self)
         self.close()
 

@@ -435,6 +435,16 @@ def test_the_same_members_twice_in_a_row_without_progress_are_enough(progress: b
     assert "2:0: a transfer failed" in end.message and "network" in end.message and "checkpoint" in end.message
 
 
+def test_who_has_left_its_loop_too_soon_is_named_in_the_end() -> None:
+    cluster = Cluster().train()
+    waiting = {**dict.fromkeys(cluster.state.members, "reduce"), "2:0": st.THE_END}
+    for _ in range(2):
+        assert not endings(cluster.feed(st.Stuck(cluster.state.generation, waiting, cluster.now)))
+        _go_on(cluster)
+    (end,) = endings(cluster.feed(st.Stuck(cluster.state.generation, waiting, cluster.now)))
+    assert "the script has ended on 2:0 while the others train on" in end.message and "network" not in end.message
+
+
 def test_groups_that_take_long_to_build_get_more_time_and_do_not_end_a_healthy_job() -> None:
     """Nobody has begun to train in these generations: a second one in a row is no sign of a broken network yet."""
     cluster = Cluster().train()
