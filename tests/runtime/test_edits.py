@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,6 +88,23 @@ def test_what_is_changed_on_a_final_step_simply_stands():
     edits.leave(open_=False)
     stage.module.weight.data[0], stage.rate = 5.0, 0.1
     assert not edits.found()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("shape", "start"), [((512, 512), 0), ((512, 512), 1), ((3, 5), 0), ((1,), 1)])
+def test_what_is_written_by_way_of_data_is_found_in_every_type_and_shape(
+        dtype: torch.dtype, shape: tuple[int, ...], start: int):
+    stage = OneWeight()
+    flat = torch.ones(math.prod(shape) + start, dtype=dtype)  # as in a flat buffer, not at its beginning
+    stage.module.weight = nn.Parameter(flat[start:].view(shape))
+    edits = Edits(stage)
+    edits.leave(open_=True)
+    assert not edits.found()
+    stage.module.weight.data.mul_(2)  # whose sum may come round to where it was
+    assert edits.found()
+    edits.leave(open_=True)
+    stage.module.weight.data.view(-1)[::2].mul_(2)
+    assert edits.found()
 
 
 def test_only_the_scripts_changes_are_merged():
