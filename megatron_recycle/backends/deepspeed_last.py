@@ -8,8 +8,9 @@ written when all files are there.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,32 +56,19 @@ class LastCheckpoint:
         folder, steps = self._wanted or self._folder, self._engine.global_steps
         tag = f"global_step{steps}"
         done = self._wanted is None and self._saved is not None and self._saved[0] == steps
-        taken = folder is not None and (Path(folder) / tag).exists()
+        # Not Path.exists(), which raises where the folder cannot be looked into: here alone, while the others count.
+        taken = folder is not None and os.path.exists(os.path.join(folder, tag))
         nowhere, already, exists = _count(groups, folder is None, done, taken)
         if nowhere or folder is None:
             raise RecycleError("the script has not saved before; give --recycle-emergency-checkpoint DIR")
-        if already:
-            assert self._saved is not None
-            return str(Path(folder).absolute() / self._saved[1])
+        if already:  # but one that came in afterwards does not know under which name
+            return str(Path(folder).absolute() / self._saved[1]) if done and self._saved is not None else ""
         if exists:  # of an earlier life, perhaps whole: it stays as it is
             tag += "_emergency"
-        error: Exception | None = None
-        try:
-            if groups.me == groups.peers(groups.me.stage)[0]:
-                self._write_stage(folder, tag)
-        except Exception as failure:  # noqa: BLE001 - the others have to hear of it
-            error = failure
-        (failed,) = _count(groups, error is not None)
-        if error is not None:
-            raise error
-        if failed:
-            return ""  # on another worker, which says why
-        if groups.me == groups.members[0]:
-            latest = Path(folder) / "latest"
-            latest.with_name("latest.part").write_text(tag)
-            os.replace(latest.with_name("latest.part"), latest)
-        _count(groups, False)
-        return str(Path(folder).absolute() / tag)
+        own_stage = groups.me == groups.peers(groups.me.stage)[0]
+        whole = _by_all(groups, partial(self._write_stage, folder, tag) if own_stage else None)
+        whole = whole and _by_all(groups, partial(_point, folder, tag) if groups.me == groups.members[0] else None)
+        return str(Path(folder).absolute() / tag) if whole else ""  # the one that could not says why
 
     def _write_stage(self, folder: str, tag: str) -> None:
         engine = self._engine
@@ -90,6 +78,28 @@ class LastCheckpoint:
         with _as_only_pipeline(engine):
             engine._save_checkpoint(folder, tag)
         engine.checkpoint_engine.commit(commit)
+
+
+def _point(folder: str, tag: str) -> None:
+    """Make ``tag`` the checkpoint that is loaded by default."""
+    latest = Path(folder) / "latest"
+    latest.with_name("latest.part").write_text(tag)
+    os.replace(latest.with_name("latest.part"), latest)
+
+
+def _by_all(groups: Groups, write: Callable[[], None] | None) -> bool:
+    """Run ``write``, if there is something to write here; whether nobody's has failed. Raises what this one has raised,
+    once the others know of it: they would wait for this worker."""
+    error: Exception | None = None
+    try:
+        if write is not None:
+            write()
+    except Exception as failure:  # noqa: BLE001 - whatever it is
+        error = failure
+    (failed,) = _count(groups, error is not None)
+    if error is not None:
+        raise error
+    return not failed
 
 
 def _count(groups: Groups, *flags: bool) -> list[int]:
