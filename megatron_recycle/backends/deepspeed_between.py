@@ -78,4 +78,5 @@ def check_iteration(engine: RecyclePipelineEngine, plain: DataSource, data: Data
         refuse_another(name, now, engine.started_with[name])
     if isinstance(plain, DatasetSource) and engine.num_stages > 1 and (
             engine.is_first_stage() or engine.is_last_stage()):
-        plain.check(iteration * engine.micro_batches, engine.micro_batches, data.batch)
+        with engine._generators.kept():  # the script finds its random numbers as it left them
+            plain.check(iteration * engine.micro_batches, engine.micro_batches, data.batch)

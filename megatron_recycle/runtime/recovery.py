@@ -204,7 +204,8 @@ def reconcile(worker: StageWorker, go: Go) -> None:
         with _copying(worker):
             tensors, facts, received = take(groups, joined, worker.stage.device)
         if stepper.verdict is None:  # it has never been in, so that it has let go of nothing
-            compare_data(worker, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
+            with _copying(worker):  # a factory is read from its beginning, which may take minutes as well
+                compare_data(worker, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
         stepper.enter(tensors, facts)
         worker.brought = tensors, facts["counters"]
         worker.lay_out()

@@ -217,7 +217,8 @@ class StageWorker:
         """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
         if self.generation == 0:
             self.ledger.stand_at(iteration)
-            with self.waiting(RECOVERY), self._telling():
+            # Who comes in reads data to compare it: the script finds its random numbers as it left them all the same.
+            with self.waiting(RECOVERY), self.generators.kept(), self._telling():
                 join(self)
             announce(self)
 

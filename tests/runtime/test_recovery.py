@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from megatron_recycle.config import RecycleConfig
@@ -16,7 +19,10 @@ from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership.agent import Ended
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.groups import CONNECTING, meet, unless_interrupted
+from megatron_recycle.runtime.ledger import Ledger
+from megatron_recycle.runtime.random_state import Generators, Seeds
 from megatron_recycle.runtime.recovery import await_stop, connect_limit
+from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.worker import StageWorker
 
 
@@ -148,3 +154,14 @@ def test_connecting_gets_more_time_with_more_ranks_and_after_each_try_that_took_
     assert connect_limit(config, 6, 0) == pytest.approx(4.3)
     assert connect_limit(config, 1000, 0) == pytest.approx(54.0)
     assert [connect_limit(RecycleConfig(connect_timeout=3.0), 6, tries) for tries in range(4)] == [3, 6, 12, 12]
+
+
+def test_a_script_finds_its_random_numbers_as_it_left_them_though_its_worker_comes_in_and_compares_data(monkeypatch):
+    draws = Generators(torch.device("cpu"))
+    comes_in = SimpleNamespace(generation=0, ledger=Ledger(), generators=draws, waiting=lambda what: nullcontext(),
+                               _telling=nullcontext)
+    monkeypatch.setattr(worker_module, "join", lambda worker: Seeds(draws, 7).set(1, 11))
+    monkeypatch.setattr(worker_module, "announce", lambda worker: None)
+    before = random.getstate(), torch.get_rng_state()
+    StageWorker.begin(comes_in, 0)
+    assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
