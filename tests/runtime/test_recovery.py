@@ -18,11 +18,11 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import JobEnded, TransportAborted
 from megatron_recycle.membership.agent import Ended
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.groups import CONNECTING, meet, unless_interrupted
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.random_state import Generators, Seeds
 from megatron_recycle.runtime.recovery import await_stop, connect_limit
-from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.worker import StageWorker
 
 
@@ -106,36 +106,33 @@ def test_the_end_waits_for_what_was_left_behind():
 
 
 def test_workers_meet_though_a_stranger_deletes_what_they_write():
-    """Each key, as soon as it is there, for a while; then the stranger goes away."""
-    store, over = HashStore(), threading.Event()
-
-    def stranger() -> None:
-        while not over.is_set():
-            for rank in range(3):
-                store.delete_key(f"met/{rank}")
-
-    def arrive(rank: int) -> None:
-        meet(store, rank, [0, 1, 2], lambda: False, 20.0)
-
-    spoiler = threading.Thread(target=stranger)
-    workers = [threading.Thread(target=arrive, args=(rank,)) for rank in range(3)]
-    spoiler.start()
-    for thread in workers:
+    """Again and again, while they wait for the last one; then the stranger goes away. (Who has met all others says so
+    no more: were that deleted, the others would try again in another generation.)"""
+    store = HashStore()
+    workers = [threading.Thread(target=lambda rank=rank: meet(store, rank, [0, 1, 2], lambda: False, 20.0))
+               for rank in range(3)]
+    for thread in workers[:2]:
         thread.start()
-    time.sleep(0.7)
-    over.set()
-    begun = time.monotonic()
-    for thread in (spoiler, *workers):
-        thread.join(20)
+    for key in 3 * ["met/0", "met/1"]:
+        wait_until(lambda key=key: store.check([key]))
+        store.delete_key(key)
+    workers[2].start()
+    for thread in workers:
+        thread.join(10)
         assert not thread.is_alive()
-    assert time.monotonic() - begun < 10
+
+
+def wait_until(reached: Callable[[], bool], limit: float = 10.0) -> None:
+    end = time.monotonic() + limit
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_one_key_that_is_deleted_between_two_arrivals_holds_up_nobody():
     store, first = HashStore(), threading.Thread(target=lambda: meet(store, 0, [0, 1], lambda: False, 20.0))
     first.start()
-    while not store.check(["met/0"]):
-        time.sleep(0.001)
+    wait_until(lambda: store.check(["met/0"]))
     store.delete_key("met/0")
     meet(store, 1, [0, 1], lambda: False, 20.0)
     first.join(20)
