@@ -12,9 +12,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from megatron_recycle.membership import notices
+from megatron_recycle.membership.decisions import Emit, Step, Tell
+from megatron_recycle.membership.inputs import Saved, SavedLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import by_stage
-from megatron_recycle.membership.state import Emit, Member, Phase, Saved, SavedLate, State, Step, Tell
+from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.table import put
 
 

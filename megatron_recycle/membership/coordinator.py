@@ -19,40 +19,39 @@ from typing import Any
 from megatron_recycle.membership import learnt
 from megatron_recycle.membership import moves as moving
 from megatron_recycle.membership.connection import Connection
-from megatron_recycle.membership.detectors import RateLimit
-from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.memory import Memory
-from megatron_recycle.membership.notices import wire_forms
-from megatron_recycle.membership.places import Offered, Places, free_places
-from megatron_recycle.membership.state import (
-    Adopted,
+from megatron_recycle.membership.decisions import (
     Await,
     AwaitLoss,
     AwaitSaved,
-    Boundary,
-    Committed,
     Decision,
     Emit,
     End,
-    Exited,
     FindMoves,
+    Improve,
+    MakePlan,
+    Note,
+    Store,
+    Tell,
+)
+from megatron_recycle.membership.detectors import RateLimit
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.inputs import (
+    Adopted,
+    Boundary,
+    Committed,
+    Exited,
     Finished,
     Hello,
     Hinted,
     Holds,
-    Improve,
     Improved,
     Input,
     Interrupted,
     Leave,
     Loss,
     Lost,
-    MakePlan,
-    Member,
     MovesFound,
     NoLoss,
-    Note,
-    Phase,
     PlanFailed,
     Planned,
     Raised,
@@ -63,12 +62,13 @@ from megatron_recycle.membership.state import (
     Resumed,
     Saved,
     SavedLate,
-    State,
     StaysOut,
-    Store,
     Stuck,
-    Tell,
 )
+from megatron_recycle.membership.memory import Memory
+from megatron_recycle.membership.notices import wire_forms
+from megatron_recycle.membership.places import Offered, Places, free_places
+from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.store import Journal
 from megatron_recycle.membership.strangers import Strangers
 from megatron_recycle.membership.watch import Watch

@@ -7,18 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_recycle.membership import learnt, notices
+from megatron_recycle.membership.decisions import Emit, MakePlan, Step, Store
+from megatron_recycle.membership.inputs import Exited, Ready
 from megatron_recycle.membership.names import Process, in_order
-from megatron_recycle.membership.state import (
-    Emit,
-    Exited,
-    MakePlan,
-    Member,
-    Phase,
-    Ready,
-    State,
-    Step,
-    Store,
-)
+from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.survival import judge
 from megatron_recycle.membership.table import put
 from megatron_recycle.plan.grid import Grid

@@ -14,22 +14,11 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from megatron_recycle.membership import forming, moves, notices
+from megatron_recycle.membership.decisions import Decision, Emit, Step, Store, Tell
+from megatron_recycle.membership.inputs import Boundary, Holds, Leave, Ready
 from megatron_recycle.membership.names import Process, in_order, workers_of
 from megatron_recycle.membership.resume import RESTART, by_stage
-from megatron_recycle.membership.state import (
-    Boundary,
-    Decision,
-    Emit,
-    Holds,
-    Leave,
-    Member,
-    Phase,
-    Ready,
-    State,
-    Step,
-    Store,
-    Tell,
-)
+from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.table import put
 
 

@@ -1,8 +1,8 @@
 """Who is in and what happens next: a pure function from state and input to state and decisions.
 
 Nothing here reads a clock, a socket or a file, so that every interleaving can be tested without processes.
-Inputs and decisions are defined in `state`. Inputs of processes that are not members (fenced, unknown) and inputs
-of generations that are over change nothing.
+What comes in and goes out is defined in `inputs` and `decisions`. Inputs of processes that are not members (fenced,
+unknown) and inputs of generations that are over change nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_recycle.membership import closing, forming, joining, mend, moves, notices, poison, progress
-from megatron_recycle.membership.names import in_order, siblings
-from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
-from megatron_recycle.membership.state import (
+from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, MakePlan, Step, Store, Tell
+from megatron_recycle.membership.inputs import (
     Adopted,
-    Await,
-    AwaitSaved,
     Boundary,
-    Closing,
     Committed,
-    Decision,
-    Emit,
     Exited,
     Finished,
     Hello,
@@ -35,11 +29,8 @@ from megatron_recycle.membership.state import (
     Leave,
     Loss,
     Lost,
-    MakePlan,
-    Member,
     MovesFound,
     NoLoss,
-    Phase,
     PlanFailed,
     Planned,
     Raised,
@@ -50,13 +41,12 @@ from megatron_recycle.membership.state import (
     Resumed,
     Saved,
     SavedLate,
-    State,
     StaysOut,
-    Step,
-    Store,
     Stuck,
-    Tell,
 )
+from megatron_recycle.membership.names import in_order, siblings
+from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
+from megatron_recycle.membership.state import Closing, Member, Phase, State
 from megatron_recycle.membership.table import put
 
 _LAST = "the job ends after a last checkpoint"

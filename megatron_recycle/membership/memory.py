@@ -6,8 +6,10 @@ import logging
 from collections.abc import Iterable
 
 from megatron_recycle.membership import notices
+from megatron_recycle.membership.decisions import Decision, Note, Step, Store
+from megatron_recycle.membership.inputs import Input
 from megatron_recycle.membership.machine import step
-from megatron_recycle.membership.state import Decision, Input, Note, State, Step, Store
+from megatron_recycle.membership.state import State
 from megatron_recycle.membership.store import Journal
 
 log = logging.getLogger(__name__)

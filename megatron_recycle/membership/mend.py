@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron_recycle.membership import notices
+from megatron_recycle.membership.decisions import AwaitLoss, Emit, Step
+from megatron_recycle.membership.inputs import THE_END, Hinted
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.resume import RESTART, by_stage
-from megatron_recycle.membership.state import THE_END, AwaitLoss, Emit, Hinted, Phase, State, Step
+from megatron_recycle.membership.state import Phase, State
 
 _TRIES, _BUILDINGS = 2, 3
 """New generations with the same members in a row; more of them where not even their groups could be built, since that

@@ -12,21 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.membership import notices
+from megatron_recycle.membership.decisions import Decision, Emit, FindMoves, Step, Store
+from megatron_recycle.membership.inputs import Exited, MovesFound, StaysOut
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import by_stage
-from megatron_recycle.membership.state import (
-    Decision,
-    Emit,
-    Exited,
-    FindMoves,
-    Member,
-    MovesFound,
-    Phase,
-    State,
-    StaysOut,
-    Step,
-    Store,
-)
+from megatron_recycle.membership.state import Member, Phase, State
 
 _FRUITLESS = 3
 """So many moves in a row whose process failed: the next one's would, too."""

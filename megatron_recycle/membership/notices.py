@@ -9,10 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.membership.decisions import Emit, End, Step, Store, Tell
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.poison import said_by
 from megatron_recycle.membership.resume import RESTART
-from megatron_recycle.membership.state import Emit, End, Member, Phase, State, Step, Store, Tell
+from megatron_recycle.membership.state import Member, Phase, State
 
 MEMBER, OUTSIDE = "member", "outside"
 """Part of a process in a new generation."""

@@ -9,23 +9,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_recycle.membership import moves
+from megatron_recycle.membership.decisions import Decision, Emit, Improve, Note, Step, Store, Tell
+from megatron_recycle.membership.inputs import Adopted, Committed, Improved, Resumed
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import (
-    Adopted,
-    Committed,
-    Decision,
-    Emit,
-    Improve,
-    Improved,
-    Note,
-    Phase,
-    Resumed,
-    State,
-    Step,
-    Store,
-    Tell,
-)
+from megatron_recycle.membership.state import Phase, State
 from megatron_recycle.membership.table import put
 
 

@@ -11,8 +11,7 @@ import pytest
 
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.places import Places, ask
-from megatron_recycle.membership import places
-from megatron_recycle.membership import state as st
+from megatron_recycle.membership import inputs, places
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 
@@ -48,6 +47,6 @@ def test_a_host_that_joins_waits_until_a_place_is_free_and_gives_up_in_words(
         while len(said) < 2:
             assert time.monotonic() < limit
             time.sleep(0.005)
-        running.call(running.coordinator._feed, st.Exited(3, 1003, -9, time.time()))
+        running.call(running.coordinator._feed, inputs.Exited(3, 1003, -9, time.time()))
         waiting.join(LIMIT)
     assert [one.ranks for one in found] == [(3,)]

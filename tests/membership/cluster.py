@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.machine import step
 
@@ -33,14 +35,14 @@ class Cluster:
         self.grid = {"stages": stages, "microbatches": [4] * pipelines}
         self.state = st.State(size=len(self.names))
         self.now = 100.0
-        self.log: list[st.Decision] = []
+        self.log: list[do.Decision] = []
 
     @property
     def journal(self) -> list[dict[str, Any]]:
         """What a coordinator that comes back would read."""
-        return [json.loads(json.dumps(one.record)) for one in self.log if isinstance(one, (st.Store, st.Note))]
+        return [json.loads(json.dumps(one.record)) for one in self.log if isinstance(one, (do.Store, do.Note))]
 
-    def feed(self, happened: Any, after: float = 0.01) -> list[st.Decision]:
+    def feed(self, happened: Any, after: float = 0.01) -> list[do.Decision]:
         self.now += after
         self.state, decisions = step(self.state, happened, self.now)
         self.log += decisions
@@ -50,40 +52,40 @@ class Cluster:
         rank = self.names.index(name)
         return st.Member(name, rank, f"{name}/{life}", 1000 + rank + 100 * life, "host")
 
-    def hello(self, name: str, life: int = 0) -> list[st.Decision]:
-        return self.feed(st.Hello(self.member(name, life)))
+    def hello(self, name: str, life: int = 0) -> list[do.Decision]:
+        return self.feed(inputs.Hello(self.member(name, life)))
 
-    def ready(self, name: str, **other: Any) -> list[st.Decision]:
+    def ready(self, name: str, **other: Any) -> list[do.Decision]:
         description = {"grid": self.grid, "block": 2, "reduction": "exact", **other}
-        return self.feed(st.Ready(f"{name}/0", description, report(attempt=0)))
+        return self.feed(inputs.Ready(f"{name}/0", description, report(attempt=0)))
 
-    def exit(self, name: str, status: int | None = -9, since: float | None = None) -> list[st.Decision]:
+    def exit(self, name: str, status: int | None = -9, since: float | None = None) -> list[do.Decision]:
         member = self.member(name)
         moment = self.now if since is None else since
-        return self.feed(st.Exited(member.rank, member.pid, status, moment, "worker.log"))
+        return self.feed(inputs.Exited(member.rank, member.pid, status, moment, "worker.log"))
 
-    def reports(self, *names: str, **fields: Any) -> list[st.Decision]:
+    def reports(self, *names: str, **fields: Any) -> list[do.Decision]:
         """These workers report for the current generation (all members if none is named)."""
-        decisions: list[st.Decision] = []
+        decisions: list[do.Decision] = []
         for name in names or tuple(self.state.members):
-            happened = st.Reported(f"{name}/0", self.state.generation, report(**fields))
+            happened = inputs.Reported(f"{name}/0", self.state.generation, report(**fields))
             decisions += self.feed(happened)
         return decisions
 
-    def plan(self, generation: int | None = None) -> list[st.Decision]:
+    def plan(self, generation: int | None = None) -> list[do.Decision]:
         number = self.state.generation if generation is None else generation
-        return self.feed(st.Planned(number, {**PLAN, "failed": sorted(self.state.failed)}, 1.5))
+        return self.feed(inputs.Planned(number, {**PLAN, "failed": sorted(self.state.failed)}, 1.5))
 
-    def resume_all(self) -> list[st.Decision]:
-        decisions: list[st.Decision] = []
+    def resume_all(self) -> list[do.Decision]:
+        decisions: list[do.Decision] = []
         for name in tuple(self.state.members):
-            decisions += self.feed(st.Resumed(f"{name}/0", self.state.generation, self.now))
+            decisions += self.feed(inputs.Resumed(f"{name}/0", self.state.generation, self.now))
         return decisions
 
-    def commit_all(self, iteration: int, loss: float = 2.5) -> list[st.Decision]:
-        decisions: list[st.Decision] = []
+    def commit_all(self, iteration: int, loss: float = 2.5) -> list[do.Decision]:
+        decisions: list[do.Decision] = []
         for name in tuple(self.state.members):
-            decisions += self.feed(st.Committed(f"{name}/0", iteration, loss))
+            decisions += self.feed(inputs.Committed(f"{name}/0", iteration, loss))
         return decisions
 
     def train(self) -> Cluster:
@@ -98,22 +100,22 @@ class Cluster:
         return self
 
 
-def told(decisions: list[st.Decision], kind: str) -> list[tuple[set[str], dict[str, Any]]]:
+def told(decisions: list[do.Decision], kind: str) -> list[tuple[set[str], dict[str, Any]]]:
     """Messages of this type, with the workers they go to."""
     return [
         ({who.split("/")[0] for who in decision.to}, dict(decision.message))
         for decision in decisions
-        if isinstance(decision, st.Tell) and decision.message["type"] == kind
+        if isinstance(decision, do.Tell) and decision.message["type"] == kind
     ]
 
 
-def events(decisions: list[st.Decision], name: str) -> list[dict[str, Any]]:
+def events(decisions: list[do.Decision], name: str) -> list[dict[str, Any]]:
     return [
         dict(decision.event)
         for decision in decisions
-        if isinstance(decision, st.Emit) and decision.event["event"] == name
+        if isinstance(decision, do.Emit) and decision.event["event"] == name
     ]
 
 
-def endings(decisions: list[st.Decision]) -> list[st.End]:
-    return [decision for decision in decisions if isinstance(decision, st.End)]
+def endings(decisions: list[do.Decision]) -> list[do.End]:
+    return [decision for decision in decisions if isinstance(decision, do.End)]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.membership import Agent, Coordinator, Journal, Timeouts
-from megatron_recycle.membership.state import End
+from megatron_recycle.membership.decisions import End
 
 TOKEN = "token"
 GRID = {"stages": 2, "microbatches": [2, 2, 2]}

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from megatron_recycle.errors import JobEnded
-from megatron_recycle.membership import Agent, Ended, Stop, Timeouts
-from megatron_recycle.membership import state as st
+from megatron_recycle.membership import Agent, Ended, Stop, Timeouts, inputs
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, Service, agent, service
 
@@ -51,7 +50,7 @@ def _close(agents: dict[str, Agent]) -> None:
 def _kill(running: Service, name: str) -> None:
     """What a launcher would say."""
     rank = NAMES.index(name)
-    happened = st.Exited(rank, 1000 + rank, -9, time.time())
+    happened = inputs.Exited(rank, 1000 + rank, -9, time.time())
     running.call(running.coordinator._feed, happened)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megatron_recycle.errors import DataError, UnsupportedError
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.restart import restore
@@ -24,8 +26,8 @@ def training(pipelines: int = 3, emergency: bool | None = True) -> Cluster:
     return cluster
 
 
-def raised(cluster: Cluster, name: str, fault: Fault = CORRUPT, number: int = 1) -> list[st.Decision]:
-    return cluster.feed(st.Raised(f"{name}/0", fault, cluster.now, number))
+def raised(cluster: Cluster, name: str, fault: Fault = CORRUPT, number: int = 1) -> list[do.Decision]:
+    return cluster.feed(inputs.Raised(f"{name}/0", fault, cluster.now, number))
 
 
 def closing() -> Cluster:
@@ -36,10 +38,10 @@ def closing() -> Cluster:
     return cluster
 
 
-def saves(cluster: Cluster, *names: str, place: str = "/runs/global_step6", error: str = "") -> list[st.Decision]:
-    decisions: list[st.Decision] = []
+def saves(cluster: Cluster, *names: str, place: str = "/runs/global_step6", error: str = "") -> list[do.Decision]:
+    decisions: list[do.Decision] = []
     for name in names or tuple(cluster.state.members):
-        decisions += cluster.feed(st.Saved(f"{name}/0", cluster.state.generation, place, error))
+        decisions += cluster.feed(inputs.Saved(f"{name}/0", cluster.state.generation, place, error))
     return decisions
 
 
@@ -75,9 +77,9 @@ def test_the_job_ends_with_its_error_and_where_the_state_is_once_all_have_saved(
 
 def test_nobody_begins_to_look_for_plans_or_to_take_others_in():
     cluster = gone(closing())
-    assert not [decision for decision in cluster.log if isinstance(decision, st.Improve) and decision.generation > 1]
+    assert not [decision for decision in cluster.log if isinstance(decision, do.Improve) and decision.generation > 1]
     cluster.hello("1:0", 1)
-    cluster.feed(st.Ready("1:0/1", {"grid": cluster.grid, "block": 2, "reduction": "exact", "emergency": True}, {}))
+    cluster.feed(inputs.Ready("1:0/1", {"grid": cluster.grid, "block": 2, "reduction": "exact", "emergency": True}, {}))
     assert not told(cluster.log, "offer")
 
 
@@ -85,11 +87,11 @@ def test_nobody_begins_to_look_for_plans_or_to_take_others_in():
     (lambda cluster: saves(cluster, "0:1", error="OSError: No space left")
      + saves(cluster, "0:0", "1:1", "2:0", "2:1", place=""), "0:1: OSError: No space left."),
     (lambda cluster: saves(cluster, error="the script has not saved before"), "the script has not saved before."),
-    (lambda cluster: cluster.feed(st.Lost((st.Loss("0:1/0", "unreachable"), st.Loss("1:1/0", "unreachable"),
-                                           st.Loss("2:1/0", "unreachable")), cluster.now)), "0:1 unreachable, 1:1"),
-    (lambda cluster: cluster.feed(st.SavedLate(3)), "it took too long (0:0, 0:1, 1:1, 2:0, 2:1)"),
-    (lambda cluster: cluster.feed(st.Interrupted(130, "interrupted by SIGINT")), "interrupted by SIGINT"),
-    (lambda cluster: cluster.feed(st.Stuck(3, {"0:0": "a verdict"}, cluster.now)), "all workers wait"),
+    (lambda cluster: cluster.feed(inputs.Lost((inputs.Loss("0:1/0", "unreachable"), inputs.Loss("1:1/0", "unreachable"),
+                                           inputs.Loss("2:1/0", "unreachable")), cluster.now)), "0:1 unreachable, 1:1"),
+    (lambda cluster: cluster.feed(inputs.SavedLate(3)), "it took too long (0:0, 0:1, 1:1, 2:0, 2:1)"),
+    (lambda cluster: cluster.feed(inputs.Interrupted(130, "interrupted by SIGINT")), "interrupted by SIGINT"),
+    (lambda cluster: cluster.feed(inputs.Stuck(3, {"0:0": "a verdict"}, cluster.now)), "all workers wait"),
 ])
 def test_whatever_goes_wrong_meanwhile_ends_the_job_with_its_error_first(what, why: str):
     cluster = gone(closing())
@@ -102,10 +104,10 @@ def test_one_that_does_not_come_from_its_script_s_own_code_is_not_waited_for():
     cluster = closing()
     cluster.plan()
     cluster.reports("0:0", "1:1", iteration=6, holds=5)
-    cluster.feed(st.ReportsLate(3))
+    cluster.feed(inputs.ReportsLate(3))
     assert set(cluster.state.members) == {"0:0", "1:1"} and cluster.state.closing
     cluster.reports("0:0", iteration=6, holds=5)
-    (end,) = endings(cluster.feed(st.ReportsLate(4)))
+    (end,) = endings(cluster.feed(inputs.ReportsLate(4)))
     assert "No checkpoint was written: 1:1 stalled. Last" in end.message
 
 
@@ -157,17 +159,17 @@ def test_a_job_that_cannot_or_does_not_want_to_save_ends_at_once():
 
 def test_a_restarted_coordinator_knows_what_the_generation_is_for():
     cluster = gone(closing())
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Store)]
     cluster.state = restore(6, records)
-    assert st.AwaitSaved(3) in cluster.feed(st.Restarted())
+    assert do.AwaitSaved(3) in cluster.feed(inputs.Restarted())
     for name in tuple(cluster.state.members):
-        cluster.feed(st.Hello(cluster.member(name), 3))
+        cluster.feed(inputs.Hello(cluster.member(name), 3))
     assert told(raised(cluster, "2:0"), "answer"), "it may not have heard"
     (end,) = endings(saves(cluster))
     assert "sample 31 is corrupt" in end.message and "is saved in" in end.message
     cluster.state = restore(6, records[:-1])
-    cluster.feed(st.Restarted())
-    (end,) = endings(cluster.feed(st.Hello(cluster.member("0:0"), 2)))
+    cluster.feed(inputs.Restarted())
+    (end,) = endings(cluster.feed(inputs.Hello(cluster.member("0:0"), 2)))
     assert "sample 31 is corrupt" in end.message and "the coordinator was lost meanwhile" in end.message
 
 
@@ -186,37 +188,37 @@ def leaving(**other: object) -> Cluster:
 
 def test_a_job_that_is_told_to_go_saves_first_within_a_limit_and_ends_with_the_signals_status():
     cluster = leaving()
-    cluster.feed(st.Leave("1:0/0"))  # Slurm signals every process
-    decisions = cluster.feed(st.Interrupted(143, "interrupted by SIGTERM"))
-    assert st.AwaitSaved(2, 45.0) in decisions and not endings(decisions)
-    assert cluster.feed(st.Interrupted(143, "interrupted by SIGTERM")) == [], "told by each host, and again"
+    cluster.feed(inputs.Leave("1:0/0"))  # Slurm signals every process
+    decisions = cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM"))
+    assert do.AwaitSaved(2, 45.0) in decisions and not endings(decisions)
+    assert cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM")) == [], "told by each host, and again"
     gone(cluster)
     (end,) = endings(saves(cluster))
-    assert end == st.End(143, "interrupted by SIGTERM. The state after iteration 5 is saved in /runs/global_step6.")
+    assert end == do.End(143, "interrupted by SIGTERM. The state after iteration 5 is saved in /runs/global_step6.")
 
 
 @pytest.mark.parametrize("other", [{"on_leave": "end"}, {"emergency": False}])
 def test_it_ends_at_once_where_it_does_not_ask_for_that_or_cannot(other: dict[str, object]):
-    (end,) = endings(leaving(**other).feed(st.Interrupted(143, "interrupted by SIGTERM")))
-    assert end == st.End(143, "interrupted by SIGTERM")
+    (end,) = endings(leaving(**other).feed(inputs.Interrupted(143, "interrupted by SIGTERM")))
+    assert end == do.End(143, "interrupted by SIGTERM")
 
 
 def test_ctrl_c_does_not_save():
-    assert endings(leaving().feed(st.Interrupted(130, "interrupted by SIGINT")))
+    assert endings(leaving().feed(inputs.Interrupted(130, "interrupted by SIGINT")))
 
 
 def test_who_is_too_slow_to_save_is_named_and_the_status_is_the_signals():
     cluster = leaving()
-    cluster.feed(st.Interrupted(143, "interrupted by SIGTERM"))
+    cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM"))
     gone(cluster)
     saves(cluster, "0:0", "0:1", "1:0", "1:1", "2:0")
-    (end,) = endings(cluster.feed(st.SavedLate(2)))
+    (end,) = endings(cluster.feed(inputs.SavedLate(2)))
     assert end.status == 143 and "No checkpoint was written: it took too long (2:1)" in end.message
 
 
 def test_the_status_survives_the_coordinator_and_a_worker():
     cluster = leaving()
-    cluster.feed(st.Interrupted(143, "interrupted by SIGTERM"))
+    cluster.feed(inputs.Interrupted(143, "interrupted by SIGTERM"))
     assert restore(6, cluster.journal).closing == st.Closing("interrupted by SIGTERM", 143)
     cluster.exit("1:1")
     gone(cluster)
@@ -227,9 +229,9 @@ def test_the_status_survives_the_coordinator_and_a_worker():
 def test_workers_that_are_all_told_to_leave_one_by_one_save_at_the_boundary():
     cluster = leaving()
     for name in cluster.names:
-        cluster.feed(st.Leave(f"{name}/0"))
+        cluster.feed(inputs.Leave(f"{name}/0"))
     for name in cluster.names:
-        cluster.feed(st.Boundary(f"{name}/0", 1, 6, cluster.now))
+        cluster.feed(inputs.Boundary(f"{name}/0", 1, 6, cluster.now))
     assert cluster.state.closing is not None
     gone(cluster)
     (end,) = endings(saves(cluster))

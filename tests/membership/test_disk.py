@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.membership import Coordinator, Journal
+from megatron_recycle.membership import Coordinator, Journal, inputs
+from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership import store as store_module
 from megatron_recycle.membership.restart import restore, taken_up
@@ -86,7 +87,7 @@ class Job(Cluster):
     def state(self, state: st.State) -> None:
         """As `Cluster` begins with one of its own."""
 
-    def feed(self, happened: Any, after: float = 0.01) -> list[st.Decision]:
+    def feed(self, happened: Any, after: float = 0.01) -> list[do.Decision]:
         self.coordinator._feed(happened)
         return []
 
@@ -104,21 +105,21 @@ def _a_life(job: Job) -> None:
     job.reports(holds=0)
     job.plan()
     job.resume_all()
-    job.feed(st.Improved(2, {**PLAN, "digest": "sha256:better"}, 1.0))
+    job.feed(inputs.Improved(2, {**PLAN, "digest": "sha256:better"}, 1.0))
     for name in tuple(job.state.members):
-        job.feed(st.Adopted(f"{name}/0", 2, 1, "sha256:better"))
+        job.feed(inputs.Adopted(f"{name}/0", 2, 1, "sha256:better"))
     job.hello("1:1", life=1)
-    job.feed(st.Ready("1:1/1", {"grid": job.grid, "block": 2, "reduction": "exact"}, {}))
+    job.feed(inputs.Ready("1:1/1", {"grid": job.grid, "block": 2, "reduction": "exact"}, {}))
     for name in tuple(job.state.members):
-        job.feed(st.Boundary(f"{name}/0", 2, 2, 1.0))
+        job.feed(inputs.Boundary(f"{name}/0", 2, 2, 1.0))
     job.reports(holds=1)
     job.plan()
-    job.feed(st.Holds("1:1/1", job.state.generation, {}))
+    job.feed(inputs.Holds("1:1/1", job.state.generation, {}))
     for member in tuple(job.state.members.values()):
-        job.feed(st.Resumed(member.incarnation, job.state.generation, 1.0))
-        job.feed(st.Committed(member.incarnation, 5, 1.0))
+        job.feed(inputs.Resumed(member.incarnation, job.state.generation, 1.0))
+        job.feed(inputs.Committed(member.incarnation, 5, 1.0))
     for member in tuple(job.state.members.values()):
-        job.feed(st.Finished(member.incarnation, job.state.generation))
+        job.feed(inputs.Finished(member.incarnation, job.state.generation))
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -140,7 +141,7 @@ def test_whichever_write_fails_what_is_on_disk_what_was_told_and_the_end_agree(t
             job, journal = await lives(writes)
             ended = job.state.ended
             assert job.state.phase is Phase.ENDED and ended is not None
-            assert job.coordinator._ended is not None and job.coordinator._ended.result() == st.End(*ended)
+            assert job.coordinator._ended is not None and job.coordinator._ended.result() == do.End(*ended)
             told = [message for message in job.launcher.messages if message["type"] == "end"]
             assert told == [{"type": "end", "status": ended[0], "message": ended[1]}]
             for incarnation, peer in job.peers.items():
@@ -162,8 +163,8 @@ def test_without_room_for_an_offer_the_job_trains_on_as_it_is(tmp_path: Path) ->
         job = Job(journal, lambda event: None)
         job.train()
         journal.left = 0
-        job.feed(st.Improved(1, {**PLAN, "digest": "sha256:better"}, 1.0))
-        job.feed(st.Leave("1:1/0"))
+        job.feed(inputs.Improved(1, {**PLAN, "digest": "sha256:better"}, 1.0))
+        job.feed(inputs.Leave("1:1/0"))
         job.commit_all(7)
         assert job.state.phase is Phase.TRAINING and job.state.committed == 7
         assert not [peer for peer in job.peers.values() if peer.messages[-1]["type"] != "go"]
@@ -199,9 +200,9 @@ def test_commits_plans_and_recoveries_are_known_from_the_journal_alone(tmp_path:
     cluster.plan()
     assert taken_up(restore(6, cluster.journal), cluster.journal, lambda digest: PLAN).since is not None
     cluster.resume_all()
-    cluster.feed(st.Improved(2, {**PLAN, "digest": "sha256:better"}, 1.0))
+    cluster.feed(inputs.Improved(2, {**PLAN, "digest": "sha256:better"}, 1.0))
     for name in tuple(cluster.state.members):
-        cluster.feed(st.Adopted(f"{name}/0", 2, 5, "sha256:better"))
+        cluster.feed(inputs.Adopted(f"{name}/0", 2, 5, "sha256:better"))
     cluster.commit_all(6)
     read: list[str] = []
     state = taken_up(restore(6, cluster.journal), cluster.journal, read.append)
@@ -214,13 +215,13 @@ def test_joiners_come_in_though_the_plan_in_force_was_lost_with_its_file(tmp_pat
     cluster.reports(holds=0)
     cluster.plan()
     cluster.state = taken_up(restore(6, cluster.journal), cluster.journal, lambda digest: None)
-    cluster.feed(st.Restarted())
+    cluster.feed(inputs.Restarted())
     for name in tuple(cluster.state.members):
-        cluster.feed(st.Hello(cluster.member(name), 2))
+        cluster.feed(inputs.Hello(cluster.member(name), 2))
     cluster.resume_all()
     assert cluster.state.plan is None and cluster.state.since is None
     cluster.hello("1:1", life=1)
-    cluster.feed(st.Ready("1:1/1", {"grid": cluster.grid, "block": 2, "reduction": "exact"}, {}))
+    cluster.feed(inputs.Ready("1:1/1", {"grid": cluster.grid, "block": 2, "reduction": "exact"}, {}))
     assert cluster.state.switch
 
 

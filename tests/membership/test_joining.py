@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_recycle.membership import learnt
-from megatron_recycle.membership import state as st
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs, learnt
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.restart import restore
 from tests.membership.cluster import Cluster, endings, events, report
@@ -15,7 +15,7 @@ def ready_to_join(cluster: Cluster, name: str) -> None:
     """The second life of ``name`` has built its model."""
     cluster.hello(name, life=1)
     description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
-    cluster.feed(st.Ready(f"{name}/1", description, report(attempt=0)))
+    cluster.feed(inputs.Ready(f"{name}/1", description, report(attempt=0)))
 
 
 def test_who_comes_in_must_run_its_backwards_as_its_stage_does() -> None:
@@ -31,7 +31,7 @@ def test_who_comes_in_must_run_its_backwards_as_its_stage_does() -> None:
         recover(cluster, 1)
         cluster.hello("1:1", life=1)
         description = {"grid": cluster.grid, "block": 2, "reduction": "exact", "full_backward": told}
-        decisions = cluster.feed(st.Ready("1:1/1", description, report(attempt=0)))
+        decisions = cluster.feed(inputs.Ready("1:1/1", description, report(attempt=0)))
         assert bool(events(decisions, "waiting")) == taken, decisions
 
 
@@ -39,7 +39,7 @@ def recover(cluster: Cluster, iteration: int) -> None:
     """From a decision to the first actions after it."""
     for member in list(cluster.state.proven.values()):
         told = report(iteration=iteration, holds=iteration - 1)
-        cluster.feed(st.Reported(member.incarnation, cluster.state.generation, told))
+        cluster.feed(inputs.Reported(member.incarnation, cluster.state.generation, told))
     cluster.plan()
     begin(cluster)
 
@@ -47,14 +47,14 @@ def recover(cluster: Cluster, iteration: int) -> None:
 def begin(cluster: Cluster) -> None:
     for name, member in list(cluster.state.members.items()):
         if name not in cluster.state.unproven:
-            cluster.feed(st.Resumed(member.incarnation, cluster.state.generation, cluster.now))
+            cluster.feed(inputs.Resumed(member.incarnation, cluster.state.generation, cluster.now))
 
 
 def stand(cluster: Cluster, *names: str) -> None:
     """These (default: all) wait at the boundary."""
     for name in names or tuple(cluster.state.members):
         member = cluster.state.members[name]
-        cluster.feed(st.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
+        cluster.feed(inputs.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
 
 
 def without_second_pipelines_last_stage(cluster: Cluster) -> Cluster:
@@ -74,8 +74,8 @@ def taken_in(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def acknowledge(cluster: Cluster) -> list[st.Decision]:
-    return cluster.feed(st.Holds("1:1/1", cluster.state.generation, RECEIVED))
+def acknowledge(cluster: Cluster) -> list[do.Decision]:
+    return cluster.feed(inputs.Holds("1:1/1", cluster.state.generation, RECEIVED))
 
 
 def test_one_that_holds_its_state_is_a_copy_before_its_first_action() -> None:
@@ -97,8 +97,8 @@ def test_what_was_acknowledged_is_known_to_a_coordinator_that_comes_back() -> No
     state = restore(4, cluster.journal)
     assert not state.unproven
     dead = cluster.state.members["0:1"]
-    state, _ = step(state, st.Restarted(), 999.0)
-    state, decisions = step(state, st.Exited(dead.rank, dead.pid, -9, 999.0), 999.0)
+    state, _ = step(state, inputs.Restarted(), 999.0)
+    state, decisions = step(state, inputs.Exited(dead.rank, dead.pid, -9, 999.0), 999.0)
     assert not endings(list(decisions)) and state.member("1:1/1") is not None
 
 
@@ -107,7 +107,7 @@ def test_an_acknowledgement_of_an_earlier_generation_counts_for_nothing() -> Non
     generation = cluster.state.generation
     cluster.exit("0:1")
     assert cluster.state.joiners.keys() == {"1:1"}
-    cluster.feed(st.Holds("1:1/1", generation, RECEIVED))
+    cluster.feed(inputs.Holds("1:1/1", generation, RECEIVED))
     assert cluster.state.joiners.keys() == {"1:1"} and "1:1" not in cluster.state.members
     assert not restore(6, cluster.journal).unproven
 
@@ -115,7 +115,7 @@ def test_an_acknowledgement_of_an_earlier_generation_counts_for_nothing() -> Non
 def test_each_switch_waits_for_everybody() -> None:
     cluster = taken_in(Cluster(3, 2))
     acknowledge(cluster)
-    cluster.feed(st.Resumed("1:1/1", cluster.state.generation, cluster.now))
+    cluster.feed(inputs.Resumed("1:1/1", cluster.state.generation, cluster.now))
     cluster.exit("2:1")
     recover(cluster, 4)
     ready_to_join(cluster, "2:1")
@@ -139,8 +139,8 @@ def test_two_that_come_in_one_after_the_other() -> None:
         stand(cluster)
         assert cluster.state.generation == generation + 1
         recover(cluster, 3)
-        cluster.feed(st.Holds(f"{name}/1", cluster.state.generation, RECEIVED))
-        cluster.feed(st.Resumed(f"{name}/1", cluster.state.generation, cluster.now))
+        cluster.feed(inputs.Holds(f"{name}/1", cluster.state.generation, RECEIVED))
+        cluster.feed(inputs.Resumed(f"{name}/1", cluster.state.generation, cluster.now))
     assert len(cluster.state.members) == 6 and not cluster.state.unproven
 
 
@@ -153,7 +153,7 @@ def test_what_each_rank_was_told_at_the_start_is_there_for_its_next_process() ->
         cluster.hello(name)
     for name in cluster.names:
         description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
-        cluster.feed(st.Ready(f"{name}/0", description, report(attempt=0), [{"what": "broadcast", "value": name}]))
+        cluster.feed(inputs.Ready(f"{name}/0", description, report(attempt=0), [{"what": "broadcast", "value": name}]))
     cluster.plan()
     for state in (cluster.state, restore(4, cluster.journal)):
         assert learnt.answer(state, 2) == {"type": "learnt", "record": [{"what": "broadcast", "value": "1:0"}]}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.restart import restore
@@ -21,18 +23,18 @@ class Joins(Cluster):
         self.resume_all()
         return self
 
-    def comes(self, life: int = 1, **other: Any) -> list[st.Decision]:
+    def comes(self, life: int = 1, **other: Any) -> list[do.Decision]:
         self.hello("1:1", life)
         description = {"grid": self.grid, "block": 2, "reduction": "exact", **other}
-        return self.feed(st.Ready(f"1:1/{life}", description, report(attempt=0)))
+        return self.feed(inputs.Ready(f"1:1/{life}", description, report(attempt=0)))
 
     def who(self) -> list[str]:
         return [member.incarnation for member in self.state.members.values()]
 
-    def stand(self, iteration: int = 7) -> list[st.Decision]:
-        decisions: list[st.Decision] = []
+    def stand(self, iteration: int = 7) -> list[do.Decision]:
+        decisions: list[do.Decision] = []
         for who in self.who():
-            decisions += self.feed(st.Boundary(who, self.state.generation, iteration, self.now))
+            decisions += self.feed(inputs.Boundary(who, self.state.generation, iteration, self.now))
         return decisions
 
     def taken_in(self) -> dict[str, Any]:
@@ -55,7 +57,7 @@ def test_a_joiner_that_is_ready_makes_the_members_stop_at_a_boundary_and_is_then
     assert to == set(cluster.names)
     assert (go["resume"]["joined"], go["resume"]["next"], go["resume"]["redone"]) == (["1:1"], 7, 0)
     received = {"bytes": 2_000_000, "ms": 4.0}
-    (joined,) = events(cluster.feed(st.Holds("1:1/1", 3, received)), "joined")
+    (joined,) = events(cluster.feed(inputs.Holds("1:1/1", 3, received)), "joined")
     assert (joined["worker"], joined["bytes"], joined["mb_per_s"]) == ("1:1", 2_000_000, 500.0)
     assert cluster.state.unproven == {} and cluster.state.out == {}
 
@@ -66,18 +68,18 @@ def test_a_failure_while_it_comes_in_sends_the_joiner_back_to_wait_and_its_word_
     ((to, stop),) = told(cluster.exit("0:0"), "stop")
     assert "1:1" in to and "1:1" not in stop["members"] and stop["out"]["1:1"] == "exit"
     assert "1:1/1" not in cluster.state.fenced
-    assert cluster.feed(st.Holds("1:1/1", 3, {})) == []
+    assert cluster.feed(inputs.Holds("1:1/1", 3, {})) == []
     cluster.plan()
     cluster.reports("0:1", "1:0", "2:0", "2:1", iteration=6, holds=6, committed=6)
     assert not told(cluster.resume_all(), "offer")
     description = {"grid": cluster.grid, "block": 2, "reduction": "exact"}
-    assert told(cluster.feed(st.Ready("1:1/1", description, report())), "offer")
+    assert told(cluster.feed(inputs.Ready("1:1/1", description, report())), "offer")
 
 
 def test_a_joiner_that_dies_while_it_comes_in_is_a_failure_like_any_other() -> None:
     cluster = Joins().lost()
     cluster.taken_in()
-    decisions = cluster.feed(st.Lost((st.Loss("1:1/1", "exit"),), cluster.now))
+    decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", "exit"),), cluster.now))
     assert [event["worker"] for event in events(decisions, "suspected")] == ["1:1"]
     assert "1:1/1" in cluster.state.fenced and not cluster.state.joiners
 
@@ -85,7 +87,7 @@ def test_a_joiner_that_dies_while_it_comes_in_is_a_failure_like_any_other() -> N
 def test_one_that_only_waits_is_missed_by_nobody() -> None:
     cluster = Joins().lost()
     cluster.hello("1:1", 1)
-    decisions = cluster.feed(st.Lost((st.Loss("1:1/1", "frozen"),), cluster.now))
+    decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", "frozen"),), cluster.now))
     assert events(decisions, "join_failed") and not told(decisions, "stop")
     assert cluster.state.generation == 2 and not cluster.state.joiners
 
@@ -108,7 +110,7 @@ def test_no_switch_is_offered_before_a_recovery_is_over() -> None:
 
 def test_a_member_that_asks_to_leave_is_out_at_the_boundary_and_told_so_with_status_zero() -> None:
     cluster = Joins().train()
-    assert told(cluster.feed(st.Leave("2:0/0")), "offer")
+    assert told(cluster.feed(inputs.Leave("2:0/0")), "offer")
     decisions = cluster.stand()
     (left,) = events(decisions, "left")
     assert (left["worker"], left["kind"]) == ("2:0", "leave") and not events(decisions, "suspected")
@@ -120,14 +122,14 @@ def test_a_member_that_asks_to_leave_is_out_at_the_boundary_and_told_so_with_sta
 def test_the_last_of_a_stage_stays_until_a_joiner_has_its_state() -> None:
     cluster = Joins().lost()
     for name in ("0:1", "2:1"):
-        cluster.feed(st.Leave(f"{name}/0"))
+        cluster.feed(inputs.Leave(f"{name}/0"))
     cluster.comes()
     decisions = cluster.stand()
     assert [event["worker"] for event in events(decisions, "left")] == ["2:1"]
     cluster.plan()
     cluster.reports("0:0", "0:1", "1:0", "2:0", iteration=6, holds=6, committed=6)
-    cluster.feed(st.Holds("1:1/1", 3, {}))
-    told_last = [told(cluster.feed(st.Resumed(who, 3, cluster.now)), "offer") for who in cluster.who()][-1]
+    cluster.feed(inputs.Holds("1:1/1", 3, {}))
+    told_last = [told(cluster.feed(inputs.Resumed(who, 3, cluster.now)), "offer") for who in cluster.who()][-1]
     assert told_last, "now it may go"
     assert [event["worker"] for event in events(cluster.stand(9), "left")] == ["0:1"]
 
@@ -135,7 +137,7 @@ def test_the_last_of_a_stage_stays_until_a_joiner_has_its_state() -> None:
 def test_when_the_last_of_a_stage_leaves_the_job_ends_at_the_boundary() -> None:
     cluster = Joins().train()
     for name in ("0:1", "1:1", "2:1"):
-        cluster.feed(st.Leave(f"{name}/0"))
+        cluster.feed(inputs.Leave(f"{name}/0"))
     (end,) = endings(cluster.stand())
     assert end.status == 1 and "stage 1" in end.message and "0:1, 1:1, 2:1" in end.message
 
@@ -145,11 +147,11 @@ def test_a_coordinator_that_comes_back_takes_in_whom_its_predecessor_had_let_wai
     cluster.comes()
     number = cluster.state.switch
     cluster.state = restore(len(cluster.names), cluster.journal)
-    cluster.feed(st.Restarted())
+    cluster.feed(inputs.Restarted())
     cluster.comes()
     for name in ("0:0", "0:1", "1:0", "2:0", "2:1"):
-        cluster.feed(st.Hello(cluster.member(name), 2))
-        decisions = cluster.feed(st.Boundary(f"{name}/0", 2, 7, cluster.now))
+        cluster.feed(inputs.Hello(cluster.member(name), 2))
+        decisions = cluster.feed(inputs.Boundary(f"{name}/0", 2, 7, cluster.now))
     ((_, stop),) = told(decisions, "stop")
     assert stop["generation"] == 3 and stop["members"]["1:1"] == "1:1/1"
     assert cluster.state.offers > number, "what was offered before is not offered again"
@@ -166,6 +168,6 @@ def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
     refused = free_places(cluster.state, places, 1, now=1001.0)
     assert "no place" in refused["refusal"] and refused["again_s"] > 0
     places.taken("1:1")
-    cluster.feed(st.Lost((st.Loss("1:1/1", "exit"),), cluster.now))
+    cluster.feed(inputs.Lost((inputs.Loss("1:1/1", "exit"),), cluster.now))
     assert free_places(cluster.state, places, 4, now=1002.0)["ranks"] == [3], "it came, and has gone again"
     assert "not started by `recycle run`" in free_places(cluster.state, None, 1, now=0.0)["refusal"]

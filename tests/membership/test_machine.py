@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.notices import group_prefix
 from megatron_recycle.membership.restart import restore, taken_up
@@ -17,8 +19,8 @@ def test_generation_one_forms_when_the_last_worker_is_ready() -> None:
     for name in cluster.names[:-1]:
         assert cluster.ready(name) == []
     decisions = cluster.ready(cluster.names[-1])
-    assert isinstance(decisions[0], st.Store)
-    assert st.MakePlan(1, frozenset()) in decisions
+    assert isinstance(decisions[0], do.Store)
+    assert do.MakePlan(1, frozenset()) in decisions
     ((to, go),) = told(cluster.plan(), "go")
     assert to == set(cluster.names)
     assert go["generation"] == 1
@@ -66,7 +68,7 @@ def test_an_exit_stops_all_survivors_at_once_and_planning_starts_before_the_repo
     cluster = Cluster().train()
     decisions = cluster.exit("1:1")
     kinds = [type(decision) for decision in decisions]
-    assert kinds.index(st.Store) < kinds.index(st.Tell) < kinds.index(st.MakePlan)
+    assert kinds.index(do.Store) < kinds.index(do.Tell) < kinds.index(do.MakePlan)
     ((to, stop),) = told(decisions, "stop")
     assert to == set(cluster.names) - {"1:1"} == set(stop["members"])
     assert stop["generation"] == 2 and stop["out"] == {"1:1": "exit"}
@@ -102,12 +104,12 @@ def test_resumed_counts_when_the_last_survivor_begins_and_only_then_a_better_pla
     cluster.reports()
     members = list(cluster.state.members)
     for index, name in enumerate(members):
-        decisions = cluster.feed(st.Resumed(f"{name}/0", 2, failed_at + 0.1 * (index + 1)))
+        decisions = cluster.feed(inputs.Resumed(f"{name}/0", 2, failed_at + 0.1 * (index + 1)))
         if name != members[-1]:
             assert decisions == []
     (resumed,) = events(decisions, "resumed")
     assert resumed["ms"] == pytest.approx(500)
-    assert any(isinstance(d, st.Improve) and d.failed == {"1:1"} for d in decisions)
+    assert any(isinstance(d, do.Improve) and d.failed == {"1:1"} for d in decisions)
 
 
 def test_a_second_kill_while_reports_come_in_starts_again_with_fresh_reports() -> None:
@@ -120,7 +122,7 @@ def test_a_second_kill_while_reports_come_in_starts_again_with_fresh_reports() -
     assert stop["generation"] == 3 and to == {"0:0", "0:1", "1:0", "2:1"}
     assert stop["out"] == {"1:1": "exit", "2:0": "exit"}
     for name in ("1:0", "2:1"):  # their reports for generation 2 are still on the way
-        assert cluster.feed(st.Reported(f"{name}/0", 2, report())) == []
+        assert cluster.feed(inputs.Reported(f"{name}/0", 2, report())) == []
     assert cluster.plan(generation=2) == []  # and so is its plan
     cluster.plan()
     ((_, go),) = told(cluster.reports(), "go")
@@ -131,8 +133,8 @@ def test_a_second_kill_while_reports_come_in_starts_again_with_fresh_reports() -
 
 def test_two_exits_in_one_verdict_are_one_decision() -> None:
     cluster = Cluster().train()
-    losses = (st.Loss("0:1/0", "unreachable"), st.Loss("1:0/0", "unreachable"))
-    decisions = cluster.feed(st.Lost(losses, cluster.now - 10))
+    losses = (inputs.Loss("0:1/0", "unreachable"), inputs.Loss("1:0/0", "unreachable"))
+    decisions = cluster.feed(inputs.Lost(losses, cluster.now - 10))
     assert cluster.state.generation == 2
     assert len(events(decisions, "suspected")) == 2 and len(told(decisions, "stop")) == 1
 
@@ -155,33 +157,33 @@ def test_who_does_not_report_in_time_is_out() -> None:
     cluster = Cluster().train()
     cluster.exit("1:1")
     cluster.reports("0:0", "0:1", "1:0", "2:0")
-    decisions = cluster.feed(st.ReportsLate(2))
+    decisions = cluster.feed(inputs.ReportsLate(2))
     ((to, stop),) = told(decisions, "stop")
     assert stop["generation"] == 3 and "2:1" not in to and stop["out"]["2:1"] == "stalled"
-    assert cluster.feed(st.ReportsLate(2)) == []
+    assert cluster.feed(inputs.ReportsLate(2)) == []
 
 
 def test_the_limit_for_reports_does_nothing_once_all_are_in() -> None:
     cluster = Cluster().train()
     cluster.exit("1:1")
     cluster.reports()
-    assert cluster.feed(st.ReportsLate(2)) == []
+    assert cluster.feed(inputs.ReportsLate(2)) == []
     cluster.plan()
-    assert cluster.feed(st.ReportsLate(2)) == []
+    assert cluster.feed(inputs.ReportsLate(2)) == []
     assert cluster.state.phase is st.Phase.TRAINING
 
 
 def test_nothing_that_a_fenced_worker_says_has_an_effect() -> None:
     cluster = Cluster().train()
-    cluster.feed(st.Lost((st.Loss("1:1/0", "frozen"),), cluster.now - 2))
+    cluster.feed(inputs.Lost((inputs.Loss("1:1/0", "frozen"),), cluster.now - 2))
     before = cluster.state
     for happened in (
-        st.Reported("1:1/0", 2, report(holds=40)),
-        st.Resumed("1:1/0", 2, cluster.now),
-        st.Committed("1:1/0", 40, 0.0),
-        st.Adopted("1:1/0", 2, 3, "sha256:1"),
-        st.Finished("1:1/0", 2),
-        st.Ready("1:1/0", {}, report()),
+        inputs.Reported("1:1/0", 2, report(holds=40)),
+        inputs.Resumed("1:1/0", 2, cluster.now),
+        inputs.Committed("1:1/0", 40, 0.0),
+        inputs.Adopted("1:1/0", 2, 3, "sha256:1"),
+        inputs.Finished("1:1/0", 2),
+        inputs.Ready("1:1/0", {}, report()),
     ):
         assert cluster.feed(happened) == []
     assert cluster.state == before
@@ -195,10 +197,10 @@ def test_a_late_resumed_of_the_last_generation_does_not_count() -> None:
     cluster.exit("1:1")
     cluster.plan()
     cluster.reports()
-    cluster.feed(st.Resumed("0:0/0", 2, cluster.now))
+    cluster.feed(inputs.Resumed("0:0/0", 2, cluster.now))
     cluster.exit("2:0")
     for name in cluster.state.members:
-        assert cluster.feed(st.Resumed(f"{name}/0", 2, cluster.now)) == []
+        assert cluster.feed(inputs.Resumed(f"{name}/0", 2, cluster.now)) == []
     assert cluster.state.resumed == {}
 
 
@@ -218,7 +220,7 @@ def test_an_iteration_is_committed_once_when_all_live_members_say_so() -> None:
     cluster = Cluster().train()
     assert cluster.state.committed == -1
     for name in cluster.names[:-1]:
-        assert cluster.feed(st.Committed(f"{name}/0", 0, 2.0)) == []
+        assert cluster.feed(inputs.Committed(f"{name}/0", 0, 2.0)) == []
     decisions = cluster.exit("2:1")  # the only one that had not
     (committed,) = events(decisions, "committed")
     assert committed["iteration"] == 0 and committed["loss"] == 2.0
@@ -229,7 +231,7 @@ def test_an_iteration_is_committed_once_when_all_live_members_say_so() -> None:
 
 def test_an_iteration_finished_by_the_recovery_is_committed_too() -> None:
     cluster = Cluster().train()
-    cluster.feed(st.Committed("0:0/0", 0, 1.5))
+    cluster.feed(inputs.Committed("0:0/0", 0, 1.5))
     cluster.exit("1:1")
     cluster.plan()
     cluster.reports(holds=0, stepped=-1)
@@ -239,38 +241,38 @@ def test_an_iteration_finished_by_the_recovery_is_committed_too() -> None:
 
 def test_losses_that_differ_between_workers_are_shown() -> None:
     cluster = Cluster(pipelines=2, stages=1).train()
-    cluster.feed(st.Committed("0:0/0", 0, 1.5))
-    (committed,) = events(cluster.feed(st.Committed("1:0/0", 0, 1.25)), "committed")
+    cluster.feed(inputs.Committed("0:0/0", 0, 1.5))
+    (committed,) = events(cluster.feed(inputs.Committed("1:0/0", 0, 1.25)), "committed")
     assert committed["loss"] == 1.5 and committed["losses"] == {"0:0": 1.5, "1:0": 1.25}
 
 
 def test_a_better_plan_is_offered_once_and_adopted_by_all() -> None:
     cluster = Cluster().train()
     better = {"source": "cpsat", "digest": "sha256:2"}
-    ((to, offer),) = told(cluster.feed(st.Improved(1, better, 900.0)), "offer")
+    ((to, offer),) = told(cluster.feed(inputs.Improved(1, better, 900.0)), "offer")
     assert to == set(cluster.names) and offer["number"] == 1
     found = []
     for name in cluster.names:
-        found += events(cluster.feed(st.Adopted(f"{name}/0", 1, 5, "sha256:2")), "adopted")
+        found += events(cluster.feed(inputs.Adopted(f"{name}/0", 1, 5, "sha256:2")), "adopted")
     assert [event["iteration"] for event in found] == [5]
     cluster.exit("0:0")
-    assert cluster.feed(st.Improved(1, better, 900.0)) == []
+    assert cluster.feed(inputs.Improved(1, better, 900.0)) == []
 
 
 def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> None:
     cluster = Cluster().train()
     first, second, third = ({"source": "cpsat", "digest": f"sha256:{number}"} for number in (2, 3, 4))
-    assert told(cluster.feed(st.Improved(1, first, 900.0)), "offer")
+    assert told(cluster.feed(inputs.Improved(1, first, 900.0)), "offer")
     *all_but_one, last = cluster.names
     for name in all_but_one:
-        cluster.feed(st.Adopted(f"{name}/0", 1, 5, "sha256:2"))
-    assert cluster.feed(st.Improved(1, second, 900.0)) == cluster.feed(st.Improved(1, third, 900.0)) == []
+        cluster.feed(inputs.Adopted(f"{name}/0", 1, 5, "sha256:2"))
+    assert cluster.feed(inputs.Improved(1, second, 900.0)) == cluster.feed(inputs.Improved(1, third, 900.0)) == []
     # Who may have missed the offer hears it again.
-    ((to, offer),) = told(cluster.feed(st.Hello(cluster.state.members[last], 1)), "offer")
+    ((to, offer),) = told(cluster.feed(inputs.Hello(cluster.state.members[last], 1)), "offer")
     assert to == {last} and offer["number"] == 1
-    ((to, offer),) = told(cluster.feed(st.Adopted(f"{last}/0", 1, 5, "sha256:2")), "offer")
+    ((to, offer),) = told(cluster.feed(inputs.Adopted(f"{last}/0", 1, 5, "sha256:2")), "offer")
     assert to == set(cluster.names) and (offer["number"], offer["plan"]) == (2, third)
-    cluster.feed(st.Improved(1, second, 900.0))
+    cluster.feed(inputs.Improved(1, second, 900.0))
     cluster.exit("0:0")
     assert cluster.state.offered is None and cluster.state.better is None, "it was for other members"
 
@@ -278,7 +280,7 @@ def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> Non
 def test_a_failed_planner_ends_the_job_with_its_message() -> None:
     cluster = Cluster().train()
     cluster.exit("1:1")
-    (end,) = endings(cluster.feed(st.PlanFailed(2, "no worker left for stage 1")))
+    (end,) = endings(cluster.feed(inputs.PlanFailed(2, "no worker left for stage 1")))
     assert "no worker left for stage 1" in end.message and "1:1" in end.message
 
 
@@ -308,9 +310,9 @@ def test_a_script_without_the_plugin_may_end_well() -> None:
 def test_the_job_ends_well_when_all_have_finished() -> None:
     cluster = Cluster().train()
     for name in cluster.names[:-1]:
-        decisions = cluster.feed(st.Finished(f"{name}/0", 1))
+        decisions = cluster.feed(inputs.Finished(f"{name}/0", 1))
         assert len(events(decisions, "left")) == 1 and not endings(decisions)
-    decisions = cluster.feed(st.Finished("2:1/0", 1))
+    decisions = cluster.feed(inputs.Finished("2:1/0", 1))
     (end,) = endings(decisions)
     assert end.status == 0
     ((to, _),) = told(decisions, "end")
@@ -319,7 +321,7 @@ def test_the_job_ends_well_when_all_have_finished() -> None:
 
 def test_a_worker_that_has_finished_still_serves_the_others_when_one_fails() -> None:
     cluster = Cluster().train()
-    cluster.feed(st.Finished("0:0/0", 1))
+    cluster.feed(inputs.Finished("0:0/0", 1))
     decisions = cluster.exit("2:1")
     ((to, _),) = told(decisions, "stop")
     assert "0:0" in to and cluster.state.finished == frozenset()
@@ -329,7 +331,7 @@ def test_an_exit_with_status_zero_while_others_train_is_a_failure_unless_it_has_
     cluster = Cluster().train()
     assert events(cluster.exit("1:0", 0), "suspected")[0]["kind"] == "exit"
     cluster = Cluster().train()
-    cluster.feed(st.Finished("1:0/0", 1))
+    cluster.feed(inputs.Finished("1:0/0", 1))
     assert events(cluster.exit("1:0", 0), "suspected")[0]["kind"] == "leave"
 
 
@@ -350,16 +352,16 @@ def test_a_stranger_cannot_take_a_position() -> None:
     cluster.hello("0:0")
     assert "already" in told(cluster.hello("0:0", life=1), "end")[0][1]["message"]
     stranger = st.Member("9:9", 77, "x/0", 1, "host")
-    assert "not of this job" in told(cluster.feed(st.Hello(stranger)), "end")[0][1]["message"]
+    assert "not of this job" in told(cluster.feed(inputs.Hello(stranger)), "end")[0][1]["message"]
     cluster = Cluster().train()
     assert not told(cluster.hello("1:1", life=1), "end")  # it may wait for the place to become empty
     assert "another process" in told(cluster.hello("1:1", life=2), "end")[0][1]["message"]
-    assert "no part of the job" in told(cluster.feed(st.Hello(stranger)), "end")[0][1]["message"]
+    assert "no part of the job" in told(cluster.feed(inputs.Hello(stranger)), "end")[0][1]["message"]
 
 
 def test_an_interrupt_ends_the_job_with_its_status() -> None:
     cluster = Cluster().train()
-    (end,) = endings(cluster.feed(st.Interrupted(130, "interrupted")))
+    (end,) = endings(cluster.feed(inputs.Interrupted(130, "interrupted")))
     assert end.status == 130
     assert told(cluster.hello("0:0"), "end")
 
@@ -367,14 +369,14 @@ def test_an_interrupt_ends_the_job_with_its_status() -> None:
 # Nobody is at fault
 
 
-def _hint(cluster: Cluster, name: str, generation: int | None = None) -> list[st.Decision]:
+def _hint(cluster: Cluster, name: str, generation: int | None = None) -> list[do.Decision]:
     number = cluster.state.generation if generation is None else generation
-    return cluster.feed(st.Hinted(f"{name}/0", number, "a transfer failed: reset by peer"))
+    return cluster.feed(inputs.Hinted(f"{name}/0", number, "a transfer failed: reset by peer"))
 
 
-def _no_loss(cluster: Cluster, hinted: list[st.Decision]) -> list[st.Decision]:
-    (wait,) = [decision for decision in hinted if isinstance(decision, st.AwaitLoss)]
-    return cluster.feed(st.NoLoss(wait.generation, wait.since), after=2.0)
+def _no_loss(cluster: Cluster, hinted: list[do.Decision]) -> list[do.Decision]:
+    (wait,) = [decision for decision in hinted if isinstance(decision, do.AwaitLoss)]
+    return cluster.feed(inputs.NoLoss(wait.generation, wait.since), after=2.0)
 
 
 def _go_on(cluster: Cluster) -> None:
@@ -411,10 +413,10 @@ def test_a_communication_error_that_a_loss_follows_is_forgotten() -> None:
 def test_when_all_wait_a_generation_with_the_same_members_follows() -> None:
     cluster = Cluster().train()
     waiting = dict.fromkeys(cluster.names, "F0.1")
-    (decided,) = events(cluster.feed(st.Stuck(1, waiting, cluster.now - 30)), "decided")
+    (decided,) = events(cluster.feed(inputs.Stuck(1, waiting, cluster.now - 30)), "decided")
     assert decided["generation"] == 2 and "1:1 for F0.1" in decided["reason"]
-    assert cluster.feed(st.Stuck(2, waiting, cluster.now)) == [], "a recovery is under way"
-    assert cluster.feed(st.Stuck(1, waiting, cluster.now)) == []
+    assert cluster.feed(inputs.Stuck(2, waiting, cluster.now)) == [], "a recovery is under way"
+    assert cluster.feed(inputs.Stuck(1, waiting, cluster.now)) == []
 
 
 @pytest.mark.parametrize("progress", [False, True])
@@ -437,11 +439,11 @@ def test_the_same_members_twice_in_a_row_without_progress_are_enough(progress: b
 
 def test_who_has_left_its_loop_too_soon_is_named_in_the_end() -> None:
     cluster = Cluster().train()
-    waiting = {**dict.fromkeys(cluster.state.members, "reduce"), "2:0": st.THE_END}
+    waiting = {**dict.fromkeys(cluster.state.members, "reduce"), "2:0": inputs.THE_END}
     for _ in range(2):
-        assert not endings(cluster.feed(st.Stuck(cluster.state.generation, waiting, cluster.now)))
+        assert not endings(cluster.feed(inputs.Stuck(cluster.state.generation, waiting, cluster.now)))
         _go_on(cluster)
-    (end,) = endings(cluster.feed(st.Stuck(cluster.state.generation, waiting, cluster.now)))
+    (end,) = endings(cluster.feed(inputs.Stuck(cluster.state.generation, waiting, cluster.now)))
     assert "the script has ended on 2:0 while the others train on" in end.message and "network" not in end.message
 
 
@@ -472,12 +474,12 @@ def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
     cluster = Cluster(pipelines=2).train()
     cluster.exit("0:1")
     _go_on(cluster)
-    lost = st.Lost((st.Loss("1:1/0", "stalled"),), cluster.now)
+    lost = inputs.Lost((inputs.Loss("1:1/0", "stalled"),), cluster.now)
     decisions = cluster.feed(lost)
     (suspected,) = events(decisions, "suspected")
     assert suspected["removed"] is False and suspected["kind"] == "stalled"
     assert len(decisions) == 1 and cluster.feed(lost) == []
-    both = st.Lost((st.Loss("1:1/0", "stalled"), st.Loss("1:0/0", "stalled")), cluster.now)
+    both = inputs.Lost((inputs.Loss("1:1/0", "stalled"), inputs.Loss("1:0/0", "stalled")), cluster.now)
     cluster.feed(both)
     assert dict(cluster.state.out) == {"0:1": "exit", "1:0": "stalled"}
     (end,) = endings(cluster.exit("1:1"))
@@ -487,9 +489,9 @@ def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
 def test_a_coordinator_that_died_between_the_last_loss_of_a_stage_and_the_end_ends_the_job_when_it_is_back() -> None:
     cluster = Cluster(pipelines=1).train()
     (store, *_) = cluster.exit("0:1")
-    assert isinstance(store, st.Store) and store.record["kind"] == "decided"
+    assert isinstance(store, do.Store) and store.record["kind"] == "decided"
     cluster.state = restore(2, [store.record])
-    (end,) = endings(cluster.feed(st.Restarted()))
+    (end,) = endings(cluster.feed(inputs.Restarted()))
     assert end.status == 1 and "stage 1 has lost its last worker (0:1 exit)" in end.message
 
 
@@ -504,9 +506,9 @@ def test_a_coordinator_that_comes_back_looks_for_better_plans_and_tells_of_a_rec
     read: list[str] = []
     cluster.state = taken_up(restore(6, cluster.journal), cluster.journal, lambda digest: read.append(digest) or PLAN)
     assert read == [PLAN["digest"]]
-    cluster.feed(st.Restarted())
+    cluster.feed(inputs.Restarted())
     for name in tuple(cluster.state.members):
-        cluster.feed(st.Hello(cluster.member(name), 2))
+        cluster.feed(inputs.Hello(cluster.member(name), 2))
     decisions = cluster.resume_all()  # each tells it again to the new coordinator
     assert [event["generation"] for event in events(decisions, "resumed")] == [] if told_before else [2]
-    assert [one for one in decisions if isinstance(one, st.Improve)] == [st.Improve(2, frozenset({"1:1"}), PLAN)]
+    assert [one for one in decisions if isinstance(one, do.Improve)] == [do.Improve(2, frozenset({"1:1"}), PLAN)]

@@ -20,6 +20,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.restart import restore, untold
@@ -56,7 +58,7 @@ class Process:
     """The last iteration that it knows to be held by all."""
     go: dict[str, Any] | None = None
     ended: bool = False
-    hint: st.Hinted | None = None
+    hint: inputs.Hinted | None = None
     """The last one, told again on every connection."""
     inbox: deque[dict[str, Any]] = field(default_factory=deque)
     outbox: deque[Any] = field(default_factory=deque)
@@ -82,18 +84,18 @@ class Protocol(RuleBasedStateMachine):
         super().__init__()
         self.state = st.State(size=PIPELINES * STAGES)
         self.journal: list[Any] = []
-        self.todo: deque[st.Decision] = deque()
+        self.todo: deque[do.Decision] = deque()
         self.now = 1000.0
         self.plans: list[int] = []
         self.limits: list[int] = []
-        self.hinted: list[st.AwaitLoss] = []
-        self.exits: list[st.Exited] = []
+        self.hinted: list[do.AwaitLoss] = []
+        self.exits: list[inputs.Exited] = []
         self.told_exits = 0
         self.decided: list[int] = []
         self.announced: dict[int, tuple[int, int]] = {}
         self.committed: list[int] = []
         self.told: list[dict[str, Any]] = []
-        self.end: st.End | None = None
+        self.end: do.End | None = None
         self.troubles = 0
         self.processes: dict[str, Process] = {}
         for pipeline in range(PIPELINES):
@@ -111,25 +113,25 @@ class Protocol(RuleBasedStateMachine):
         self.state, decisions = step(before, happened, self.now)
         assert self.state.generation >= before.generation
         assert self.state.fenced >= before.fenced
-        self.todo.extend(sorted(decisions, key=lambda one: not isinstance(one, st.Store)))  # all of that first
+        self.todo.extend(sorted(decisions, key=lambda one: not isinstance(one, do.Store)))  # all of that first
 
     def _carry_out(self) -> None:
         decision = self.todo.popleft()
-        if isinstance(decision, st.Note):
+        if isinstance(decision, do.Note):
             self.journal.append(dict(decision.record))
-        elif isinstance(decision, st.Store):
+        elif isinstance(decision, do.Store):
             self._stored(json.loads(json.dumps(decision.record)))
-        elif isinstance(decision, st.Tell):
+        elif isinstance(decision, do.Tell):
             self._told(decision)
-        elif isinstance(decision, st.MakePlan):
+        elif isinstance(decision, do.MakePlan):
             self.plans.append(decision.generation)
-        elif isinstance(decision, st.Await):
+        elif isinstance(decision, do.Await):
             self.limits.append(decision.generation)
-        elif isinstance(decision, st.AwaitLoss):
+        elif isinstance(decision, do.AwaitLoss):
             self.hinted.append(decision)
-        elif isinstance(decision, st.Emit):
+        elif isinstance(decision, do.Emit):
             self._tell(decision.event)
-        elif isinstance(decision, st.End):
+        elif isinstance(decision, do.End):
             self.end = decision
 
     def _all_carried_out(self) -> None:
@@ -147,7 +149,7 @@ class Protocol(RuleBasedStateMachine):
             assert not fenced & {member["incarnation"] for member in record["members"].values()}
         self.journal.append(record)
 
-    def _told(self, decision: st.Tell) -> None:
+    def _told(self, decision: do.Tell) -> None:
         message = json.loads(json.dumps(decision.message))
         if message["type"] in ("stop", "go"):
             kind = "decided" if message["type"] == "stop" else "go"
@@ -197,19 +199,19 @@ class Protocol(RuleBasedStateMachine):
         """What an agent says first: who it is, and the latest of what must not be lost."""
         process.inbox.clear()
         process.outbox.clear()
-        process.outbox.append(st.Hello(process.member, process.generation))
+        process.outbox.append(inputs.Hello(process.member, process.generation))
         who = process.member.incarnation
         if process.ready and process.generation == 0:
             self._say_ready(process)
         if process.stop > process.generation:
-            process.outbox.append(st.Reported(who, process.stop, process.report()))
+            process.outbox.append(inputs.Reported(who, process.stop, process.report()))
         if process.stepped >= 0:
-            process.outbox.append(st.Committed(who, process.stepped))
+            process.outbox.append(inputs.Committed(who, process.stepped))
         if process.hint is not None:
             process.outbox.append(process.hint)
 
     def _say_ready(self, process: Process) -> None:
-        process.outbox.append(st.Ready(process.member.incarnation, {"grid": GRID}, process.report()))
+        process.outbox.append(inputs.Ready(process.member.incarnation, {"grid": GRID}, process.report()))
 
     def _some(self, data: Any, processes: list[Process]) -> Process:
         return self.processes[_pick(data, sorted(process.name for process in processes))]
@@ -261,7 +263,7 @@ class Protocol(RuleBasedStateMachine):
     def _act(self, process: Process) -> None:
         if self._can_step(process):
             process.stepped = process.verdict = process.holds
-            process.outbox.append(st.Committed(process.member.incarnation, process.stepped, 1.0))
+            process.outbox.append(inputs.Committed(process.member.incarnation, process.stepped, 1.0))
         elif self._can_hold(process):
             process.holds = process.stepped + 1
         else:
@@ -310,7 +312,7 @@ class Protocol(RuleBasedStateMachine):
             process.stop = message["generation"]
             process.running = False
             process.computed = process.stepped
-            process.outbox.append(st.Reported(process.member.incarnation, process.stop, process.report()))
+            process.outbox.append(inputs.Reported(process.member.incarnation, process.stop, process.report()))
         elif message["type"] == "go" and message["generation"] >= max(process.stop, process.generation + 1):
             self._reconcile(process, message)
 
@@ -327,9 +329,9 @@ class Protocol(RuleBasedStateMachine):
                 process.running = True  # it steps when all hold, as ever
                 return
             process.stepped = target
-            process.outbox.append(st.Committed(process.member.incarnation, target))
+            process.outbox.append(inputs.Committed(process.member.incarnation, target))
         process.running = True
-        process.outbox.append(st.Resumed(process.member.incarnation, go["generation"], self.now))
+        process.outbox.append(inputs.Resumed(process.member.incarnation, go["generation"], self.now))
 
     @precondition(lambda self: self.plans)
     @rule(data=some.data())
@@ -338,7 +340,7 @@ class Protocol(RuleBasedStateMachine):
         self._plan(generation)
 
     def _plan(self, generation: int) -> None:
-        self._feed(st.Planned(generation, {**PLAN, "generation": generation}, 1.0))
+        self._feed(inputs.Planned(generation, {**PLAN, "generation": generation}, 1.0))
 
     # What goes wrong
 
@@ -349,7 +351,7 @@ class Protocol(RuleBasedStateMachine):
         process = self._some(data, self._those(lambda p: True))
         process.alive = process.running = False
         member = process.member
-        self.exits.append(st.Exited(member.rank, member.pid, -9, self.now, move=process.move))
+        self.exits.append(inputs.Exited(member.rank, member.pid, -9, self.now, move=process.move))
 
     @precondition(lambda self: self.told_exits < len(self.exits))
     @rule()
@@ -365,8 +367,8 @@ class Protocol(RuleBasedStateMachine):
         names = sorted(self.processes)
         first = _pick(data, range(len(names)))
         chosen = names[first : first + 1 + both]
-        losses = tuple(st.Loss(self.processes[name].member.incarnation, "frozen") for name in chosen)
-        self._feed(st.Lost(losses, self.now - 2))
+        losses = tuple(inputs.Loss(self.processes[name].member.incarnation, "frozen") for name in chosen)
+        self._feed(inputs.Lost(losses, self.now - 2))
 
     @precondition(lambda self: self.troubles and self.state.generation)
     @rule(data=some.data())
@@ -375,7 +377,7 @@ class Protocol(RuleBasedStateMachine):
         self.troubles -= 1
         process = self.processes[_pick(data, sorted(self.processes))]
         before = self.state.phase is st.Phase.ENDED
-        self._feed(st.Lost((st.Loss(process.member.incarnation, "stalled"),), self.now - 12))
+        self._feed(inputs.Lost((inputs.Loss(process.member.incarnation, "stalled"),), self.now - 12))
         assert (self.state.phase is st.Phase.ENDED) is before
 
     @precondition(lambda self: self.troubles and self._those(lambda p: p.running))
@@ -385,26 +387,26 @@ class Protocol(RuleBasedStateMachine):
         self.troubles -= 1
         process = self._some(data, self._those(lambda p: p.running))
         process.running = False
-        process.outbox.append(st.Hinted(process.member.incarnation, process.generation, "reset by peer"))
+        process.outbox.append(inputs.Hinted(process.member.incarnation, process.generation, "reset by peer"))
         process.hint = process.outbox[-1]
 
     @precondition(lambda self: self.hinted)
     @rule(data=some.data())
     def no_loss_follows(self, data: Any) -> None:
         hinted = self.hinted.pop(_pick(data, range(len(self.hinted))))
-        self._feed(st.NoLoss(hinted.generation, hinted.since))
+        self._feed(inputs.NoLoss(hinted.generation, hinted.since))
 
     @precondition(lambda self: self.troubles and self.state.generation)
     @rule()
     def message_is_lost(self) -> None:
         self.troubles -= 1
-        self._feed(st.Stuck(self.state.generation, dict.fromkeys(self.state.members, "F0.1"), self.now - 12))
+        self._feed(inputs.Stuck(self.state.generation, dict.fromkeys(self.state.members, "F0.1"), self.now - 12))
 
     @precondition(lambda self: self.troubles and self.limits)
     @rule(data=some.data())
     def reports_are_late(self, data: Any) -> None:
         self.troubles -= 1
-        self._feed(st.ReportsLate(self.limits.pop(_pick(data, range(len(self.limits))))))
+        self._feed(inputs.ReportsLate(self.limits.pop(_pick(data, range(len(self.limits))))))
 
     @precondition(lambda self: self.troubles and self._those(lambda p: True))
     @rule(data=some.data())
@@ -426,9 +428,9 @@ class Protocol(RuleBasedStateMachine):
         for event in untold(self.journal, self.told):
             self._tell(event)
         if self.state.ended is not None:
-            self.end = st.End(*self.state.ended)  # written down; it is told to whoever comes back
+            self.end = do.End(*self.state.ended)  # written down; it is told to whoever comes back
         elif self.state.generation:
-            self._feed(st.Restarted())
+            self._feed(inputs.Restarted())
         for process in self._those(lambda p: True):
             self._connect(process)
 

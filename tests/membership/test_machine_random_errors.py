@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as some
 from hypothesis.stateful import invariant, precondition, rule
 
-from megatron_recycle.membership import state as st
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
 from tests.membership.test_machine_random import ACTS, GRID, PIPELINES, Process, Protocol, _pick
 
@@ -24,20 +24,20 @@ class Errors(Protocol):
     policy = "stop"
 
     def __init__(self) -> None:
-        self.waits: dict[str, st.Raised] = {}
-        self.saved: dict[str, st.Saved] = {}
+        self.waits: dict[str, inputs.Raised] = {}
+        self.saved: dict[str, inputs.Saved] = {}
         self.poison: set[tuple[int, str]] = set()
         self.numbers = 0
         super().__init__()
 
     def _say_ready(self, process: Process) -> None:
         description = {"grid": GRID, "emergency": True, "poison": self.policy}
-        process.outbox.append(st.Ready(process.member.incarnation, description, process.report()))
+        process.outbox.append(inputs.Ready(process.member.incarnation, description, process.report()))
 
     def _connect(self, process: Process) -> None:
         super()._connect(process)
         if process.name in self.waits:
-            kept = [one for one in process.outbox if not isinstance(one, st.Reported)]
+            kept = [one for one in process.outbox if not isinstance(one, inputs.Reported)]
             process.outbox.clear()
             process.outbox.extend([*kept, self.waits[process.name]])
         if process.name in self.saved:
@@ -76,7 +76,7 @@ class Errors(Protocol):
             self.poison.add((iteration, action))
         self.numbers += 1
         process.running = False
-        self.waits[process.name] = st.Raised(process.member.incarnation, fault, self.now, self.numbers)
+        self.waits[process.name] = inputs.Raised(process.member.incarnation, fault, self.now, self.numbers)
         process.outbox.append(self.waits[process.name])
 
     def _hear(self, process: Process) -> None:
@@ -93,7 +93,7 @@ class Errors(Protocol):
         elif message["type"] == "answer" and message["number"] == self.waits[process.name].number:
             del self.waits[process.name]
             assert process.stop > process.generation, "it goes on in a generation that it has heard of"
-            process.outbox.append(st.Reported(process.member.incarnation, process.stop, process.report()))
+            process.outbox.append(inputs.Reported(process.member.incarnation, process.stop, process.report()))
 
     def _closes(self, process: Process) -> bool:
         return process.go is not None and process.go["closing"] is not None
@@ -105,7 +105,7 @@ class Errors(Protocol):
     def _may_save(self, process: Process) -> None:
         if process.running and self._closes(process) and process.stepped >= process.go["resume"]["target"]:
             process.running = False
-            self.saved[process.name] = st.Saved(process.member.incarnation, process.generation, "here", "")
+            self.saved[process.name] = inputs.Saved(process.member.incarnation, process.generation, "here", "")
             process.outbox.append(self.saved[process.name])
 
     def _check_go(self, go: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import invariant, precondition, rule
 
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from tests.membership import test_machine_random as base
 
@@ -33,9 +34,9 @@ class More:
     told: dict[int, int] = field(default_factory=dict)
     """Iteration held -> the offer that was told with it."""
     boundary: int | None = None
-    stands: st.Boundary | None = None
-    holds: st.Holds | None = None
-    resumed: st.Resumed | None = None
+    stands: inputs.Boundary | None = None
+    holds: inputs.Holds | None = None
+    resumed: inputs.Resumed | None = None
 
 
 class Joins(base.Protocol):
@@ -56,7 +57,7 @@ class Joins(base.Protocol):
             self._say_ready(process)
         process.outbox.extend(kept for kept in (own.stands, own.holds, own.resumed) if kept is not None)
         if own.leaving:
-            process.outbox.append(st.Leave(process.member.incarnation))
+            process.outbox.append(inputs.Leave(process.member.incarnation))
 
     # Work
 
@@ -75,7 +76,7 @@ class Joins(base.Protocol):
         elif holds and not steps:
             own.told[k] = own.offer
         if own.boundary is not None and process.stepped + 1 == own.boundary and process.computed == process.stepped:
-            own.stands = st.Boundary(process.member.incarnation, process.generation, own.boundary, self.now)
+            own.stands = inputs.Boundary(process.member.incarnation, process.generation, own.boundary, self.now)
             process.outbox.append(own.stands)
 
     # Messages
@@ -106,7 +107,7 @@ class Joins(base.Protocol):
         else:
             super()._reconcile(process, go)
         if process.running:
-            own.resumed = st.Resumed(process.member.incarnation, go["generation"], self.now)
+            own.resumed = inputs.Resumed(process.member.incarnation, go["generation"], self.now)
             process.outbox.append(own.resumed)  # `base` says it only of those that have nothing to step any more
 
     def _take(self, process: base.Process, go: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ class Joins(base.Protocol):
             process.holds = process.stepped = process.computed = process.verdict = resume["target"]
             process.running = True
             own = self._of(process)
-            own.holds = st.Holds(process.member.incarnation, go["generation"], {"bytes": 1, "ms": 1.0})
+            own.holds = inputs.Holds(process.member.incarnation, go["generation"], {"bytes": 1, "ms": 1.0})
             process.outbox.append(own.holds)
 
     # Checks
@@ -168,7 +169,7 @@ class Joins(base.Protocol):
         self.troubles -= 1
         process = self._some(data, self._those(self._staying))
         self._of(process).leaving = True
-        process.outbox.append(st.Leave(process.member.incarnation))
+        process.outbox.append(inputs.Leave(process.member.incarnation))
 
     @invariant()
     def a_job_ends_only_for_want_of_a_stage_or_of_a_network(self) -> None:

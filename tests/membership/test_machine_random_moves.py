@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import invariant, precondition, rule
 
-from megatron_recycle.membership import moves
+from megatron_recycle.membership import inputs, moves
 from megatron_recycle.membership import state as st
 from tests.membership import test_machine_random as base
 from tests.membership import test_machine_random_joins as joins
@@ -19,7 +19,7 @@ from tests.membership import test_machine_random_joins as joins
 class Moves(joins.Joins):
     def _say_ready(self, process: base.Process) -> None:
         description = {"grid": base.GRID, "moves": True}
-        process.outbox.append(st.Ready(process.member.incarnation, description, process.report()))
+        process.outbox.append(inputs.Ready(process.member.incarnation, description, process.report()))
 
     def _movers(self) -> list[tuple[str, str]]:
         """Members and the empty positions of other stages that they could take."""
@@ -31,7 +31,7 @@ class Moves(joins.Joins):
     @rule(data=some.data())
     def planner_wants_a_move(self, data: Any) -> None:
         mover, to = base._pick(data, self._movers())
-        self._feed(st.MovesFound(self.state.generation, {mover: to}))
+        self._feed(inputs.MovesFound(self.state.generation, {mover: to}))
 
     @precondition(lambda self: set(self.state.moves) & set(self._empty()))
     @rule(data=some.data())

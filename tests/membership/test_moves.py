@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.membership import moves
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs, moves
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.restart import restore
@@ -23,10 +24,10 @@ class Moves(Cluster):
     def describe(self) -> dict[str, Any]:
         return {"grid": self.grid, "block": 2, "reduction": "exact", **self.settings}
 
-    def ready(self, name: str, **other: Any) -> list[st.Decision]:
-        return self.feed(st.Ready(f"{name}/0", self.describe(), report(attempt=0)))
+    def ready(self, name: str, **other: Any) -> list[do.Decision]:
+        return self.feed(inputs.Ready(f"{name}/0", self.describe(), report(attempt=0)))
 
-    def lost(self) -> list[st.Decision]:
+    def lost(self) -> list[do.Decision]:
         """0:0 and 1:0 have died; what was decided when training had resumed."""
         self.train()
         self.exit("0:0")
@@ -35,29 +36,29 @@ class Moves(Cluster):
         self.reports(iteration=0)
         return self.resume_all()
 
-    def moving(self) -> list[st.Decision]:
+    def moving(self) -> list[do.Decision]:
         self.lost()
         return self.found()
 
-    def found(self) -> list[st.Decision]:
-        return self.feed(st.MovesFound(self.state.generation, {MOVER: TO}))
+    def found(self) -> list[do.Decision]:
+        return self.feed(inputs.MovesFound(self.state.generation, {MOVER: TO}))
 
-    def comes(self, life: int = 1, host: str = "host") -> list[st.Decision]:
+    def comes(self, life: int = 1, host: str = "host") -> list[do.Decision]:
         """The process for the new position says hello and is ready."""
         told = self.member(TO, life)
-        self.feed(st.Hello(st.Member(told.worker, told.rank, told.incarnation, told.pid, host)))
-        return self.feed(st.Ready(told.incarnation, self.describe(), report(attempt=0)))
+        self.feed(inputs.Hello(st.Member(told.worker, told.rank, told.incarnation, told.pid, host)))
+        return self.feed(inputs.Ready(told.incarnation, self.describe(), report(attempt=0)))
 
     def who(self) -> list[str]:
         return [member.incarnation for member in self.state.members.values()]
 
-    def stand(self, iteration: int) -> list[st.Decision]:
+    def stand(self, iteration: int) -> list[do.Decision]:
         generation, decisions = self.state.generation, []
         for who in self.who():
-            decisions += self.feed(st.Boundary(who, generation, iteration, self.now))
+            decisions += self.feed(inputs.Boundary(who, generation, iteration, self.now))
         return decisions
 
-    def taken_in(self) -> list[st.Decision]:
+    def taken_in(self) -> list[do.Decision]:
         """The new process trains; iteration 7 is the first with it."""
         self.moving()
         self.comes()
@@ -65,21 +66,21 @@ class Moves(Cluster):
         self.plan()
         for who in self.who():
             if who != f"{TO}/1":
-                self.feed(st.Reported(who, self.state.generation, report(iteration=6, holds=6, committed=6)))
-        decisions = self.feed(st.Holds(f"{TO}/1", self.state.generation, {"bytes": 8, "ms": 1.0}))
+                self.feed(inputs.Reported(who, self.state.generation, report(iteration=6, holds=6, committed=6)))
+        decisions = self.feed(inputs.Holds(f"{TO}/1", self.state.generation, {"bytes": 8, "ms": 1.0}))
         for who in self.who():
-            decisions += self.feed(st.Resumed(who, self.state.generation, self.now))
+            decisions += self.feed(inputs.Resumed(who, self.state.generation, self.now))
         return decisions
 
-    def commit(self, iteration: int) -> list[st.Decision]:
-        decisions: list[st.Decision] = []
+    def commit(self, iteration: int) -> list[do.Decision]:
+        decisions: list[do.Decision] = []
         for who in self.who():
-            decisions += self.feed(st.Committed(who, iteration, 2.5))
+            decisions += self.feed(inputs.Committed(who, iteration, 2.5))
         return decisions
 
 
-def searches(decisions: list[st.Decision]) -> list[st.FindMoves]:
-    return [decision for decision in decisions if isinstance(decision, st.FindMoves)]
+def searches(decisions: list[do.Decision]) -> list[do.FindMoves]:
+    return [decision for decision in decisions if isinstance(decision, do.FindMoves)]
 
 
 def test_the_planner_is_asked_once_the_recovery_is_over_and_only_where_moves_are_wanted() -> None:
@@ -110,25 +111,25 @@ def test_a_move_is_a_join_and_one_committed_iteration_later_a_leave() -> None:
 def test_of_two_moves_each_waits_for_its_own_process_and_none_is_sought_after_them() -> None:
     cluster = Moves()
     cluster.lost()
-    cluster.feed(st.MovesFound(cluster.state.generation, {MOVER: TO, "0:1": "1:0"}))
+    cluster.feed(inputs.MovesFound(cluster.state.generation, {MOVER: TO, "0:1": "1:0"}))
     cluster.comes()
     assert not events(cluster.stand(7), "move_failed"), "one comes in, the other is not ready yet"
     cluster.plan()
     for who in cluster.who():
         if who != f"{TO}/1":
-            cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=6, holds=6, committed=6)))
-    cluster.feed(st.Holds(f"{TO}/1", cluster.state.generation, {"bytes": 8, "ms": 1.0}))
+            cluster.feed(inputs.Reported(who, cluster.state.generation, report(iteration=6, holds=6, committed=6)))
+    cluster.feed(inputs.Holds(f"{TO}/1", cluster.state.generation, {"bytes": 8, "ms": 1.0}))
     for who in cluster.who():
-        cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now))
+        cluster.feed(inputs.Resumed(who, cluster.state.generation, cluster.now))
     cluster.commit(7)
     assert [event["worker"] for event in events(cluster.stand(9), "left")] == [MOVER]
     assert cluster.state.moves == {"1:0": "0:1/0"}
-    cluster.feed(st.Exited(2, 4242, 1, cluster.now, "worker-2.log", move=1))
+    cluster.feed(inputs.Exited(2, 4242, 1, cluster.now, "worker-2.log", move=1))
     cluster.plan()
     for who in cluster.who():
-        cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=8, holds=8, committed=8)))
+        cluster.feed(inputs.Reported(who, cluster.state.generation, report(iteration=8, holds=8, committed=8)))
     found = [search for who in cluster.who()
-             for search in searches(cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now)))]
+             for search in searches(cluster.feed(inputs.Resumed(who, cluster.state.generation, cluster.now)))]
     assert len(found) == 1, "the second has failed: another try"
 
 
@@ -142,16 +143,16 @@ def test_nothing_is_sought_after_a_move_until_something_else_happens() -> None:
             cluster.exit(name)
         cluster.plan()
         for who in cluster.who():
-            cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=8, holds=8, committed=8)))
+            cluster.feed(inputs.Reported(who, cluster.state.generation, report(iteration=8, holds=8, committed=8)))
         found = [search for who in cluster.who()
-                 for search in searches(cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now)))]
+                 for search in searches(cluster.feed(inputs.Resumed(who, cluster.state.generation, cluster.now)))]
         assert len(found) == bool(name)
 
 
 def test_a_process_that_ends_before_its_hello_ends_the_move_and_there_is_no_other_in_this_generation() -> None:
     cluster = Moves()
     cluster.moving()
-    (failed,) = events(cluster.feed(st.Exited(0, 4242, 1, cluster.now, "worker-0.log", move=1)), "move_failed")
+    (failed,) = events(cluster.feed(inputs.Exited(0, 4242, 1, cluster.now, "worker-0.log", move=1)), "move_failed")
     assert failed["reason"] == "its process ended with status 1; see worker-0.log"
     assert cluster.state.generation == 3 and MOVER in cluster.state.members and not cluster.state.moves
 
@@ -162,7 +163,7 @@ def test_after_three_processes_in_a_row_have_failed_nothing_is_moved_any_more() 
     for life in (1, 2, 3):
         assert cluster.state.moves or events(cluster.found(), "moving")
         cluster.hello(TO, life)
-        assert events(cluster.feed(st.Lost((st.Loss(f"{TO}/{life}", "exit"),), cluster.now)), "move_failed")
+        assert events(cluster.feed(inputs.Lost((inputs.Loss(f"{TO}/{life}", "exit"),), cluster.now)), "move_failed")
     assert not cluster.found()
 
 
@@ -171,7 +172,7 @@ def test_a_change_before_the_process_is_in_ends_the_move_and_the_process(how: st
     cluster = Moves()
     cluster.moving()
     cluster.comes()
-    decisions = cluster.exit("3:0") if how == "failure" else cluster.feed(st.Leave(f"{MOVER}/0"))
+    decisions = cluster.exit("3:0") if how == "failure" else cluster.feed(inputs.Leave(f"{MOVER}/0"))
     (failed,) = events(decisions, "move_failed")
     assert failed["reason"] in ("the membership has changed", "the worker was asked to leave")
     assert [(to, end["status"]) for to, end in told(decisions, "end") if TO in to] == [({TO}, 1)]
@@ -191,7 +192,7 @@ def test_the_process_fails_once_it_is_in_and_the_mover_stays() -> None:
     cluster = Moves()
     cluster.taken_in()
     cluster.commit(7)
-    decisions = cluster.feed(st.Lost((st.Loss(f"{TO}/1", "exit"),), cluster.now))
+    decisions = cluster.feed(inputs.Lost((inputs.Loss(f"{TO}/1", "exit"),), cluster.now))
     assert events(decisions, "move_failed") and MOVER in cluster.state.members
     cluster.plan()
     cluster.reports(*list(cluster.state.members), iteration=8, holds=7, committed=7)
@@ -205,9 +206,9 @@ def test_the_last_of_its_stage_stays_though_its_new_process_is_in() -> None:
         cluster.exit(name)
     cluster.plan()
     for who in cluster.who():
-        cluster.feed(st.Reported(who, cluster.state.generation, report(iteration=7, holds=6, committed=6)))
+        cluster.feed(inputs.Reported(who, cluster.state.generation, report(iteration=7, holds=6, committed=6)))
     for who in cluster.who():
-        cluster.feed(st.Resumed(who, cluster.state.generation, cluster.now))
+        cluster.feed(inputs.Resumed(who, cluster.state.generation, cluster.now))
     assert not told(cluster.commit(7), "offer") and MOVER in cluster.state.members
 
 
@@ -228,30 +229,30 @@ def test_the_position_is_offered_to_no_host() -> None:
 def test_no_move_while_a_launcher_will_start_the_dead_again() -> None:
     cluster = Moves(max_restarts=2)
     assert not searches(cluster.lost()) and not cluster.found()
-    assert not searches(cluster.feed(st.StaysOut(0)))
-    assert searches(cluster.feed(st.StaysOut(2))), "both stay out"
+    assert not searches(cluster.feed(inputs.StaysOut(0)))
+    assert searches(cluster.feed(inputs.StaysOut(2))), "both stay out"
     assert events(cluster.found(), "moving")
 
 
 def come_back(cluster: Moves) -> None:
     """The coordinator has died, and another has read its journal."""
     cluster.state = restore(8, cluster.journal)
-    cluster.feed(st.Restarted())
+    cluster.feed(inputs.Restarted())
 
 
-def return_all(cluster: Moves) -> list[st.Decision]:
+def return_all(cluster: Moves) -> list[do.Decision]:
     generation = cluster.state.generation
     return [decision for name in [*cluster.state.members]
-            for decision in cluster.feed(st.Hello(cluster.member(name), generation))]
+            for decision in cluster.feed(inputs.Hello(cluster.member(name), generation))]
 
 
 def test_a_launcher_that_gives_a_rank_up_says_so_before_the_recovery_is_over() -> None:
     cluster = Moves(max_restarts=1)
     cluster.train()
     cluster.exit("0:0")
-    cluster.feed(st.StaysOut(0))
+    cluster.feed(inputs.StaysOut(0))
     cluster.exit("1:0")
-    cluster.feed(st.StaysOut(2))
+    cluster.feed(inputs.StaysOut(2))
     cluster.plan()
     cluster.reports(iteration=0)
     assert searches(cluster.resume_all())
@@ -262,23 +263,23 @@ def test_the_ends_of_earlier_processes_of_the_rank_are_told_again_and_do_not_end
     cluster.moving()
     come_back(cluster)
     for pid in (cluster.member(TO).pid, 4241):
-        assert not events(cluster.feed(st.Exited(0, pid, -9, 50.0)), "move_failed")
+        assert not events(cluster.feed(inputs.Exited(0, pid, -9, 50.0)), "move_failed")
     return_all(cluster)
-    assert events(cluster.feed(st.Exited(0, 4242, 1, 50.0, move=1)), "move_failed")
+    assert events(cluster.feed(inputs.Exited(0, 4242, 1, 50.0, move=1)), "move_failed")
     cluster.found()
-    assert not events(cluster.feed(st.Exited(0, 4242, 1, 50.0, move=1)), "move_failed"), "that was the one before"
+    assert not events(cluster.feed(inputs.Exited(0, 4242, 1, 50.0, move=1)), "move_failed"), "that was the one before"
     assert cluster.state.fruitless == 1 and cluster.state.moves
 
 
 def test_a_coordinator_that_comes_back_knows_who_stays_out_and_how_often_moves_have_failed() -> None:
     cluster = Moves(max_restarts=1)
     cluster.lost()
-    cluster.feed(st.StaysOut(0))
+    cluster.feed(inputs.StaysOut(0))
     come_back(cluster)
-    cluster.feed(st.StaysOut(2))
+    cluster.feed(inputs.StaysOut(2))
     assert searches(return_all(cluster)), "nobody asks later"
     cluster.found()
-    cluster.feed(st.Exited(0, 4242, 1, cluster.now, move=1))
+    cluster.feed(inputs.Exited(0, 4242, 1, cluster.now, move=1))
     come_back(cluster)
     return_all(cluster)
     assert (cluster.state.fruitless, cluster.state.move) == (1, 1) and cluster.state.given_up == {"0:0", "1:0"}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
@@ -66,7 +68,7 @@ def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle()
     assert to == set(cluster.names) - {"0:1.1"}
     assert set(stop["members"]) == to - {"0:1.0"}
     assert stop["out"] == {"0:1.1": "exit", "0:1.0": "spare"}
-    assert st.MakePlan(2, frozenset({"0:1"})) in decisions
+    assert do.MakePlan(2, frozenset({"0:1"})) in decisions
     assert [event["worker"] for event in events(decisions, "suspected")] == ["0:1.1"]
     ((to, _),) = told(decisions, "end")
     assert to == {"0:1.1"}
@@ -78,17 +80,17 @@ def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle()
     assert resumed["survivors"] == 3
     # What it says counts for nothing, and it is told how the job ends.
     before = cluster.state
-    assert cluster.feed(st.Reported("0:1.0/0", 2, report())) == [] and cluster.state is before
+    assert cluster.feed(inputs.Reported("0:1.0/0", 2, report())) == [] and cluster.state is before
     for name in stop["members"]:
-        decisions = cluster.feed(st.Finished(f"{name}/0", 2))
+        decisions = cluster.feed(inputs.Finished(f"{name}/0", 2))
     ((to, end),) = told(decisions, "end")
     assert end["status"] == 0 and to == {*stop["members"], "0:1.0"}
 
 
 def test_both_parts_lost_at_once_are_one_decision_without_a_spare() -> None:
     cluster = Parts().train()
-    lost = tuple(st.Loss(f"0:1.{part}/0", "frozen") for part in range(2))
-    decisions = cluster.feed(st.Lost(lost, cluster.now))
+    lost = tuple(inputs.Loss(f"0:1.{part}/0", "frozen") for part in range(2))
+    decisions = cluster.feed(inputs.Lost(lost, cluster.now))
     ((_, stop),) = told(decisions, "stop")
     assert stop["out"] == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.spares
 
@@ -97,7 +99,7 @@ def test_a_spare_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None
     cluster = Parts().train()
     cluster.exit("0:1.1")
     (emitted,) = cluster.exit("0:1.0")
-    assert isinstance(emitted, st.Emit) and emitted.event["event"] == "suspected" and emitted.event["spare"]
+    assert isinstance(emitted, do.Emit) and emitted.event["event"] == "suspected" and emitted.event["spare"]
     assert cluster.state.generation == 2 and not cluster.state.spares
 
 
@@ -139,8 +141,8 @@ def test_a_stage_holds_only_what_each_part_holds() -> None:
 DESCRIPTION = {"grid": {"stages": 2, "microbatches": [4, 4]}, "block": 2, "reduction": "exact", "parts": 2}
 
 
-def says_ready(cluster: Parts, incarnation: str) -> list[st.Decision]:
-    return cluster.feed(st.Ready(incarnation, DESCRIPTION, report(attempt=0)))
+def says_ready(cluster: Parts, incarnation: str) -> list[do.Decision]:
+    return cluster.feed(inputs.Ready(incarnation, DESCRIPTION, report(attempt=0)))
 
 
 def without_a_part() -> Parts:
@@ -155,10 +157,10 @@ def without_a_part() -> Parts:
 def recover(cluster: Parts, iteration: int) -> None:
     generation = cluster.state.generation
     for member in list(cluster.state.proven.values()):
-        cluster.feed(st.Reported(member.incarnation, generation, report(iteration=iteration, holds=iteration - 1)))
+        cluster.feed(inputs.Reported(member.incarnation, generation, report(iteration=iteration, holds=iteration - 1)))
     cluster.plan()
     for member in list(cluster.state.proven.values()):
-        cluster.feed(st.Resumed(member.incarnation, generation, cluster.now))
+        cluster.feed(inputs.Resumed(member.incarnation, generation, cluster.now))
 
 
 def taken_in() -> Parts:
@@ -169,14 +171,14 @@ def taken_in() -> Parts:
     says_ready(cluster, "0:1.1/1")
     assert cluster.state.switch
     for member in list(cluster.state.members.values()):
-        cluster.feed(st.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
+        cluster.feed(inputs.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
     recover(cluster, 3)
     assert cluster.state.unproven == {"0:1.0": "spare", "0:1.1": "exit"}
     return cluster
 
 
-def acknowledges(cluster: Parts, incarnation: str) -> list[st.Decision]:
-    return cluster.feed(st.Holds(incarnation, cluster.state.generation, {"bytes": 4000, "ms": 2.0}))
+def acknowledges(cluster: Parts, incarnation: str) -> list[do.Decision]:
+    return cluster.feed(inputs.Holds(incarnation, cluster.state.generation, {"bytes": 4000, "ms": 2.0}))
 
 
 def test_a_new_part_and_the_spare_come_in_together() -> None:
@@ -206,7 +208,7 @@ def test_a_part_that_dies_before_it_has_its_state_leaves_the_other_a_spare_again
     cluster = taken_in()
     acknowledges(cluster, "0:1.0/0")
     member = cluster.state.members["0:1.1"]
-    cluster.feed(st.Exited(member.rank, member.pid, -9, cluster.now))
+    cluster.feed(inputs.Exited(member.rank, member.pid, -9, cluster.now))
     assert set(cluster.state.spares) == {"0:1.0"} and cluster.state.out == {"0:1.1": "exit", "0:1.0": "spare"}
     assert not cluster.state.unproven and not endings(cluster.log)
     recover(cluster, 3)
@@ -234,7 +236,7 @@ def test_a_spare_keeps_its_place_until_it_is_silent() -> None:
     assert "another process" in refusal["message"]
     places = Places(Offered("host:1", {}))
     assert free_places(cluster.state, places, 8, cluster.now)["ranks"] == [cluster.names.index("0:1.1")]
-    decisions = cluster.feed(st.Lost((st.Loss("0:1.0/0", "frozen"),), cluster.now))
+    decisions = cluster.feed(inputs.Lost((inputs.Loss("0:1.0/0", "frozen"),), cluster.now))
     assert told(decisions, "end") and events(decisions, "suspected")[0]["kind"] == "frozen"
     assert not cluster.state.spares and cluster.state.phase is st.Phase.TRAINING
     for name in ("0:1.0", "0:1.1"):

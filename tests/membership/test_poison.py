@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_recycle.errors import DataError, JobEnded, TransportAborted, UnsupportedError
-from megatron_recycle.membership import state as st
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.membership.restart import restore
@@ -18,8 +19,8 @@ CORRUPT = Fault("ValueError", "sample 31 is corrupt", 6, "F1.3", whole=True)
 MISSING = Fault("KeyError", "'x'", 5)
 
 
-def raised(cluster: Cluster, name: str, fault: Fault, life: int = 0) -> list[st.Decision]:
-    return cluster.feed(st.Raised(f"{name}/{life}", fault, cluster.now))
+def raised(cluster: Cluster, name: str, fault: Fault, life: int = 0) -> list[do.Decision]:
+    return cluster.feed(inputs.Raised(f"{name}/{life}", fault, cluster.now))
 
 
 # What an exception says
@@ -92,7 +93,7 @@ def test_the_same_error_in_the_same_work_on_a_second_worker_ends_the_job_with_it
     assert end.status == 1 and end.message.startswith(
         "micro-batch 1.3 of iteration 6 fails on every worker: ValueError: sample 31 is corrupt")
     assert f"1:0 and {second}" in end.message and end.message.endswith("Last committed iteration: 5.")
-    (both,) = [decision.event for decision in cluster.log if isinstance(decision, st.Emit)
+    (both,) = [decision.event for decision in cluster.log if isinstance(decision, do.Emit)
                and decision.event.get("removed") is False]
     assert both["worker"] == second and both["error"] == "ValueError: sample 31 is corrupt"
 
@@ -184,9 +185,9 @@ def test_a_joiner_that_raises_does_not_join_and_its_error_is_told():
 def test_a_coordinator_that_comes_back_knows_which_work_has_failed():
     cluster = Cluster().train()
     raised(cluster, "1:0", CORRUPT)
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Store)]
     cluster.state = restore(6, records)
-    cluster.feed(st.Restarted())
+    cluster.feed(inputs.Restarted())
     (end,) = endings(raised(cluster, "2:0", CORRUPT))
     assert "1:0 and 2:0" in end.message
 
@@ -211,8 +212,8 @@ def skipping(pipelines: int = 3) -> Cluster:
     return cluster
 
 
-def fails(cluster: Cluster, name: str, fault: Fault, number: int = 1) -> list[st.Decision]:
-    return cluster.feed(st.Raised(f"{name}/0", fault, cluster.now, number))
+def fails(cluster: Cluster, name: str, fault: Fault, number: int = 1) -> list[do.Decision]:
+    return cluster.feed(inputs.Raised(f"{name}/0", fault, cluster.now, number))
 
 
 def test_the_second_failure_of_a_micro_batch_makes_the_job_go_on_without_it():
@@ -263,5 +264,5 @@ def test_a_restarted_coordinator_leaves_out_the_same():
     cluster = skipping()
     fails(cluster, "1:0", CORRUPT)
     fails(cluster, "2:0", CORRUPT)
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, st.Store)]
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Store)]
     assert restore(6, records).left_out == ((6, "1.3"),)

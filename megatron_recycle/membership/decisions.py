@@ -1,0 +1,105 @@
+"""What the membership machine decides, to be carried out in the order in which it is given.
+
+All of them are frozen. Times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_recycle.membership.state import Message, State
+
+
+@dataclass(frozen=True)
+class Store:
+    """Put this record on disk before anything that follows.
+
+    What cannot be written must not be done, unless it is not `needed`: then a coordinator that comes back knows less,
+    and is right all the same.
+    """
+
+    record: Message
+    needed: bool = True
+
+
+@dataclass(frozen=True)
+class Note:
+    """Keep this where a coordinator that comes back finds it; it replaces the note before."""
+
+    record: Message
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send `message` to these incarnations."""
+
+    to: tuple[str, ...]
+    message: Message
+
+
+@dataclass(frozen=True)
+class Await:
+    """Feed `ReportsLate(generation)` when the time for reports is over."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class AwaitLoss:
+    """Feed `NoLoss` when any failure that explains a hint given at `since` would have been found."""
+
+    generation: int
+    since: float
+
+
+@dataclass(frozen=True)
+class AwaitSaved:
+    """Feed `SavedLate(generation)` when the time for a last checkpoint is over; `limit`: seconds, if it is a special
+    one."""
+
+    generation: int
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class MakePlan:
+    """Make a plan at once for the grid without `failed`, and feed `Planned` or `PlanFailed`."""
+
+    generation: int
+    failed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Improve:
+    """Look for a better plan in the background, and feed `Improved` if there is one."""
+
+    generation: int
+    failed: frozenset[str]
+    plan: Message
+
+
+@dataclass(frozen=True)
+class FindMoves:
+    """Ask the planner which healthy workers had better change their stage, and feed `MovesFound` if some."""
+
+    generation: int
+    failed: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Emit:
+    """One line of events.jsonl."""
+
+    event: Message
+
+
+@dataclass(frozen=True)
+class End:
+    """The job is over; `status` is the launcher's exit status."""
+
+    status: int
+    message: str
+
+
+Decision = Store | Note | Tell | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
+Step = tuple[State, tuple[Decision, ...]]
