@@ -16,6 +16,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_any
@@ -32,6 +33,7 @@ from megatron_recycle.errors import TransportAborted
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.waits import wait_unless
 
 # A tag no transfer ever uses: posting a receive with it and letting it time out makes gloo close the pair.
 _ABORT_TAG = 2**31 - 1
@@ -44,6 +46,8 @@ CONNECTING = "recycle-connect"
 """Name of the threads that build handles."""
 
 Connected = TypeVar("Connected")
+
+_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # beside what torch keeps of each group
 
 
 def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: str, timeout: float,
@@ -63,21 +67,24 @@ def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: st
 
 
 def wait_for(work: dist.Work, group: dist.ProcessGroup) -> None:
-    """Wait until ``work`` on ``group`` is done, as long as the group's limit says. Raises RuntimeError when it fails.
+    """Wait until ``work`` on ``group`` is done, as long as the group's limit says, or until `abort_group`. Raises
+    RuntimeError when it fails.
 
     Left to itself gloo gives a transfer between two workers (not a collective) the time that connecting had.
     """
     if group.name() == "nccl":
         work.wait()  # with a limit, NCCL would block the thread
     else:
-        work.wait(group._get_backend(torch.device("cpu")).options._timeout)
+        limit = group._get_backend(torch.device("cpu")).options._timeout
+        wait_unless(lambda: group in _aborted, lambda: work.wait(limit))
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
     """Make every pending and future operation on ``group`` fail, from any thread, within milliseconds.
 
     NCCL has a working abort. Gloo has none, but it closes a pair on which a receive times out and then
-    fails all operations of the group's context: so one receive with a 1 ms limit is posted per peer.
+    fails all operations of the group's context: so one receive with a 1 ms limit is posted per peer. Only what it is
+    in the midst of sending or receiving it forgets: `wait_for` leaves that, a second later.
     """
     if group.name() == "nccl":
         try:
@@ -85,6 +92,7 @@ def abort_group(group: dist.ProcessGroup) -> None:
         except RuntimeError as error:  # the other groups are to be aborted all the same
             get_logger().warning("megatron-recycle: NCCL did not abort a group: %s", error)
         return
+    _aborted.add(group)
     scratch = torch.zeros(1)
     for peer in range(group.size()):
         if peer == group.rank():

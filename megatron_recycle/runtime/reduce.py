@@ -213,7 +213,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
     try:
-        group.allreduce([tensor]).wait()
+        wait_for(group.allreduce([tensor]), group)
     except RuntimeError as error:
         raise TransportAborted(f"all-reduce failed: {error}") from error
 

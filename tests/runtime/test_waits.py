@@ -1,0 +1,89 @@
+"""Whoever waits for a tensor of which a part has come is freed as well."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.errors import TransportAborted
+from megatron_recycle.runtime.groups import abort_group, wait_for
+from megatron_recycle.runtime.reduce import all_reduce
+
+LARGE = 1 << 26
+
+
+def pair() -> list[dist.ProcessGroup]:
+    """The two ends of a gloo group, in this process."""
+    store, ends = dist.HashStore(), [None, None]
+
+    def connect(rank: int) -> None:
+        backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        backend.options._timeout = timedelta(seconds=60)
+        group = dist.ProcessGroup(store, rank, 2)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        ends[rank] = group
+
+    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return ends
+
+
+def waiting(call) -> tuple[threading.Thread, list[str]]:
+    said: list[str] = []
+
+    def run() -> None:
+        try:
+            call()
+        except (RuntimeError, TransportAborted) as error:
+            said.append(str(error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, said
+
+
+def cut_in_the_midst() -> tuple[dist.ProcessGroup, dist.Work, dist.Work, dist.ProcessGroup]:
+    for _ in range(5):
+        near, far = pair()
+        tensor = torch.zeros(LARGE)
+        receiving = near.recv([tensor], 1, 0)
+        sending = far.send([torch.ones(LARGE)], 0, 0)
+        while not tensor[0]:
+            pass
+        abort_group(far)
+        if not tensor[-1]:
+            return near, receiving, far, sending
+    pytest.skip("this machine moves 256 MiB faster than it can be cut off")
+
+
+def test_a_transfer_that_was_cut_off_in_its_midst_is_left_on_both_sides():
+    near, receiving, far, sending = cut_in_the_midst()
+    (receiver, heard), (sender, told) = (waiting(lambda: wait_for(receiving, near)),
+                                         waiting(lambda: wait_for(sending, far)))
+    abort_group(near)
+    for thread in receiver, sender:
+        thread.join(20)
+    assert not receiver.is_alive() and not sender.is_alive()
+    assert heard == told == ["gloo was in the midst of a transfer when its connection was closed"]
+
+
+def test_what_is_not_stuck_fails_and_ends_as_ever():
+    near, far = pair()
+    ones = [torch.ones(3), torch.ones(3)]
+    threads = [waiting(lambda end=end, one=one: all_reduce(one, end))[0] for end, one in zip((near, far), ones)]
+    for thread in threads:
+        thread.join(20)
+    assert ones[0].tolist() == ones[1].tolist() == [2.0] * 3
+    reducing, said = waiting(lambda: all_reduce(torch.ones(3), near))
+    abort_group(near)
+    reducing.join(20)
+    assert not reducing.is_alive()
+    assert said and "all-reduce failed" in said[0]
