@@ -38,9 +38,9 @@ def stand_alone() -> SetUpReplay:
     """Let this process build its model and its engine without peers, who are in the middle of training.
 
     torch's default group becomes one that talks to nobody, and so do all that are made of it; the script's own
-    `init_process_group()` then does nothing. What is asked of them is answered by the record of the job's start, which
-    the coordinator has. The training's groups are made in another way. Needs RANK, WORLD_SIZE, RECYCLE_COORDINATOR
-    and RECYCLE_TOKEN in the environment.
+    `init_process_group()` then does nothing, but that `is_initialized()` says so from then on and not before. What is
+    asked of these groups is answered by the record of the job's start, which the coordinator has. The training's groups
+    are made in another way. Needs RANK, WORLD_SIZE, RECYCLE_COORDINATOR and RECYCLE_TOKEN in the environment.
 
     Raises:
         JobEnded: the job is over, or its coordinator does not answer.
@@ -51,7 +51,8 @@ def stand_alone() -> SetUpReplay:
     replay = SetUpReplay(ask_record(os.environ["RECYCLE_COORDINATOR"], os.environ["RECYCLE_TOKEN"], rank))
     answer_from(replay)
     dist.init_process_group(ALONE, store=dist.HashStore(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group = _AlreadyThere(replay)
+    dist.init_process_group = begun = _AlreadyThere(replay)
+    dist.is_initialized = begun.is_initialized  # a script may take another course before its own call and after it
     dist.new_group = functools.partial(_stand_in, dist.new_group)
     dist.broadcast_object_list = c10d.broadcast_object_list = functools.partial(_receive_objects,
                                                                                dist.broadcast_object_list)
@@ -76,9 +77,14 @@ class _AlreadyThere:
 
     def __init__(self, replay: SetUpReplay) -> None:
         self.replay = replay
+        self._called = False
 
     def __call__(self, backend: str | None = None, *args: Any, **keywords: Any) -> None:
-        self.asked = backend
+        self.asked, self._called = backend, True
+
+    def is_initialized(self) -> bool:
+        """In place of `torch.distributed.is_initialized`."""
+        return self._called and c10d.is_initialized()
 
 
 def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,

@@ -71,8 +71,10 @@ def _join(rank: int, record: str, body: Callable[[int, str], Any], answer: Any) 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), RECYCLE_COORDINATOR="here:1", RECYCLE_TOKEN="token")
     coming.ask_record = lambda *_: json.loads(record)
     setup = coming.stand_alone()
+    begun = dist.is_initialized()
     dist.init_process_group("gloo")
     try:
+        assert dist.is_initialized() and not begun  # what it asks before is as at the start, too
         told = body(rank, "second, with a longer name")
         unasked = coming.came_to_nothing()
         setup.close()
