@@ -245,11 +245,12 @@ def test_a_worker_that_is_told_of_the_data_by_others_comes_back(processes, worke
     come_back(tmp_path, checkout, worker, 3, *options, processes=processes)
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
-def test_a_worker_comes_back_to_where_the_job_is_and_not_to_its_newest_checkpoint(kind, checkout, tmp_path, comes_back):
+@pytest.mark.parametrize(("kind", "more"), [("torch", ()), ("torch_dist", ("--use-checkpoint-args",))])
+def test_a_worker_comes_back_to_where_the_job_is_and_not_to_its_newest_checkpoint(kind, more, checkout, tmp_path,
+                                                                                  comes_back):
     saved = tmp_path / "checkpoints"
     options = ("--save", str(saved), "--load", str(saved), "--save-interval", "4", "--ckpt-format", kind,
-               "--override-opt_param-scheduler")
+               "--override-opt_param-scheduler", *more)
     first = recycled(tmp_path / "first", checkout, "--mock-data", *options)  # the next one goes on from its checkpoint
     begun = max(iteration for iteration, _ in consumed(first))
     printed = come_back(tmp_path / "second", checkout, "1:1", begun + 6, *options, processes=4)
