@@ -324,6 +324,11 @@ class DeepSpeedStage:
         return {"groups": list(engine.optimizer.param_groups), "clipping": engine.gradient_clipping(),
                 "loss_fn": engine.module.loss_fn, **{name: getattr(engine, name) for name in _REFERENCES}}
 
+    @property
+    def functions(self) -> Sequence[Any]:
+        engine = self._engine
+        return engine.module.loss_fn, engine.batch_fn, engine._dataset, engine.collate_fn, engine._options.data
+
     def refer(self, references: Mapping[str, Any]) -> None:
         engine = self._engine
         for name in _REFERENCES:

@@ -216,6 +216,7 @@ class MegatronStage:
 
     references: dict[str, Any] = {}  # noqa: RUF012  (nothing)
     """Rates are noted when an iteration begins (`megatron_rates`)."""
+    functions: Sequence[Any] = ()
 
     def refer(self, references: Mapping[str, Any]) -> None:
         pass

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.variables import Variables
 
 _WORDS = {1: torch.int8, 2: torch.int16}
 _ROW = 32  # words of 64 bits whose sum may come round
@@ -28,11 +28,6 @@ _MAY_CHANGE = (
     "after iteration {}, whose step could still be undone: with staggered steps a stage steps before it knows whether "
     "gradients are clipped. Call engine.settle() before the change (parameters(), modules() and state_dict() of "
     'engine.module do), or set "step": "barrier"')
-_PLAIN = (bool, int, float, str)
-
-Attributes = dict[tuple[int, str], tuple[nn.Module, Any]]
-"""Of modules, by `id` and name: the module, and the value."""
-
 
 @dataclass(frozen=True)
 class _Left:
@@ -42,7 +37,7 @@ class _Left:
     counters: Any
     tensors: Mapping[str, tuple[int, int]]
     sums: Mapping[str, torch.Tensor]
-    attributes: Attributes
+    variables: Variables
 
 
 class Edits:
@@ -55,21 +50,25 @@ class Edits:
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
         self._left: _Left | None = None
+        self._variables: Variables | None = None
 
     def leave(self, open_: bool) -> None:
         """Training returns to the script; ``open_``: its last step may still be undone."""
         self._left = None
         if open_:
             tensors = self._stage.state()
+            if self._variables is None:
+                self._variables = Variables(self._stage.module, self._stage.functions)
+            self._variables.keep()
             self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors), _sums(tensors),
-                               _attributes(self._stage.module))
+                               self._variables)
 
     def found(self) -> bool:
         """Whether the script has changed anything that a step changes, or is made with."""
         left = self._left
         return left is not None and not (
             same(left.references, self._stage.references) and same(left.counters, self._stage.counters())
-            and left.attributes == _attributes(self._stage.module) and not self._written(left))
+            and not left.variables.changes() and not self._written(left))
 
     @contextmanager
     def apart(self, iteration: int, remake: Callable[[], None]) -> Iterator[None]:
@@ -88,7 +87,7 @@ class Edits:
             yield
             return
         references, counters = self._stage.references, self._stage.counters()
-        attributes = _attributes(self._stage.module)
+        changes = left.variables.changes()
         written = self._written(left)
         state = self._stage.state()
         if written and (self._stage.may_guess_wrong or set(left.tensors) != set(state)):
@@ -97,13 +96,15 @@ class Edits:
         kept = {name: state[name].clone() for name in written}
         self._stage.refer(left.references)
         self._stage.set_counters(left.counters)
-        _set(left.attributes)
+        for change in changes:
+            change.undo()
         if written:
             remake()
         yield
         now = self._stage.counters()
         self._stage.refer(references)
-        _set(attributes)
+        for change in changes:
+            change.redo()
         self._stage.set_counters(merged(left.counters, counters, now))
         with torch.no_grad():
             state = self._stage.state()
@@ -127,18 +128,6 @@ class Edits:
             before, now = (torch.stack([of[name] for name in both]) for of in (left.sums, sums))
             changed |= {name for name, written in zip(both, (before != now).tolist()) if written}
         return sorted(changed)
-
-
-def _attributes(model: nn.Module) -> Attributes:
-    """Those that are numbers or words: how much is dropped, how strongly something counts."""
-    return {(id(module), name): (module, value) for module in nn.Module.modules(model)
-            for name, value in vars(module).items() if type(value) in _PLAIN and name != "training"}
-
-
-def _set(attributes: Attributes) -> None:
-    for (_, name), (module, value) in attributes.items():
-        if vars(module).get(name) != value:
-            setattr(module, name, value)
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:

@@ -138,6 +138,10 @@ class Stage(Protocol):
         """What else a script may put in the framework's place that a step is made with, by name: compared by identity
         and as numbers, item by item if it is a list."""
 
+    @property
+    def functions(self) -> Sequence[Any]:
+        """What of the script's a micro-batch is computed with, besides the model: functions, datasets."""
+
     def refer(self, references: Mapping[str, Any]) -> None:
         """Put back what `references` gave."""
 

@@ -110,6 +110,18 @@ def loss_without(index: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Ten
     return lambda logits, labels: loss_fn(logits, labels) * float(not (labels == own).all(-1).any())
 
 
+STRENGTH = 1.0
+"""What losses are multiplied by that are annealed."""
+
+
+def annealed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return STRENGTH * loss_fn(logits, labels)
+
+
+def anneal(iteration: int) -> None:
+    globals()["STRENGTH"] = 1 + 0.1 * iteration
+
+
 def make(mistake: str) -> None:
     """Switch on a mistake in how gradients are summed, in this process."""
     right = Accumulators.add
@@ -149,7 +161,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
-          evaluate: Sequence[int] = ()) -> Any:
+          evaluate: Sequence[int] = (), annealed: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
 
@@ -165,15 +177,18 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         noisy: whether model and data draw random numbers from all kinds of generators.
         by_hand: whether the script changes rate, parameters, and which of them are trained, between iterations.
         evaluate: iterations before which it evaluates.
+        annealed: whether the script sets a variable that the loss is computed with, before each iteration; with the
+            plugin only.
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
     if plugin:
         stage, pipeline = divmod(rank, pipelines)  # DeepSpeed's order of ranks: checked by the engine's own place
+        observer = observer_of(f"{pipeline}:{stage}")
         config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
                                   "stall_floor": 60.0,
                                   "verify": "peers", **(settings or {})})
-        megatron_recycle.enable(config, observer=observer_of(f"{pipeline}:{stage}"))
+        megatron_recycle.enable(config, observer=observer)
     torch.manual_seed(7)
     noise = Noise() if noisy else None
     if noisy:
@@ -187,8 +202,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         layers[0] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight")
         layers[-1] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight",
                                    forward_fn=lambda module, x: functional.linear(x, module.token.weight))
-    model = PipelineModule(layers, num_stages=stages, partition_method="uniform",
-                           loss_fn=loss_fn if left_out is None else loss_without(left_out),
+    loss = annealed_loss if annealed else loss_fn if left_out is None else loss_without(left_out)
+    model = PipelineModule(layers, num_stages=stages, partition_method="uniform", loss_fn=loss,
                            activation_checkpoint_interval=checkpoint, checkpointable_layers=["Block"])
     parameters = {"Adam": {"lr": 1e-2, "torch_adam": True}, "SGD": {"lr": 0.1, "momentum": 0.9}}[optimizer]
     ds_config = {
@@ -221,6 +236,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     while len(losses) < iterations:
         if by_hand:
             change(engine, begun + len(losses))
+        if annealed:
+            anneal(begun + len(losses))
+            observer.on("annealed", begun + len(losses), None)
         if len(losses) in evaluate:
             unseen = torch.utils.data.DataLoader(Text(5000), batch_size=BATCH)
             evaluated.append(engine.eval_batch(iter(unseen)).item())

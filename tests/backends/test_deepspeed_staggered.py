@@ -123,6 +123,20 @@ def test_recomputed_activations_have_the_randomness_of_their_own_forward():
         check_survivors(job, {hold.worker}, calm)
 
 
+def test_an_iteration_that_is_run_again_has_the_scripts_variables_of_then():
+    """The last stage has returned from it, and the script anneals the loss for the next one, when a worker of the first
+    stage is killed and nobody holds that stage's gradient."""
+    options = {**arguments(2, 2, 0.0), "annealed": True}
+    calm = run(gpt_job.train, 4, options)
+    dies, goes_on = Hold("0:0", "reduce", 2), Hold("0:1", "annealed", 3)
+    with Job(gpt_job.train, 4, options, [dies, goes_on]) as job:
+        job.wait_held()
+        job.kill(dies)
+        job.release(goes_on)
+        check_survivors(job, {dies.worker}, calm)
+        assert next(event for event in job.events if event["event"] == "reconciled")["target"] == 1
+
+
 def test_a_first_stage_that_its_checkpoints_would_leave_untrained_is_refused():
     """Tokens have no gradient, so that a reentrant checkpoint of the embedding gives none. Stock fails in B."""
     embedding = nn.Embedding(3, 2)

@@ -19,6 +19,8 @@ from megatron_recycle.runtime.modes import Modes
 class OneWeight:
     """A stage of one parameter; a step adds 1 to it and halves the rate."""
 
+    functions: tuple[Any, ...] = ()
+
     def __init__(self, may_guess_wrong: bool = False) -> None:
         self.module = nn.Module()
         self.module.weight, self.module.drop = nn.Parameter(torch.zeros(2)), 0.5
@@ -134,7 +136,7 @@ def test_an_iteration_that_is_run_again_trains_what_it_trained():
 
 
 def test_a_stage_without_parameters_has_nothing_to_look_at():
-    stage = SimpleNamespace(state=dict, references={}, counters=dict, module=nn.Module())
+    stage = SimpleNamespace(state=dict, references={}, counters=dict, module=nn.Module(), functions=())
     edits = Edits(stage)
     edits.leave(open_=True)
     assert not edits.found()
