@@ -67,7 +67,8 @@ class RecycleSchedule:
                  forward_only: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
         """Run one iteration up to and including its step; returns what the loss functions reported.
 
-        On the last stage that is one entry per micro-batch of the whole global batch, elsewhere nothing.
+        On the last stage that is one entry per micro-batch of the whole global batch that has run, elsewhere
+        nothing.
 
         Raises:
             UnsupportedError: at the first call, if something about the job cannot be kept correct.

@@ -48,7 +48,8 @@ class MegatronStage:
         settings: of the training loop, which all workers must have alike.
     """
 
-    report_width = 1 + 2 * _KEYS
+    report_width = 1 + 2 * _KEYS + 1
+    """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
 
     def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int,
                  settings: Mapping[str, Any] | None = None) -> None:
@@ -243,10 +244,12 @@ class MegatronStage:
             self._tensor_group.use(groups.siblings)
 
     def reports(self, table: torch.Tensor, forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch."""
+        """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch that has
+        run; of none, not a number."""
         keys = self._keys.get(_kind(not forward_only)) or self._keys.get(_kind(True), [])
+        rows = [row for row in table.tolist() if row[-1]] or [[math.nan] * self.report_width]
         return [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)
-                 for index, (key, size) in enumerate(keys)} for row in table.tolist()]
+                 for index, (key, size) in enumerate(keys)} for row in rows]
 
     def _report(self, values: Any, tokens: float) -> tuple[float, ...]:
         if not isinstance(values, Mapping):
@@ -265,7 +268,7 @@ class MegatronStage:
         numbers = [tokens]
         for value in numbers_of.values():
             numbers += [*value, 0.0][:2]
-        return tuple(numbers + [0.0] * (self.report_width - len(numbers)))
+        return (*numbers, *[0.0] * (self.report_width - 1 - len(numbers)), 1.0)
 
     def _gradient_dtype(self) -> torch.dtype:
         kinds = {parameter.main_grad.dtype for parameter in self.parameters}

@@ -113,6 +113,15 @@ def test_what_loss_functions_report_is_told_of_training_and_evaluation_apart():
     assert {key: value.tolist() for key, value in told[0].items()} == {"accuracy": [0.5]}
 
 
+def test_a_micro_batch_that_is_left_out_does_not_pull_the_mean_of_a_reported_number_down():
+    one = stage()
+    row = one._report({"loss": 3.0}, 0.0)
+    told = one.reports(torch.tensor([row, [0.0] * len(row), row], dtype=torch.float64), False)
+    assert [report["loss"].item() for report in told] == [3.0, 3.0] and len(row) == one.report_width
+    nothing, = one.reports(torch.zeros(1, len(row), dtype=torch.float64), False)
+    assert nothing["loss"].isnan()
+
+
 @pytest.mark.parametrize(("values", "words"), [
     ({"loss": 1.0}, "report the same values"), ({"loss": torch.zeros(3), "aux": 1.0}, "at most 4 values"),
     ({str(index): 1.0 for index in range(5)}, "at most 4 values"), (torch.zeros(2), "reports a Tensor"),
