@@ -375,9 +375,12 @@ def _tied_stages(module: deepspeed.PipelineModule) -> tuple[tuple[int, ...], ...
 
 def _ties(engine: PipelineEngine) -> list[Tie]:
     """This stage's copies of tied parameters, in the same order on all stages."""
-    topology, module, found = engine.grid.topology(), engine.module, []
-    for key, comm in sorted(module.tied_comms.items()):
+    topology, module, found, first = engine.grid.topology(), engine.module, [], 0
+    specs = {spec.key: spec for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)}
+    for key in sorted(specs):  # also those of other stages, whose numbers this one leaves out
+        comm = module.tied_comms.get(key, {"ranks": (), "weight_attr": ()})
         stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
-        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True)
-                  for name in comm["weight_attr"] if len(stages) > 1]
+        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True, number=number)
+                  for number, name in enumerate(comm["weight_attr"], first) if len(stages) > 1]
+        first += len(specs[key].tied_weight_attr)
     return found

@@ -64,9 +64,9 @@ class FastReduction:
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         flat = sums.sum(WHOLE)
-        stages_first = all(tie.first for tie in ties) and pipelines_alike(ties, groups)
-        if stages_first:
-            fold_ties(ties, sums.layout, flat, groups)
+        # Of each tie by itself: all of its stages have to do the same, and know nothing of each other's further ones.
+        stages_first = {tie.number for tie in ties if tie.first and pipelines_alike(tie, groups)}
+        fold_ties([tie for tie in ties if tie.number in stages_first], sums.layout, flat, groups)
         for start, end in _buckets(sums.layout):
             bucket = flat[start:end]
             if self._averaging == "before":
@@ -74,8 +74,7 @@ class FastReduction:
             all_reduce(bucket, groups.stage)
             if self._averaging == "after":
                 bucket.mul_(1.0 / self._pipelines)
-        if not stages_first:
-            fold_ties(ties, sums.layout, flat, groups)
+        fold_ties([tie for tie in ties if tie.number not in stages_first], sums.layout, flat, groups)
         return flat
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:

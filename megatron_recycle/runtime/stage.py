@@ -40,12 +40,14 @@ class Tie:
     """One parameter that several stages keep copies of, whose gradient is the sum of theirs.
 
     ``parameter`` is this stage's copy, ``stages`` are all stages with one, ascending. ``first``: the framework adds up
-    the stages' gradients before the pipelines'.
+    the stages' gradients before the pipelines'. ``number`` is the same on all of these stages, and another for each of
+    the model's ties; a stage has its own in ascending order.
     """
 
     parameter: nn.Parameter
     stages: tuple[int, ...]
     first: bool = False
+    number: int = 0
 
 
 def fingerprint(parameters: Sequence[nn.Parameter]) -> str:

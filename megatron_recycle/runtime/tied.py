@@ -30,17 +30,17 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
 
     Raises TransportAborted when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
     """
-    for index, tie in enumerate(ties):
+    for tie in ties:
         trained = tie.parameter in layout
         try:
             flag = torch.full((1,), float(trained), device=gradient.device)
-            everywhere = [bool(value) for value in _gather(tie, flag, 2 * index, groups)]
+            everywhere = [bool(value) for value in _gather(tie, flag, 2 * tie.number, groups)]
             if len(set(everywhere)) > 1:
                 raise UnsupportedError(_apart(tie, everywhere))
             if not trained:
                 continue
             own = layout.view(gradient, tie.parameter)
-            values = _gather(tie, own, 2 * index + 1, groups)
+            values = _gather(tie, own, 2 * tie.number + 1, groups)
         except RuntimeError as error:
             raise TransportAborted(f"exchanging a tied gradient failed: {error}") from error
         total = values[0].clone()
@@ -49,10 +49,9 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
         own.copy_(total)
 
 
-def pipelines_alike(ties: Sequence[Tie], groups: Groups) -> bool:
-    """Whether the stages of ``ties`` have live workers in the same pipelines."""
-    pipelines = {tuple(peer.pipeline for peer in groups.peers(stage)) for tie in ties for stage in tie.stages}
-    return len(pipelines) == 1
+def pipelines_alike(tie: Tie, groups: Groups) -> bool:
+    """Whether the stages of ``tie`` have live workers in the same pipelines: the same on all of these stages."""
+    return len({tuple(peer.pipeline for peer in groups.peers(stage)) for stage in tie.stages}) == 1
 
 
 def _apart(tie: Tie, everywhere: Sequence[bool]) -> str:
@@ -62,7 +61,7 @@ def _apart(tie: Tie, everywhere: Sequence[bool]) -> str:
             f"trained by stage {', '.join(trained)} and frozen by stage {', '.join(frozen)}: freeze it on all ranks")
 
 
-def _gather(tie: Tie, own: torch.Tensor, index: int, groups: Groups) -> list[torch.Tensor]:
+def _gather(tie: Tie, own: torch.Tensor, number: int, groups: Groups) -> list[torch.Tensor]:
     """Each stage's value, in stage order."""
     me = groups.me
     mine = groups.peers(me.stage)
@@ -76,10 +75,10 @@ def _gather(tie: Tie, own: torch.Tensor, index: int, groups: Groups) -> list[tor
         theirs = groups.peers(stage)
         for place, receiver in enumerate(theirs):
             if mine[place % len(mine)] == me:
-                works.append(groups.world.send([outgoing], groups.rank(receiver), _FIRST_TAG + index))
+                works.append(groups.world.send([outgoing], groups.rank(receiver), _FIRST_TAG + number))
         buffer = torch.empty_like(outgoing)
         giver = theirs[mine.index(me) % len(theirs)]
-        works.append(groups.world.recv([buffer], groups.rank(giver), _FIRST_TAG + index))
+        works.append(groups.world.recv([buffer], groups.rank(giver), _FIRST_TAG + number))
         values.append(buffer)
     for work in works:
         wait_for(work, groups.world)
