@@ -365,12 +365,17 @@ class DeepSpeedStage:
 
 
 def _tied_stages(module: deepspeed.PipelineModule) -> tuple[tuple[int, ...], ...]:
-    """The stages of each tied layer that lives in several, the same on all workers."""
+    """Groups of stages that wait for each other before they step, since tied layers live in several of them: the same
+    on all workers. Layers that have a stage in common make one group of all their stages."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(module.stage_owner(index))
-    return tuple(tuple(sorted(stages[key])) for key in sorted(stages) if len(stages[key]) > 1)
+    groups: list[set[int]] = []
+    for of_layer in stages.values():
+        apart = [group for group in groups if not group & of_layer]
+        groups = [*apart, of_layer.union(*(group for group in groups if group & of_layer))]
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
 
 
 def _ties(engine: PipelineEngine) -> list[Tie]:
