@@ -25,14 +25,16 @@ class Work:
         self.wait = lambda *_: end and end()
 
 
-class World:
+class Handle:
+    def name(self) -> str:
+        return "nccl"  # which has no limit of its own
+
+
+class World(Handle):
     """All workers, as one of them sees them: messages between threads by sender, receiver and tag."""
 
     def __init__(self, me: int, messages: dict[Any, queue.Queue]) -> None:
         self._me, self._messages = me, messages
-
-    def name(self) -> str:
-        return "nccl"  # which has no limit of its own
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
         self._messages[self._me, to, tag].put(tensors[0].clone())
@@ -42,7 +44,7 @@ class World:
         return Work(lambda: tensors[0].copy_(self._messages[source, self._me, tag].get(timeout=LIMIT)))
 
 
-class Peers:
+class Peers(Handle):
     """All workers of one stage: sums, when all have come."""
 
     def __init__(self, size: int) -> None:
