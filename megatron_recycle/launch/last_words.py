@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from megatron_recycle.observe.text import one_line
+
 _TAIL = 8192
 _LONGEST = 300
 _ENDS = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception|Interrupt)(?::.*)?)")
@@ -22,5 +24,5 @@ def last_words(log: Path) -> str:
         return ""
     if not any("Traceback (most recent call last)" in line for line in lines):
         return ""
-    found = next((match[1] for line in reversed(lines) if (match := _ENDS.fullmatch(line.rstrip()))), "")
-    return found if len(found) <= _LONGEST else found[:_LONGEST - 3] + "..."
+    return next((one_line(match[1], _LONGEST) for line in reversed(lines) if (match := _ENDS.fullmatch(line.rstrip()))),
+                "")

@@ -51,7 +51,7 @@ class Fault:
         except Exception as worse:  # noqa: BLE001 - the script's own type may fail here too
             text = f"(its text cannot be had: {type(worse).__name__})"
         most = _LONGEST["text"] if refused else _LONGEST_OF_SCRIPTS
-        return cls(_plain(name, _LONGEST["error"]), _plain(text, most), iteration, action, refused, whole)
+        return cls(one_line(name, _LONGEST["error"]), one_line(text, most), iteration, action, refused, whole)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Fault:
@@ -63,7 +63,7 @@ class Fault:
             value = getattr(fault, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
                 raise TypeError(f"{name} is {value!r:.60}")
-            if isinstance(value, str) and value != _plain(value, _LONGEST[name]):
+            if isinstance(value, str) and value != one_line(value, _LONGEST[name]):
                 raise ValueError(f"{name} is not one short line: {value!r:.60}")
         return fault
 
@@ -100,9 +100,3 @@ class Fault:
         if self.action is None:
             return abs((self.iteration or 0) - (other.iteration or 0)) <= 1
         return self.iteration == other.iteration
-
-
-def _plain(text: str, most: int) -> str:
-    """One line without control characters, of at most so many of others."""
-    line = one_line(text)
-    return line if len(line) <= most else line[:most - 3].rstrip() + "..."

@@ -16,6 +16,10 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", _SEQUENCE.sub("", text))
 
 
-def one_line(text: str) -> str:
-    """`printable` text on one line, without runs of spaces: what it says cannot pass for a line of ours."""
-    return " ".join("".join(each if each.isprintable() else " " for each in _SEQUENCE.sub("", text)).split())
+def one_line(text: str, most: int | None = None) -> str:
+    """`printable` text on one line, without runs of spaces: what it says cannot pass for a line of ours.
+
+    `most`: characters after which it is cut off, with dots.
+    """
+    line = " ".join("".join(each if each.isprintable() else " " for each in _SEQUENCE.sub("", text)).split())
+    return line if most is None or len(line) <= most else line[:most - 3].rstrip() + "..."
