@@ -183,6 +183,7 @@ class RecyclePipelineEngine(PipelineEngine):
         """The script is over, by this error."""
         if self._agent.ended is not None:
             return
+        self._busy = True  # who reads parameters from now on is no script, and may be in the midst of a recovery
         if self._worker is None:
             self._agent.ending(Fault.of(error))
         else:
@@ -193,6 +194,7 @@ class RecyclePipelineEngine(PipelineEngine):
         if self._worker is None:
             self._agent.close()
             return
+        self._busy = True  # as in `_failed`
         try:
             if self._script.error is None and self._agent.ended is None:
                 self._worker.finish()
@@ -314,9 +316,15 @@ class RecyclePipelineEngine(PipelineEngine):
     # ---- what all ranks do together between iterations
 
     def eval_batch(self, *args: Any, **keywords: Any) -> Any:
-        """As stock; not a number, with an error line, while a worker is missing."""
-        return self._together("eval_batch()", lambda: super(RecyclePipelineEngine, self).eval_batch(*args, **keywords),
-                              torch.tensor(torch.nan, device=self.device))
+        """As stock, and micro-batches may have another shape than those of the last one; not a number, with an error
+        line, while a worker is missing."""
+        stock = super().eval_batch
+
+        def evaluate() -> Any:
+            self.reset_activation_shape()  # stages tell each other the shape with the first message
+            return stock(*args, **keywords)
+
+        return self._together("eval_batch()", evaluate, torch.tensor(torch.nan, device=self.device))
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock; False, with an error line, while a worker is missing: training is worth more than a checkpoint."""

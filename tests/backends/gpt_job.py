@@ -161,7 +161,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
-          evaluate: Sequence[int] = (), annealed: bool = False) -> Any:
+          evaluate: Sequence[int] = (), annealed: bool = False,
+          raises: int | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
 
@@ -179,6 +180,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         evaluate: iterations before which it evaluates.
         annealed: whether the script sets a variable that the loss is computed with, before each iteration; with the
             plugin only.
+        raises: iteration before which the script fails, on all ranks; with the plugin only.
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
@@ -236,6 +238,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     while len(losses) < iterations:
         if by_hand:
             change(engine, begun + len(losses))
+        if len(losses) == raises:
+            error = ValueError("no such schedule")
+            engine._failed(error)  # as at the end of the process
+            raise error
         if annealed:
             anneal(begun + len(losses))
             observer.on("annealed", begun + len(losses), None)

@@ -65,3 +65,15 @@ def test_a_job_that_leaves_such_a_micro_batch_out_trains_what_stock_trains_witho
         expected = list(stock[rank].value["losses"])
         expected[2] *= 8 / 7  # the mean of those that ran; stock's counts one of nothing
         assert np.allclose(result.value["losses"], expected, rtol=1e-6)
+
+
+@pytest.mark.processes
+def test_a_script_that_fails_everywhere_while_a_step_is_open_leaves_a_last_checkpoint(tmp_path: Path):
+    # The limit on the norm is always exceeded: the second stage's step is undone in the recovery.
+    arguments = {"pipelines": 2, "iterations": 4, "clipping": 0.05, "raises": 2,
+                 "settings": {"emergency_checkpoint": str(tmp_path)}}
+    with Job(gpt_job.train, 4, arguments, limit=40) as job:
+        finished = job.wait_event("finished")
+        job.wait()
+    assert "have failed alike" in finished["message"], finished
+    assert f" is saved in {tmp_path}/global_step" in finished["message"], finished
