@@ -109,6 +109,8 @@ OF_THE_LOOP = (
     Option("dsa_indexer_loss_coeff", "leave --dsa-indexer-loss-coeff out"),
     Option("vision_pretraining_type", "its teacher changes outside of the optimizer's step; use another type",
            lambda kind: kind == "dino"),
+    Option("use_pytorch_profiler", "leave --use-pytorch-profiler out: the processes that it watched have ended in a "
+           "damaged heap under this plugin; profile a run without it (torchrun, or RECYCLE_ENABLED=false)"),
     Option("perform_rl_step", "leave --perform-rl-step out"),
     Option("adlr_autoresume", "leave --adlr-autoresume out"),
     Option("inprocess_restart", "leave --inprocess-restart out: this plugin does that"),

@@ -152,7 +152,8 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
 
 @pytest.mark.parametrize(("name", "value"), [
     ("exit_signal_handler", True), ("exit_duration_in_mins", 5), ("rampup_batch_size", [8, 8, 100]),
-    ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1), ("error_injection_rate", 1000),
+    ("use_pytorch_profiler", True), ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1),
+    ("error_injection_rate", 1000),
     ("check_weight_hash_across_dp_replicas_interval", 1), ("rerun_mode", "report_determinism_stats"),
     ("dataloader_type", "cyclic"), ("skip_train", True), ("num_experts", 8), ("optimizer", "muon")])
 def test_options_of_megatrons_loop_that_are_refused(name, value, parsed, capfd):
