@@ -55,7 +55,8 @@ class FakeJob:
 
     def chaos(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "megatron_recycle.cli", "chaos", "--run-dir", str(self.folder), *words]
-        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+                                preexec_fn=_heed_interrupts)
 
     def told(self, act: str) -> bool:
         path = self.folder / "chaos.jsonl"
@@ -65,6 +66,11 @@ class FakeJob:
         lines = [ip("-n", name, "neighbour").stdout + ip("-n", name, "link", "show", "eth0").stdout
                  for name in self.net.names]
         return [line for text in lines for line in text.splitlines() if "PERMANENT" in line or "state DOWN" in line]
+
+
+def _heed_interrupts() -> None:
+    """As in a terminal: what a shell runs in the background ignores SIGINT, and so do its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture
