@@ -35,6 +35,7 @@ _OPEN = (argparse.Namespace, SimpleNamespace)
 _OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}  # otherwise watched, or looked into below
 _THREADED = (threading.Thread, type(threading.Lock()), type(threading.RLock()), queue.Queue)
 _GONE = object()
+_NOTHING: dict[Any, Any] = {"": ()}  # in an empty container: most are, of hooks that a module does not have
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Variables:
         found = []
         for holder, before in self._kept:
             now = holder.read()
-            if not _all_alike(before, now):
+            if now is not before and not _all_alike(before, now):
                 found += [Change(holder, name, before.get(name, _GONE), now.get(name, _GONE))
                           for name in {**before, **now} if not _alike(before.get(name, _GONE), now.get(name, _GONE))]
         if found:
@@ -136,6 +137,8 @@ class _Contents(_Holder):
         self._container = container
 
     def read(self) -> dict[Any, Any]:
+        if not self._container:
+            return _NOTHING
         items = self._container.items() if isinstance(self._container, dict) else self._container
         return {"": tuple(items)}
 
@@ -154,7 +157,8 @@ class _Hooks(_Holder):
         self._parameter = parameter
 
     def read(self) -> dict[Any, Any]:
-        return {"": tuple((self._parameter._backward_hooks or {}).items())}
+        hooks = self._parameter._backward_hooks
+        return {"": tuple(hooks.items())} if hooks else _NOTHING
 
     def write(self, name: Any, value: Any) -> None:
         hooks = self._parameter._backward_hooks

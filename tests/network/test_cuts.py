@@ -55,8 +55,7 @@ class FakeJob:
 
     def chaos(self, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "megatron_recycle.cli", "chaos", "--run-dir", str(self.folder), *words]
-        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
-                                preexec_fn=_heed_interrupts)
+        return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True)
 
     def told(self, act: str) -> bool:
         path = self.folder / "chaos.jsonl"
@@ -68,9 +67,12 @@ class FakeJob:
         return [line for text in lines for line in text.splitlines() if "PERMANENT" in line or "state DOWN" in line]
 
 
-def _heed_interrupts() -> None:
-    """As in a terminal: what a shell runs in the background ignores SIGINT, and so do its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+@pytest.fixture(scope="module", autouse=True)
+def in_the_foreground() -> Iterator[None]:
+    """What a shell runs in the background ignores SIGINT, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
