@@ -15,10 +15,9 @@ from .align import aligned
 from .cache import Cache
 from .canonical import canonical
 from .evaluate import figures
-from .greedy import Rules
 from .greedy import schedule as listed
-from .instance import NO_CAP, Instance, Schedule, build, plan_of, schedule_of
-from .portfolio import TEMPLATES, filled, goal, search
+from .instance import Instance, Schedule, build, plan_of, schedule_of
+from .portfolio import TEMPLATES, filled, goal, one_by_one, search
 from .route import route
 
 #: plans of at most so many actions are scheduled by two templates, and the better one is taken
@@ -48,11 +47,8 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
 
 
 def _one_by_one(problem: Problem, begin: float, seed: int) -> Plan:
-    """No worker holds more than one micro-batch at a time, and all take them in the same order: none is sent early."""
     instance = build(problem)
-    table = route(instance, aligned(instance))
-    trace = listed(instance, table, [Rules(spare=NO_CAP)] * instance.stages, strict=True)
-    found = Schedule(table, trace, *figures(instance, table, trace))
+    found = one_by_one(instance)
     return _quick_plan(instance, found, time.perf_counter() - begin, seed)
 
 

@@ -262,3 +262,11 @@ def run(instance: Instance, template: Template, layout: Layout | None = None) ->
     table = route(instance, layout)
     trace = schedule(instance, table, filled(instance, layout, table, template))
     return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))
+
+
+def one_by_one(instance: Instance, layout: Layout | None = None) -> Schedule:
+    """No worker holds more than one micro-batch at a time, and all take them in the same order: none is sent early, so
+    that every cap that holds a micro-batch suffices."""
+    table = route(instance, layout or aligned(instance))
+    trace = schedule(instance, table, [Rules(spare=NO_CAP)] * instance.stages, strict=True)
+    return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))

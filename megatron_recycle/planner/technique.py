@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..plan import Plan, Problem, lower_bound
+from ..plan import Plan, Problem, lower_bound, overfull
 from .adjoin import adjoined
-from .align import dropped
+from .align import Layout, aligned, dropped
 from .api import improve, quick
 from .greedy import Rules
-from .instance import Schedule, build, plan_of
-from .portfolio import TEMPLATES, Template, goal, run
+from .instance import Instance, Schedule, build, plan_of
+from .portfolio import TEMPLATES, Template, goal, one_by_one, run
 
 TECHNIQUES = ("none", "adaptive", "decoupled", "staggered", "drop")
 
@@ -33,7 +33,8 @@ def one_f_one_b(problem: Problem) -> Plan:
         usual = (stages - worker.stage) * problem.weight(worker.stage)
         cap[worker] = min(problem.cap.get(worker, usual), usual)
     tight = build(replace(problem, cap=cap))
-    return plan_of(replace(tight, problem=problem), run(tight, Template(Rules())), lower_bound(problem), "1f1b")
+    instance = replace(tight, problem=problem)
+    return _within_caps(instance, aligned(instance), run(tight, Template(Rules())), "1f1b")
 
 
 def drop(problem: Problem) -> Plan:
@@ -42,13 +43,22 @@ def drop(problem: Problem) -> Plan:
     Raises PlanError if no pipeline is whole.
     """
     instance = build(problem)
+    layout = dropped(instance)
     best: Schedule | None = None
     for template in TEMPLATES[:8]:  # the baseline is scheduled as well as our own plans are
-        found = run(instance, template, dropped(instance))
+        found = run(instance, template, layout)
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
-    return plan_of(instance, adjoined(instance, best), lower_bound(problem), "drop")
+    return _within_caps(instance, layout, adjoined(instance, best), "drop")
+
+
+def _within_caps(instance: Instance, layout: Layout, schedule: Schedule, source: str) -> Plan:
+    """The schedule as a plan, or micro-batches one by one if messages that it sends early take more memory than there
+    is, as they may where a slow worker's micro-batches are others' guests."""
+    bound = lower_bound(instance.problem)
+    plan = plan_of(instance, schedule, bound, source)
+    return plan_of(instance, one_by_one(instance, layout), bound, source) if overfull(plan) else plan
 
 
 def planned(problem: Problem, technique: str, budget_s: float, seed: int,
