@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import argparse
 
     from megatron_recycle.config import RecycleConfig as RecycleConfig
-    from megatron_recycle.runtime.data import Factory
+    from megatron_recycle.runtime.compute.data import Factory
     from megatron_recycle.runtime.interpreter import Observer
 
 

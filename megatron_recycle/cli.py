@@ -23,7 +23,7 @@ COMMANDS = {
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
     "timeline": ("megatron_recycle.observe.command", "draw a plan file as a picture"),
     "chaos": ("megatron_recycle.chaos.command", "hurt a running job on purpose, to see that it survives"),
-    "doctor": ("megatron_recycle.observe.doctor", "check versions, threads, devices and determinism"),
+    "doctor": ("megatron_recycle.doctor", "check versions, threads, devices and determinism"),
 }
 """Name of a subcommand -> (its module, one line about it)."""
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from jobs import exit_on_sigterm
 
-from megatron_recycle.launch import service
+from megatron_recycle.launch import coordinator_process
 from megatron_recycle.observe.events import read_events
 from tests.backends import gpt_job
 from tests.backends.comparing import differences
@@ -60,8 +60,9 @@ class CampaignJob(Job):
 
     def _start_coordinator(self) -> str:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        self._service = service.start(service.Order(self.size, self.folder, "token", "127.0.0.1", environ,
-                                                    store_port=-1, embedded=True))
+        order = coordinator_process.Order(self.size, self.folder, "token", "127.0.0.1", environ, store_port=-1,
+                                          embedded=True)
+        self._service = coordinator_process.start(order)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="events")
         self._thread.start()

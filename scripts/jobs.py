@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.child import Child
-from megatron_recycle.launch.ports import listen
-from megatron_recycle.launch.rundir import prepare
+from megatron_recycle.launch.run_folder import prepare
 
 SCRIPTS = Path(__file__).resolve().parent
 POLL = 0.005

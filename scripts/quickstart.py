@@ -249,7 +249,7 @@ def is_good(report: dict[str, Any]) -> bool:
 
 def draw(outcome: Outcome, path: Path) -> None:
     """The plan before and after the first failure, both timed with the costs that were known after it."""
-    from megatron_recycle.launch.planning import plan_file
+    from megatron_recycle.control.planning import plan_file
     from megatron_recycle.observe.timeline import draw_pair
     from megatron_recycle.plan import Plan, lower_bound, replay
 

@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from megatron_recycle.launch.planning import Planning
-from megatron_recycle.launch.slowness import Profiles
-from megatron_recycle.membership.coordinator import Coordinator, Timeouts
-from megatron_recycle.membership.store import Journal
+from megatron_recycle.control.coordinator import Coordinator, Timeouts
+from megatron_recycle.control.journal import Journal
+from megatron_recycle.control.measured import Profiles
+from megatron_recycle.control.planning import Planning
 from tests.network.hosts import enter
 
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
 
-_PRELOAD = ("torch", "deepspeed", "deepspeed.pipe", "megatron_recycle.backends.deepspeed",
+_PRELOAD = ("torch", "deepspeed", "deepspeed.pipe", "megatron_recycle.backends.deepspeed.engine",
             "tests.backends.megatron_job", "megatron.core.optimizer", "megatron.core.models.gpt.gpt_layer_specs")
 # For the server that test workers are forked from, which is started with the first job.
 os.environ.update({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"})

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from importlib.util import find_spec
 
-from megatron_recycle.backends import megatron_hook, megatron_setup, megatron_training
 from megatron_recycle.backends.lazy import when_imported
+from megatron_recycle.backends.megatron import hook as megatron_hook
+from megatron_recycle.backends.megatron import setup as megatron_setup
+from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.runtime.coming import set_up
-from megatron_recycle.runtime.data import Factory
+from megatron_recycle.runtime.admission import set_up
+from megatron_recycle.runtime.compute.data import Factory
 from megatron_recycle.runtime.interpreter import Observer
-from megatron_recycle.runtime.link import Embed
+from megatron_recycle.runtime.start import Embed
 
 __all__ = ["Options", "enable"]
 
@@ -38,5 +40,5 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
 
 
 def _install_deepspeed(options: Options) -> None:
-    from megatron_recycle.backends.deepspeed import install
+    from megatron_recycle.backends.deepspeed.engine import install
     install(options)

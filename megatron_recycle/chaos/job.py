@@ -21,7 +21,7 @@ from typing import Any
 from megatron_recycle.errors import RecycleError
 
 _PROC = Path("/proc")
-_COORDINATOR = "megatron_recycle.launch.coordinate"
+_COORDINATOR = "megatron_recycle.control.process"
 _CLOCK_SLACK = 1.0
 """Seconds by which the clock may have been set since the process started."""
 

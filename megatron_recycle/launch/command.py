@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import tokens
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch import meeting, places, service, slurm, tokens
-from megatron_recycle.launch.hurt import check_script, hurting
+from megatron_recycle.launch import coordinator_process as service
+from megatron_recycle.launch import join_request, meeting, slurm
+from megatron_recycle.launch.chaos_script import check_script, hurting
 from megatron_recycle.launch.launcher import (
     Grace,
     Job,
@@ -32,9 +34,9 @@ from megatron_recycle.launch.network import (
     interface_towards,
     own_address,
 )
-from megatron_recycle.launch.rundir import make, prepare
-from megatron_recycle.launch.store import Store, keep_store
+from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
+from megatron_recycle.launch.torch_store import Store, keep_store
 from megatron_recycle.membership.notices import describe_status
 from megatron_recycle.observe.output import spare_output
 
@@ -257,7 +259,7 @@ def _follow(
     if found.nproc != nproc:
         why = (f"the first host starts {found.nproc} workers and this one {nproc}: give the same --nproc on every "
                "host, and ask Slurm for the same GPUs on every node")
-        places.call_off(found.control, found.token, why)
+        join_request.call_off(found.control, found.token, why)
         raise ConfigError(why)
     return found
 
@@ -280,7 +282,7 @@ def _join(
     if token is None:
         raise ConfigError("--join needs the job's token: give the job's run folder instead of its address, or "
                           "--token-file, or RECYCLE_TOKEN, as the job was started with")
-    found = places.ask(control, token, args.nproc or default_nproc(os.environ), args.join_timeout, say)
+    found = join_request.ask(control, token, args.nproc or default_nproc(os.environ), args.join_timeout, say)
     run_dir = _run_dir(args, config)
     make(run_dir)
     host, _, port = found.store.rpartition(":")

@@ -10,8 +10,9 @@ import time
 from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.launch import service, tokens
-from megatron_recycle.launch.rundir import prepare
+from megatron_recycle.control import tokens
+from megatron_recycle.launch import coordinator_process as service
+from megatron_recycle.launch.run_folder import prepare
 
 
 def start(settings: RecycleConfig) -> tuple[str, str]:

@@ -20,19 +20,19 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.config import JOINING
+from megatron_recycle.control.link import Link
+from megatron_recycle.control.moves import Starts
+from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
-from megatron_recycle.launch.follow import Follower
+from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.last_words import last_words
-from megatron_recycle.launch.moves import Starts
+from megatron_recycle.launch.log_tail import Follower
 from megatron_recycle.launch.restarts import Restarts
-from megatron_recycle.launch.service import Service
-from megatron_recycle.launch.store import Store
 from megatron_recycle.launch.summary import Summary
-from megatron_recycle.membership.link import Link
+from megatron_recycle.launch.torch_store import Store
 from megatron_recycle.membership.messages import TO_LAUNCHER
 from megatron_recycle.membership.notices import describe_status
-from megatron_recycle.membership.wire import Message
 from megatron_recycle.observe.text import printable
 
 _GLANCE = 0.25

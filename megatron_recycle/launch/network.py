@@ -10,9 +10,9 @@ import struct
 import time
 from collections.abc import Callable, Iterable
 
+from megatron_recycle.control.ports import listen
+from megatron_recycle.control.wire import Session, WireError
 from megatron_recycle.errors import ConfigError, RecycleError
-from megatron_recycle.launch.ports import listen
-from megatron_recycle.membership.wire import Session, WireError
 
 _CONNECT_LIMIT = 5.0
 _PAUSE = 0.2

@@ -15,9 +15,9 @@ from megatron_recycle.membership import notices
 from megatron_recycle.membership.decisions import Emit, Step, Tell
 from megatron_recycle.membership.inputs import Saved, SavedLate
 from megatron_recycle.membership.names import in_order, siblings
+from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import by_stage
 from megatron_recycle.membership.state import Member, Phase, State
-from megatron_recycle.membership.table import put
 
 
 def possible(state: State, lost: Collection[str]) -> bool:

@@ -10,9 +10,9 @@ from megatron_recycle.membership import learnt, notices
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step, Store
 from megatron_recycle.membership.inputs import Exited, Ready
 from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.survival import judge
-from megatron_recycle.membership.table import put
 from megatron_recycle.plan.grid import Grid
 
 OWN = ("model", "full_backward")

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_recycle.membership import forming, moves, notices
+from megatron_recycle.membership import forming, moving, notices
 from megatron_recycle.membership.decisions import Decision, Emit, Step, Store, Tell
 from megatron_recycle.membership.inputs import Boundary, Holds, Leave, Ready
 from megatron_recycle.membership.names import Process, in_order, workers_of
+from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import RESTART, by_stage
 from megatron_recycle.membership.state import Member, Phase, State
-from megatron_recycle.membership.table import put
 
 
 def hello(state: State, member: Member) -> Step:
@@ -128,7 +128,7 @@ def going(state: State) -> dict[str, str]:
     """The members that leave at the boundary, as `lost` with kind "leave" or "move". One that is to give its state to
     a joiner stays until that is done."""
     wanted = [name for name, member in state.members.items() if member.incarnation in state.leaving]
-    moved = dict.fromkeys((name for name in moves.moved(state) if name not in wanted), "move")
+    moved = dict.fromkeys((name for name in moving.moved(state) if name not in wanted), "move")
     staying = by_stage(state.stages, set(state.proven) - set(wanted))
     joining = by_stage(state.stages, entering(state))
     kept = {names[0] for stage, names in enumerate(by_stage(state.stages, wanted))
@@ -144,7 +144,8 @@ def planned(state: State, member: Member, kind: str) -> bool:
 def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
     """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
     quiet = state.phase is Phase.TRAINING and state.since is None and not state.switch
-    if not quiet or not (state.joiners or state.leaving or moves.moved(state)) or not (entering(state) or going(state)):
+    asked = state.joiners or state.leaving or moving.moved(state)
+    if not quiet or not asked or not (entering(state) or going(state)):
         return state, decisions
     number = state.offers + 1
     state = state.with_(switch=number, offers=number)
@@ -203,7 +204,7 @@ def changes(state: State, out: Mapping[str, str], joined: Mapping[str, Member]) 
         "leaving": state.leaving - {state.members[name].incarnation for name in out},
         "given_up": state.given_up - joined.keys(),
         "faults": tuple(said for said in state.faults if said.worker not in joined),
-        "moves_due": state.moves_due or moves.changed(state, out, joined),
+        "moves_due": state.moves_due or moving.changed(state, out, joined),
         "switch": 0,
     }
 
@@ -230,7 +231,7 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
         "pid": member.pid,
         **_rate(happened.received),
     }
-    if (left := moves.from_where(state, member.worker)) is not None:
+    if (left := moving.from_where(state, member.worker)) is not None:
         event["moved_from"] = left
     record = {"kind": "proven", "generation": state.generation, "worker": member.worker, "events": [event]}
     told = state.acknowledged | {member.worker}

@@ -12,7 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import closing, forming, joining, mend, moves, notices, poison, progress
+from megatron_recycle.membership import (
+    closing,
+    forming,
+    joining,
+    notices,
+    poison,
+)
+from megatron_recycle.membership import (
+    moving as moves,
+)
+from megatron_recycle.membership import (
+    reconnect as mend,
+)
+from megatron_recycle.membership import (
+    training as progress,
+)
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, MakePlan, Step, Store, Tell
 from megatron_recycle.membership.inputs import (
     Adopted,
@@ -45,9 +60,9 @@ from megatron_recycle.membership.inputs import (
     Stuck,
 )
 from megatron_recycle.membership.names import in_order, siblings
+from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
 from megatron_recycle.membership.state import Closing, Member, Phase, State
-from megatron_recycle.membership.table import put
 
 _LAST = "the job ends after a last checkpoint"
 _TOLD_TO_LEAVE = 128 + signal.SIGTERM

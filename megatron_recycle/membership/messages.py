@@ -11,8 +11,14 @@ from typing import Any
 
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process
-from megatron_recycle.membership.wire import Message, WireError
 from megatron_recycle.plan.grid import Grid
+
+Message = dict[str, Any]
+
+
+class WireError(ValueError):
+    """A frame or message that is malformed, too large, of another version, replayed, or made without the token."""
+
 
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))

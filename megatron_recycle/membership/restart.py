@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron_recycle.membership import learnt, moves
+from megatron_recycle.membership import learnt, moving
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.joining import still_unproven
 from megatron_recycle.membership.resume import Resume
@@ -52,7 +52,7 @@ def restore(size: int, records: Sequence[Mapping[str, Any]], told: Sequence[Mapp
                          for said in decided["faults"]),
             left_out=tuple((iteration, microbatch) for iteration, microbatch in decided["left_out"]),
             closing=None if decided["closing"] is None else Closing(decided["closing"], decided["closing_status"]),
-            **moves.restored(records),
+            **moving.restored(records),
         )
     if went is not None:
         resume = Resume.from_json(went["resume"])

@@ -1,13 +1,14 @@
 """The plan as pure data: grid, actions, costs, problem, plan file, validator, replay and bounds. Standard
 library only."""
 
+from megatron_recycle.plan.blocks import pieces
+from megatron_recycle.plan.messages import Message, channels, read_by, reads, receives, surplus
+
 from .action import STEP, Action
 from .bounds import lower_bound
-from .channels import Message, channels, read_by, reads, receives, surplus
 from .costs import Costs
 from .errors import DeadlockError, PlanError
 from .grid import Grid, Worker
-from .pieces import pieces
 from .plan import Plan
 from .problem import AHEAD, Problem
 from .replay import Timeline, replay

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_recycle.plan.messages import surplus
+
 from .action import Action
 from .bounds import lower_bound
-from .channels import surplus
 from .errors import DeadlockError, PlanError
 from .grid import Worker
 from .plan import Plan

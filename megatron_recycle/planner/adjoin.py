@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .evaluate import figures
+from megatron_recycle.planner.timing import figures
+
 from .instance import Instance, Schedule
 
 

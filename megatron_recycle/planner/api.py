@@ -8,17 +8,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_recycle.planner import search_process
+from megatron_recycle.planner.alignment import aligned
+from megatron_recycle.planner.routing import route
+from megatron_recycle.planner.timing import figures
+
 from ..plan import Plan, Problem, Worker, lower_bound, overfull, surplus, violations
-from . import background
 from .adjoin import adjoined
-from .align import aligned
 from .cache import Cache
 from .canonical import canonical
-from .evaluate import figures
 from .greedy import schedule as listed
 from .instance import Instance, Schedule, build, plan_of, schedule_of
 from .portfolio import TEMPLATES, filled, goal, one_by_one, search
-from .route import route
 
 #: plans of at most so many actions are scheduled by two templates, and the better one is taken
 TWICE = 30_000
@@ -90,7 +91,7 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
     instance = build(problem)
     table, trace = schedule_of(instance, incumbent)
     request = {"problem": problem.to_json(), "route": table, "trace": trace, "budget": budget_s, "seed": seed}
-    found, stats = background.run(request, instance.actions, budget_s, cancelled)
+    found, stats = search_process.run(request, instance.actions, budget_s, cancelled)
     schedule = None if found is None else _received(instance, found)
     if found is None or schedule is None:
         return None

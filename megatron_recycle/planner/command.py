@@ -11,10 +11,11 @@ from dataclasses import replace
 from functools import partial
 from typing import NoReturn
 
+from megatron_recycle.planner.baselines import TECHNIQUES, planned, shaped
+
 from ..plan import Costs, Grid, Plan, PlanError, Problem, Worker, check, replay
 from . import terminal
 from .normalise import Prices, moved, normalise
-from .technique import TECHNIQUES, planned, shaped
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from .evaluate import makespan_of, phases, times
+from megatron_recycle.planner.timing import makespan_of, phases, times
+
 from .instance import NO_CAP, Instance
 
 #: called with the trace of each better solution, as it is found
@@ -95,7 +96,7 @@ class _Model:
         self.period = problem.objective == "period"
         makespan = makespan_of(instance, route, hint)
         if self.period:
-            from .evaluate import period_of
+            from megatron_recycle.planner.timing import period_of
 
             self.top = -int(-period_of(instance, route, hint) // 1)
             begin = phases(instance, route, hint, self.top)

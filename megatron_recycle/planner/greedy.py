@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from .align import Layout
+from megatron_recycle.planner.alignment import Layout
+
 from .instance import Instance
 
 

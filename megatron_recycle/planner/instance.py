@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from megatron_recycle.planner.merge_bw import merged
+
 from ..plan import STEP, Action, Plan, Problem, Worker
-from .merge import merged
 
 KINDS = "FBW"
 _NUMBERS = {"F": (0,), "B": (1,), "W": (2,), "FB": (1, 2)}

@@ -12,12 +12,13 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from megatron_recycle.planner.alignment import Layout, aligned, natural
+from megatron_recycle.planner.routing import DEALS, PICKS, cost, route
+from megatron_recycle.planner.timing import makespan_of, period_of
+
 from ..plan import Problem, lower_bound
-from .align import Layout, aligned, natural
-from .evaluate import makespan_of, period_of
 from .greedy import Rules, guests, leading, schedule
 from .instance import NO_CAP, Instance, Schedule
-from .route import DEALS, PICKS, cost, route
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,19 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from megatron_recycle.plan import Action, Plan
-from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
-from megatron_recycle.runtime.data import DataSource, digest
-from megatron_recycle.runtime.groups import Groups
+from megatron_recycle.runtime.comm.activations import Message, Transport
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.losses import LossRelay
+from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
+from megatron_recycle.runtime.compute.data import DataSource, digest
+from megatron_recycle.runtime.compute.memory import ActivationMemory
+from megatron_recycle.runtime.compute.random_state import Generators, seed_of
+from megatron_recycle.runtime.compute.split import Deferring, WeightQueue
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.ledger import Ledger
-from megatron_recycle.runtime.losses import LossRelay
-from megatron_recycle.runtime.memory import ActivationMemory
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.random_state import Generators, seed_of
-from megatron_recycle.runtime.split import Deferring, WeightQueue
 from megatron_recycle.runtime.stage import Forward, Stage
-from megatron_recycle.runtime.stopwatch import Stopwatch
-from megatron_recycle.runtime.transport import Message, Transport
 
 Microbatch = tuple[int, int]
 """(pipeline, micro-batch)."""

@@ -24,8 +24,8 @@ import torch
 
 from megatron_recycle.errors import DataError, TransportAborted, VerificationError
 from megatron_recycle.plan import Grid
-from megatron_recycle.runtime.groups import Groups
-from megatron_recycle.runtime.tree import add_up
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tree_allreduce import add_up
 
 COMMITTING = "recycle-commit"
 """Name of the threads that wait for a verdict."""

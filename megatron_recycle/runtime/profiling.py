@@ -5,9 +5,9 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from megatron_recycle.runtime.budget import announce_profile, profile
-from megatron_recycle.runtime.lags import Lags
-from megatron_recycle.runtime.stopwatch import Stopwatch
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
+from megatron_recycle.runtime.compute.transfer_times import Lags
+from megatron_recycle.runtime.memory_budget import announce_profile, profile
 
 if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker

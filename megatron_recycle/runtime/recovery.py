@@ -14,17 +14,18 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import Go
 from megatron_recycle.errors import DataError, JobEnded, RecycleError, TransportAborted
-from megatron_recycle.membership import Go, workers_of
+from megatron_recycle.membership import workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import CONNECT, COPY, WORKING
+from megatron_recycle.runtime.comm.handles import Groups, Limits, build_groups, is_broken
 from megatron_recycle.runtime.commit import Verdict
-from megatron_recycle.runtime.data import NotReadHere, digest
+from megatron_recycle.runtime.compute.data import NotReadHere, digest
 from megatron_recycle.runtime.description import description, standing
-from megatron_recycle.runtime.groups import Groups, Limits, build_groups, is_broken
-from megatron_recycle.runtime.transfer import give, stage_tensors, take
-from megatron_recycle.runtime.verify import verify_recovery
+from megatron_recycle.runtime.equality import verify_recovery
+from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 
 if TYPE_CHECKING:
     from megatron_recycle.runtime.worker import StageWorker

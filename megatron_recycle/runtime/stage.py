@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from megatron_recycle.runtime.data import Batch
+from megatron_recycle.runtime.compute.data import Batch
 
 Averaging = Literal["after", "before", "tokens"]
 """Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it, or not

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from megatron_recycle.errors import RecycleError, TransportAborted
 from megatron_recycle.membership import Process, Resume
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.accumulate import Layout
+from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.commit import Commit, Committer, Held, Verdict
-from megatron_recycle.runtime.groups import Groups, wait_for
+from megatron_recycle.runtime.compute.accumulate import Layout
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.ledger import Ledger
-from megatron_recycle.runtime.pace import Pace
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Stage
-from megatron_recycle.runtime.stopwatch import Stopwatch
+from megatron_recycle.runtime.step_mode import Pace
 from megatron_recycle.runtime.undo import Undo
 
 

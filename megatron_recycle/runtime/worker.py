@@ -14,39 +14,40 @@ from typing import Any
 import torch
 
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import Agent
 from megatron_recycle.errors import JobEnded, TransportAborted, UnsupportedError
-from megatron_recycle.membership import THE_END, Agent, Fault
+from megatron_recycle.membership import THE_END, Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
-from megatron_recycle.runtime.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
-from megatron_recycle.runtime.agreement import Agreement, Trained
-from megatron_recycle.runtime.budget import announce
+from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.comm.default_group import World
+from megatron_recycle.runtime.comm.handles import CONNECTING, RETIRING, Groups
+from megatron_recycle.runtime.comm.losses import LossRelay
+from megatron_recycle.runtime.comm.reduction import Reduction, per_token, reduction_of
+from megatron_recycle.runtime.comm.trained_alike import Agreement, Trained
 from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
-from megatron_recycle.runtime.data import DataSource
-from megatron_recycle.runtime.edits import Edits
-from megatron_recycle.runtime.evaluate import Evaluations, run_pass
-from megatron_recycle.runtime.groups import CONNECTING, RETIRING, Groups
+from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
+from megatron_recycle.runtime.compute.data import DataSource
+from megatron_recycle.runtime.compute.edits import Edits
+from megatron_recycle.runtime.compute.memory import ActivationMemory
+from megatron_recycle.runtime.compute.modes import Modes
+from megatron_recycle.runtime.compute.random_state import Generators, seed_of
+from megatron_recycle.runtime.compute.split import Deferring
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
+from megatron_recycle.runtime.equality import verify_boundary
+from megatron_recycle.runtime.evaluation import Evaluations, run_pass
 from megatron_recycle.runtime.interpreter import PHASES, Observer, execute
 from megatron_recycle.runtime.ledger import Ledger
-from megatron_recycle.runtime.losses import LossRelay
-from megatron_recycle.runtime.memory import ActivationMemory
-from megatron_recycle.runtime.modes import Modes
+from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.offers import Offers, number_of
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.profiling import Profiling
-from megatron_recycle.runtime.random_state import Generators, seed_of
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
-from megatron_recycle.runtime.reduce import Reduction, per_token, reduction_of
 from megatron_recycle.runtime.setup_record import SetUp
-from megatron_recycle.runtime.split import Deferring
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
-from megatron_recycle.runtime.stopwatch import Stopwatch
-from megatron_recycle.runtime.transport import Transport
-from megatron_recycle.runtime.verify import verify_boundary
-from megatron_recycle.runtime.world import World
 
 _POLL_SECONDS = 0.001
 _LONGEST_CLOSE = {RETIRING: 5.0, COMMITTING: 5.0, CONNECTING: 55.0}

@@ -30,8 +30,8 @@ from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.membership import Coordinator, Journal, Timeouts
-from megatron_recycle.membership.wire import Session
+from megatron_recycle.control import Coordinator, Journal, Timeouts
+from megatron_recycle.control.wire import Session
 
 STAGES = 8
 TOKEN = "heartbeats"

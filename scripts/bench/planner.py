@@ -39,7 +39,7 @@ from typing import Any
 
 from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker, violations
 from megatron_recycle.planner import improve, plan_for, quick
-from megatron_recycle.planner.technique import drop
+from megatron_recycle.planner.baselines import drop
 
 GRIDS = ((2, 2, 4), (3, 4, 6), (4, 4, 8), (4, 8, 16), (8, 4, 16), (8, 8, 32), (16, 8, 32), (32, 8, 32))
 FACTORS = (1.0, 1.5, 2.0)

@@ -21,14 +21,14 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe import topology
 from torch.utils.data import Dataset, DistributedSampler
 
-from megatron_recycle.backends.deepspeed import install
+from megatron_recycle.backends.deepspeed.engine import install
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control.coordinator import Coordinator, Timeouts
+from megatron_recycle.control.journal import Journal
+from megatron_recycle.control.planning import Planning
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.launch.planning import Planning
-from megatron_recycle.membership.coordinator import Coordinator, Timeouts
-from megatron_recycle.membership.store import Journal
-from megatron_recycle.runtime.world import World
+from megatron_recycle.runtime.comm.default_group import World
 from tests.backends.between_rows import ROWS, WIDTH, Row
 
 STAGES, PIPELINES, BATCH, STEPS = 2, 2, 2, 2

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.backends.deepspeed import DeepSpeedStage
-from megatron_recycle.runtime import groups, recovery
+from megatron_recycle.backends.deepspeed.engine import DeepSpeedStage
+from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime import worker as worker_module
-from megatron_recycle.runtime.data import DatasetSource
-from megatron_recycle.runtime.transport import Transport
+from megatron_recycle.runtime.comm import handles as groups
+from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.compute.data import DatasetSource
 from megatron_recycle.runtime.worker import StageWorker
 from tests.backends import gpt_job
 

@@ -18,8 +18,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.runtime import reduce
-from megatron_recycle.runtime.accumulate import Accumulators
+from megatron_recycle.runtime.comm import reduction as reduce
+from megatron_recycle.runtime.compute.accumulate import Accumulators
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 

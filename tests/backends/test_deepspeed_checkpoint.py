@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from megatron_recycle.backends.deepspeed import RecyclePipelineEngine
+from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
 from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
 from tests.backends.comparing import differences, run

@@ -12,8 +12,8 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from megatron_recycle.backends import deepspeed as backend
-from megatron_recycle.backends.deepspeed_config import read_config, say_before_compiling
+from megatron_recycle.backends.deepspeed import engine as backend
+from megatron_recycle.backends.deepspeed.config import read_config, say_before_compiling
 from megatron_recycle.plan import Worker
 
 SETTINGS = {"recycle": {"reduction": "exact"}, "note": "x" * 300}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_recycle.backends.deepspeed import RecyclePipelineEngine
+from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
 from megatron_recycle.backends.options import Options
 from megatron_recycle.errors import DataError
 from tests.backends import gpt_job

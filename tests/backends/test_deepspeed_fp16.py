@@ -12,8 +12,8 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.lr_schedules import WarmupLR
 
-from megatron_recycle.backends.deepspeed_masters import MasterWeightOptimizer
-from megatron_recycle.backends.deepspeed_stage import DeepSpeedStage
+from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
+from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors, differences, run
 from tests.harness import Hold, Job, Result

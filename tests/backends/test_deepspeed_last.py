@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.backends import deepspeed_last
-from megatron_recycle.backends.deepspeed_last import LastCheckpoint
+from megatron_recycle.backends.deepspeed import last as deepspeed_last
+from megatron_recycle.backends.deepspeed.last import LastCheckpoint
 from megatron_recycle.plan import Worker
 
 LIMIT = 10.0  # seconds

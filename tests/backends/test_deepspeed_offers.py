@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.launch.planning import problem_of
+from megatron_recycle.control.planning import problem_of
 from megatron_recycle.membership.inputs import Improved
 from megatron_recycle.planner import plan_for
 from tests.backends import gpt_job

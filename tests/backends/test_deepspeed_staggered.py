@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_recycle.backends.deepspeed_stage import DeepSpeedStage
+from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors, differences, run

@@ -9,7 +9,7 @@ import pytest
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
-from megatron_recycle.backends.deepspeed_stage import _tied_stages, _ties
+from megatron_recycle.backends.deepspeed.stage import _tied_stages, _ties
 
 
 def module_of(*layers: tuple[str, tuple[int, ...]]) -> Any:

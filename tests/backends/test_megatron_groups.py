@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_recycle.backends import megatron_groups
+from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.errors import TransportAborted, VerificationError
 
 
@@ -31,7 +31,7 @@ def test_who_learns_of_a_failure_when_the_new_groups_stand_does_not_go_on_with_t
 
 @pytest.mark.parametrize("check", [True, False])
 def test_a_gradient_that_is_no_number_ends_training_as_in_stock_if_it_is_to_be_looked_for(check, monkeypatch):
-    from megatron_recycle.backends import megatron_stage
+    from megatron_recycle.backends.megatron import stage as megatron_stage
 
     # Megatron's own computes on a GPU.
     monkeypatch.setattr(megatron_stage, "multi_tensor_applier",

@@ -45,7 +45,7 @@ def test_a_loss_that_communicates_with_other_pipelines_is_refused():
 
 def world() -> SimpleNamespace:
     """A script and what it calls, without any training behind it."""
-    from megatron_recycle.backends.megatron_script import Script
+    from megatron_recycle.backends.megatron.script import Script
 
     gradients = torch.zeros(4)
     weight = torch.nn.Parameter(torch.zeros(4))
@@ -95,7 +95,7 @@ def test_habits_that_would_train_something_else_are_refused_at_that_moment(habit
 
 
 def stage() -> Any:
-    from megatron_recycle.backends.megatron_stage import MegatronStage
+    from megatron_recycle.backends.megatron.stage import MegatronStage
 
     found: Any = object.__new__(MegatronStage)
     found._keys, found.device = {}, torch.device("cpu")
@@ -137,7 +137,7 @@ def test_reports_that_could_be_mixed_up_are_refused(values, words):
 
 @pytest.mark.parametrize("own", [True, False])
 def test_functions_for_synchronisation_are_megatrons_or_refused(own):
-    from megatron_recycle.backends.megatron_script import foreign_synchronisation
+    from megatron_recycle.backends.megatron.script import foreign_synchronisation
 
     model = torch.nn.Linear(1, 1)
     config = SimpleNamespace(no_sync_func=[model.zero_grad] if own else [lambda: None], grad_sync_func=None)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 
 def test_a_step_made_again_has_its_own_learning_rate_and_leaves_the_loops_latest() -> None:
-    from megatron_recycle.backends.megatron_rates import Rates
+    from megatron_recycle.backends.megatron.rates import Rates
 
     group: dict[str, Any] = {"params": [], "lr": 0.0, "weight_decay": 0.1, "betas": (0.9, 0.99)}
     rates, used = Rates(SimpleNamespace(param_groups=[group])), []
@@ -44,7 +44,7 @@ def test_a_step_made_again_has_its_own_learning_rate_and_leaves_the_loops_latest
 
 
 def test_a_late_norm_waits_only_when_it_is_looked_at() -> None:
-    from megatron_recycle.backends.megatron_late import LateNumber
+    from megatron_recycle.backends.megatron.late import LateNumber
 
     looked = []
 
@@ -68,7 +68,7 @@ LATE = """number + 1; 1 - number; number * number; 2 / number; number // 0.5; 7 
 
 @pytest.mark.parametrize("expression", re.split(r";|\n", LATE))
 def test_a_late_norm_computes_as_a_float(expression: str) -> None:
-    from megatron_recycle.backends.megatron_late import LateNumber
+    from megatron_recycle.backends.megatron.late import LateNumber
 
     names = {"math": math, "torch": torch, "numpy": numpy, "copy": copy, "pickle": pickle,
              "json": json}
@@ -77,7 +77,7 @@ def test_a_late_norm_computes_as_a_float(expression: str) -> None:
 
 
 def test_a_late_norm_of_zero_is_false_and_one_that_is_no_number_is_unlike_itself() -> None:
-    from megatron_recycle.backends.megatron_late import LateNumber
+    from megatron_recycle.backends.megatron.late import LateNumber
 
     assert not LateNumber(lambda: 0.0)
     missing = LateNumber(lambda: math.nan)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron_recycle.runtime.random_state import Generators, Seeds
+from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
@@ -38,7 +38,7 @@ def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, 
     from megatron.core.transformer.transformer_config import TransformerConfig
     from torch import nn
 
-    from megatron_recycle.backends.megatron_support import check_supported
+    from megatron_recycle.backends.megatron.support import check_supported
     from megatron_recycle.errors import UnsupportedError
 
     model = DistributedDataParallel.__new__(DistributedDataParallel)
@@ -100,13 +100,15 @@ def test_an_optimizer_in_several_places(sizes):
 def test_another_version_is_named(sizes, monkeypatch):
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron_recycle.backends import Options, megatron_hook, megatron_version
+    from megatron_recycle.backends import Options
+    from megatron_recycle.backends.megatron import hook as megatron_hook
+    from megatron_recycle.backends.megatron import version as megatron_version
     from megatron_recycle.config import RecycleConfig
     from megatron_recycle.errors import UnsupportedError
 
     monkeypatch.setattr(megatron_version, "version", "0.13.0")
     # The backend must not be loaded for that: it builds on names that another version may lack.
-    monkeypatch.setitem(sys.modules, "megatron_recycle.backends.megatron", None)
+    monkeypatch.setitem(sys.modules, "megatron_recycle.backends.megatron.schedule", None)
     megatron_hook.install(Options(RecycleConfig()))
     try:
         with pytest.raises(UnsupportedError, match=r"megatron-core 0\.13\.0 is not supported"):
@@ -117,7 +119,7 @@ def test_another_version_is_named(sizes, monkeypatch):
 
 def arguments(**changes: Any) -> SimpleNamespace:
     """Megatron-LM's, as far as anything is said of them."""
-    from megatron_recycle.backends.megatron_options import ANYWHERE, OF_THE_LOOP
+    from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP
 
     unset = {option.name: None for option in (*ANYWHERE, *OF_THE_LOOP)}
     plain: dict[str, Any] = {
@@ -129,7 +131,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SimpleNamespace]]:
     """Megatron-LM parses its arguments with the plugin on; returns them as the script gets them."""
-    from megatron_recycle.backends import Options, megatron_hook
+    from megatron_recycle.backends import Options
+    from megatron_recycle.backends.megatron import hook as megatron_hook
     from megatron_recycle.config import RecycleConfig
 
     kept: list[SimpleNamespace] = []
@@ -166,7 +169,7 @@ def test_options_of_megatrons_loop_that_are_refused(name, value, parsed, capfd):
 
 
 def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_terminal(parsed, capfd, monkeypatch):
-    from megatron_recycle.backends import megatron_hook
+    from megatron_recycle.backends.megatron import hook as megatron_hook
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
     wrong = {"fp16": True, "use_distributed_optimizer": True, "transformer_impl": "transformer_engine",
@@ -194,7 +197,8 @@ def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, 
 
 
 def test_with_the_plugin_off_no_option_is_looked_at(parsed, monkeypatch):
-    from megatron_recycle.backends import Options, megatron_hook
+    from megatron_recycle.backends import Options
+    from megatron_recycle.backends.megatron import hook as megatron_hook
     from megatron_recycle.config import RecycleConfig
 
     megatron_hook.watch_arguments(Options(RecycleConfig(enabled=False)))
@@ -211,7 +215,7 @@ class Sampler:
 
 
 def test_every_pipelines_samples_are_found_from_the_iterator_of_one():
-    from megatron_recycle.backends.megatron_data import source_of
+    from megatron_recycle.backends.megatron.data import source_of
 
     source = source_of(iter(DataLoader(list(range(100)), batch_sampler=Sampler(1))), 0, SEEDS)
     assert source.batch(2, 3).tolist() == [32]
@@ -222,7 +226,7 @@ def test_every_pipelines_samples_are_found_from_the_iterator_of_one():
 
 @pytest.mark.parametrize("number", [6, 100])
 def test_data_that_ends_too_early_is_said_to(number):
-    from megatron_recycle.backends.megatron_data import source_of
+    from megatron_recycle.backends.megatron.data import source_of
     from megatron_recycle.errors import DataError
 
     with pytest.raises(DataError, match="--train-iters"):
@@ -230,7 +234,7 @@ def test_data_that_ends_too_early_is_said_to(number):
 
 
 def test_an_iterator_without_places_is_refused():
-    from megatron_recycle.backends.megatron_data import source_of
+    from megatron_recycle.backends.megatron.data import source_of
     from megatron_recycle.errors import DataError
 
     with pytest.raises(DataError, match="data_parallel_rank"):

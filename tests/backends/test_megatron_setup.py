@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.backends import megatron_setup
-from megatron_recycle.backends.megatron_training import LOOP, muted
+from megatron_recycle.backends.megatron import setup as megatron_setup
+from megatron_recycle.backends.megatron.training import LOOP, muted
 from megatron_recycle.backends.options import Options
 from megatron_recycle.runtime.setup_record import SetUpRecorder, SetUpReplay
 

@@ -43,9 +43,9 @@ def linear(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
 
 def gradients(linear: Any, *, fusion: bool, uses: int = 1) -> dict[str, torch.Tensor]:
     """Sums over the micro-batches of what B leaves and W adds."""
-    from megatron_recycle.backends.megatron_split import MegatronSplitter
-    from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
-    from megatron_recycle.runtime.split import WeightQueue
+    from megatron_recycle.backends.megatron.split import MegatronSplitter
+    from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
+    from megatron_recycle.runtime.compute.split import WeightQueue
 
     splitter = MegatronSplitter()
     weight = nn.Parameter(torch.linspace(-1, 1, 20).view(5, 4) if uses == 1 else torch.linspace(-1, 1, 16).view(4, 4))
@@ -91,8 +91,8 @@ def test_a_weight_used_twice_is_summed_before_it_is_added(linear):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradients_that_a_forward_takes_itself_are_not_delayed(linear, reentrant):
     """Though a checkpoint runs that forward again in B; the checkpoint's own backward goes on deferring."""
-    from megatron_recycle.backends.megatron_split import MegatronSplitter
-    from megatron_recycle.runtime.split import WeightQueue
+    from megatron_recycle.backends.megatron.split import MegatronSplitter
+    from megatron_recycle.runtime.compute.split import WeightQueue
 
     def force(layer: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.enable_grad():

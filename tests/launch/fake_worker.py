@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.chaos.observer import from_environment
+from megatron_recycle.control import Agent, Go, Stop
 from megatron_recycle.errors import JobEnded
-from megatron_recycle.membership import Agent, Go, Stop
 
 STAGES = 2
 

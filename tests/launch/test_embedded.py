@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import Agent
 from megatron_recycle.launch import embedded
-from megatron_recycle.membership import Agent
 from megatron_recycle.observe.events import read_events
 from tests.membership.cluster import report
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_recycle.launch.follow import Follower
+from megatron_recycle.launch.log_tail import Follower
 
 
 def write(folder: Path, rank: int, *lines: str) -> int:

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.deaths import Deaths
 from megatron_recycle.launch.launcher import Grace, Job, Launcher, Worker
-from megatron_recycle.launch.ports import listen
 from megatron_recycle.launch.restarts import Restarts
 
 IGNORES = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', end='', flush=True); "

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.launch.planning import Planning, problem_of
+from megatron_recycle.control.planning import Planning, problem_of
 from megatron_recycle.plan import Plan, Worker, replay, violations
 
 DESCRIPTION = {"grid": {"stages": 2, "microbatches": [6, 6, 6]}, "block": 0, "cap": None, "planner_budget": 0.2}

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_recycle.control.ports import listen
+from megatron_recycle.control.wire import Session
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import meeting, network, slurm
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.launch.ports import listen
-from megatron_recycle.membership.wire import Session
 
 TOKEN, ANOTHER = "0123456789abcdef", "fedcba9876543210"
 

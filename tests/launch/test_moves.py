@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.launch.moves import Starts, moves_of
-from megatron_recycle.launch.planning import problem_of
+from megatron_recycle.control.moves import Starts, moves_of
+from megatron_recycle.control.planning import problem_of
 from tests.launch.running import Running, launched
 
 ITERATIONS = 150

@@ -1,4 +1,4 @@
-"""A host that wants to join a running job asks for places, and waits for some."""
+"""A host that wants to join a running job asks for vacancies, and waits for some."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.launch.places import Places, ask
-from megatron_recycle.membership import inputs, places
+from megatron_recycle.launch.join_request import Places, ask
+from megatron_recycle.membership import inputs, vacancies
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 
@@ -30,10 +30,10 @@ def in_training(running: Service, stack: ExitStack) -> None:
 def test_a_host_that_joins_waits_until_a_place_is_free_and_gives_up_in_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "_AGAIN_S", 0.02)
+    monkeypatch.setattr(vacancies, "_AGAIN_S", 0.02)
     said: list[str] = []
     found: list[Places] = []
-    with service(tmp_path, offered=places.Offered("host:1", {})) as running, ExitStack() as stack:
+    with service(tmp_path, offered=vacancies.Offered("host:1", {})) as running, ExitStack() as stack:
         with pytest.raises(RecycleError, match="its training has not begun yet$"):
             ask(running.address, TOKEN, 2, 0.0, said.append)
         in_training(running, stack)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.launch.planning import Planning, plan_file, problem_of
+from megatron_recycle.control.planning import Planning, plan_file, problem_of
 from megatron_recycle.plan import Plan, PlanError, Worker, violations
 
 DESCRIPTION = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.launch import ports
+from megatron_recycle.control import ports
 
 
 def test_a_chosen_port_is_none_that_an_outgoing_connection_could_take() -> None:

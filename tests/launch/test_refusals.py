@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle import cli
-from megatron_recycle.launch import service
-from megatron_recycle.launch.ports import listen
+from megatron_recycle.control.ports import listen
+from megatron_recycle.launch import coordinator_process as service
 
 SCRIPT = str(Path(__file__).with_name("fake_worker.py"))
 TAKEN = "a port in use"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_recycle.control import Journal, JournalError
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.child import Child
-from megatron_recycle.launch.rundir import make, prepare
-from megatron_recycle.membership import Journal, JournalError
+from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.observe.events import EventLog
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.launch.planning import Planning
-from megatron_recycle.launch.slowness import Profiles, Slowness
+from megatron_recycle.control.measured import Profiles, Slowness
+from megatron_recycle.control.planning import Planning
 from megatron_recycle.plan import Worker
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, agent, service

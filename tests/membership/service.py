@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.membership import Agent, Coordinator, Journal, Timeouts
+from megatron_recycle.control import Agent, Coordinator, Journal, Timeouts
 from megatron_recycle.membership.decisions import End
 
 TOKEN = "token"

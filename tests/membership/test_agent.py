@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.control import Agent, Ended, Stop, Timeouts
 from megatron_recycle.errors import JobEnded
-from megatron_recycle.membership import Agent, Ended, Stop, Timeouts, inputs
+from megatron_recycle.membership import inputs
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, Service, agent, service
 

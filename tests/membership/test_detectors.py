@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.control.watch import Findings, Watch
 from megatron_recycle.membership.detectors import Doing, HangUps, Hosts, Stalls
 from megatron_recycle.membership.state import Member
-from megatron_recycle.membership.watch import Findings, Watch
 
 INTERVAL, TIMEOUT = 0.5, 10.0
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.membership import Coordinator, Journal, inputs
+from megatron_recycle.control import Coordinator, Journal
+from megatron_recycle.control import journal as store_module
 from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership import store as store_module
 from megatron_recycle.membership.restart import restore, taken_up
 from megatron_recycle.membership.state import Phase
 from tests.membership.cluster import PLAN, Cluster

@@ -7,8 +7,8 @@ from typing import Any
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.vacancies import Offered, Places, free_places
 from tests.membership.cluster import Cluster, endings, events, report, told
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import invariant, precondition, rule
 
-from megatron_recycle.membership import inputs, moves
+from megatron_recycle.membership import inputs, moving
 from megatron_recycle.membership import state as st
 from tests.membership import test_machine_random as base
 from tests.membership import test_machine_random_joins as joins
@@ -23,7 +23,7 @@ class Moves(joins.Joins):
 
     def _movers(self) -> list[tuple[str, str]]:
         """Members and the empty positions of other stages that they could take."""
-        if self.end is not None or not moves.seek(self.state):
+        if self.end is not None or not moving.seek(self.state):
             return []
         return [(mover, to) for mover in self.state.members for to in self._empty() if mover[-1] != to[-1]]
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership import inputs, moves
+from megatron_recycle.membership import inputs, moving
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.vacancies import Offered, Places, free_places
 from tests.membership.cluster import Cluster, events, report, told
 
 MOVER, TO = "1:1", "0:0"
@@ -291,7 +291,7 @@ def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers
     cluster = Moves()
     (begun,) = events(cluster.moving(), "moving")
     come_back(cluster)
-    (event,) = moves.pending(cluster.state, cluster.now)
+    (event,) = moving.pending(cluster.state, cluster.now)
     assert {**event, "t": begun["t"]} == begun
     return_all(cluster)
     assert told(cluster.comes(), "offer") and cluster.state.moves == {TO: f"{MOVER}/0"}

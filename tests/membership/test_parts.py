@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_recycle.control.wire import WireError
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
-from megatron_recycle.membership.places import Offered, Places, free_places
 from megatron_recycle.membership.restart import restore
 from megatron_recycle.membership.resume import Resume, Stop, decide
-from megatron_recycle.membership.wire import WireError
+from megatron_recycle.membership.vacancies import Offered, Places, free_places
 from megatron_recycle.plan import Worker
 from tests.membership.cluster import Cluster, endings, events, report, told
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.control.wire import WireError
 from megatron_recycle.errors import DataError, JobEnded, TransportAborted, UnsupportedError
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.membership.restart import restore
-from megatron_recycle.membership.wire import WireError
 from tests.membership.cluster import Cluster, endings, events, told
 
 CORRUPT = Fault("ValueError", "sample 31 is corrupt", 6, "F1.3", whole=True)

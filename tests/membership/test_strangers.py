@@ -8,8 +8,8 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megatron_recycle.membership import Timeouts
-from megatron_recycle.membership.strangers import Strangers
+from megatron_recycle.control import Timeouts
+from megatron_recycle.control.strangers import Strangers
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, agent, service
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megatron_recycle.membership.table import Table, put
+from megatron_recycle.membership.persistent_map import Table, put
 
 
 @given(some.lists(some.tuples(some.text(max_size=2), some.integers()), max_size=200))

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, MAX_PAYLOAD, Session, WireError, seal
 from megatron_recycle.membership.messages import FROM_WORKER, TO_WORKER, check
-from megatron_recycle.membership.wire import MAX_FIRST_PAYLOAD, MAX_PAYLOAD, Session, WireError, seal
 from tests.membership.cluster import report
 
 TOKEN = "a token of the job"

@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-from megatron_recycle import RecycleConfig, cli
-from megatron_recycle.observe import doctor
+from megatron_recycle import RecycleConfig, cli, doctor
 
 torch = pytest.importorskip("torch")
 

@@ -13,7 +13,7 @@ from megatron_recycle import cli
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.timeline import COLOURS, FAILED, boxes, draw, draw_pair
 from megatron_recycle.plan import Action, DeadlockError, Worker, lower_bound, replay
-from megatron_recycle.planner.merge import merged
+from megatron_recycle.planner.merge_bw import merged
 from tests.observe.plans import simple_plan
 
 

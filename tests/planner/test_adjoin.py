@@ -12,11 +12,11 @@ from hypothesis import example, given, settings
 from megatron_recycle.plan import Action, Costs, Grid, Problem, Worker, replay, violations
 from megatron_recycle.planner import plan_for, quick
 from megatron_recycle.planner.adjoin import adjoined
+from megatron_recycle.planner.baselines import drop, one_f_one_b
 from megatron_recycle.planner.greedy import Rules
 from megatron_recycle.planner.instance import build, orders_of, plan_of, schedule_of
-from megatron_recycle.planner.merge import merged
+from megatron_recycle.planner.merge_bw import merged
 from megatron_recycle.planner.portfolio import Template, run
-from megatron_recycle.planner.technique import drop, one_f_one_b
 from tests.planner.problems import problems
 
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 
 from megatron_recycle.plan import Costs, Grid, Problem, Worker, violations
 from megatron_recycle.planner import Cache, ahead, plan_for, quick
+from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.canonical import canonical
-from megatron_recycle.planner.technique import drop
 from tests.planner.problems import problems
 
 

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
+from megatron_recycle.measure.hops import Hops
 from megatron_recycle.plan import Worker
-from megatron_recycle.planner.hops import Hops
 
 STAGES, PIPELINES, MICROBATCHES = 3, 2, 6
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_recycle.measure.durations import Profile, caps, drifted
+from megatron_recycle.measure.noise import LONG, spread
 from megatron_recycle.plan import Costs, PlanError, Problem, Worker, violations
 from megatron_recycle.plan.grid import Grid
 from megatron_recycle.planner import quick
-from megatron_recycle.planner.noise import LONG, spread
-from megatron_recycle.planner.profile import Profile, caps, drifted
 
 GRID = [Worker(d, s) for d in range(3) for s in range(2)]
 TAKES = {"F": 20e-6, "B": 22e-6, "W": 18e-6, "S": 15e-6}

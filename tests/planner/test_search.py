@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_recycle.plan import Costs, Grid, PlanError, Problem, Worker, replay, violations
-from megatron_recycle.planner import background, cpsat, improve, plan_for, quick
+from megatron_recycle.planner import cpsat, improve, plan_for, quick, search_process
+from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.instance import build
 from megatron_recycle.planner.portfolio import search
-from megatron_recycle.planner.technique import drop
 from tests.planner.problems import problems
 
 REAL = (20, 22, 18, 1, 15)
@@ -154,7 +154,7 @@ def test_improve_ends_soon_when_cancelled():
 
 
 def test_a_child_that_hangs_is_killed_at_the_limit(monkeypatch):
-    monkeypatch.setattr(background, "COMMAND", ("-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(search_process, "COMMAND", ("-c", "import time; time.sleep(60)"))
     problem = study(3, 4, 6, "1")
     begin = time.monotonic()
     assert improve(problem, quick(problem), 0.5) is None
@@ -166,7 +166,7 @@ def test_a_child_that_dies_or_lies_costs_nothing(monkeypatch):
     plan = quick(problem)
     for program in ("raise SystemExit(3)", "print('{\"route\": [], \"trace\": [1], \"source\": \"cpsat\"}')",
                     "print('nonsense')"):
-        monkeypatch.setattr(background, "COMMAND", ("-c", program))
+        monkeypatch.setattr(search_process, "COMMAND", ("-c", program))
         assert improve(problem, plan, 1.0) is None
 
 
@@ -175,8 +175,8 @@ def test_cpsat_proves_a_small_optimum_and_finds_legal_orders():
     problem = replace(study(2, 2, 2, "0", factor=1), objective="makespan")
     instance = build(problem)
     start = quick(problem)
-    from megatron_recycle.planner.evaluate import makespan_of
     from megatron_recycle.planner.instance import schedule_of
+    from megatron_recycle.planner.timing import makespan_of
 
     route, trace = schedule_of(instance, start)
     found = [trace]
@@ -188,8 +188,8 @@ def test_cpsat_proves_a_small_optimum_and_finds_legal_orders():
 @settings(max_examples=12, deadline=None)
 @given(problems(largest=3))
 def test_cpsat_orders_are_legal_and_no_worse(problem):
-    from megatron_recycle.planner.evaluate import figures
     from megatron_recycle.planner.instance import Schedule, plan_of, schedule_of
+    from megatron_recycle.planner.timing import figures
 
     instance, start = build(problem), quick(problem)
     route, trace = schedule_of(instance, start)

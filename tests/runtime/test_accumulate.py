@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
-from megatron_recycle.runtime.reduce import ExactReduction, fold
+from megatron_recycle.runtime.comm.reduction import ExactReduction, fold
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
 
 
 def contribution(pipeline: int, microbatch: int) -> torch.Tensor:

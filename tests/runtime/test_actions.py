@@ -15,17 +15,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from megatron_recycle.plan import Action, Costs, Grid, Problem, Worker
-from megatron_recycle.planner.merge import merged
-from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
+from megatron_recycle.planner.merge_bw import merged
 from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import Activity
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
+from megatron_recycle.runtime.compute.memory import ActivationMemory
+from megatron_recycle.runtime.compute.random_state import Generators
+from megatron_recycle.runtime.compute.split import Splitter
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.ledger import Ledger
-from megatron_recycle.runtime.memory import ActivationMemory
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.random_state import Generators
-from megatron_recycle.runtime.split import Splitter
 from megatron_recycle.runtime.stage import Forward
-from megatron_recycle.runtime.stopwatch import Stopwatch
 
 WIDTH, PIPELINES, MICROBATCHES = 8, 2, 4
 CPU, FIRST = torch.device("cpu"), Worker(0, 0)

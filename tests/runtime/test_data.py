@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from megatron_recycle.errors import DataError
-from megatron_recycle.runtime.data import DatasetSource, FactorySource, Mapped, digest
-from megatron_recycle.runtime.random_state import Generators, Seeds
+from megatron_recycle.runtime.compute.data import DatasetSource, FactorySource, Mapped, digest
+from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 
 
 class Squares(Dataset):

@@ -14,7 +14,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as deepspee
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_recycle.runtime.split import Splitter, WeightQueue
+from megatron_recycle.runtime.compute.split import Splitter, WeightQueue
 
 WIDTH = 8
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.runtime.edits import Edits, merged, same
-from megatron_recycle.runtime.modes import Modes
+from megatron_recycle.runtime.compute.edits import Edits, merged, same
+from megatron_recycle.runtime.compute.modes import Modes
 
 
 class OneWeight:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megatron_recycle.runtime.budget import kept_bytes, room_on
-from megatron_recycle.runtime.memory import ActivationMemory, nbytes
-from megatron_recycle.runtime.split import Splitter, WeightQueue
+from megatron_recycle.runtime.compute.memory import ActivationMemory, nbytes
+from megatron_recycle.runtime.compute.split import Splitter, WeightQueue
+from megatron_recycle.runtime.memory_budget import kept_bytes, room_on
 
 ROWS, WIDTH = 64, 32
 TENSOR = ROWS * WIDTH * 4

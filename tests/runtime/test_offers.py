@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_recycle.membership import Offer
+from megatron_recycle.control import Offer
 from megatron_recycle.plan import Costs, Grid, Problem
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime.offers import Offers

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.runtime.find_generators import generators_in
-from megatron_recycle.runtime.random_state import Generators, seed_of
+from megatron_recycle.runtime.compute.find_generators import generators_in
+from megatron_recycle.runtime.compute.random_state import Generators, seed_of
 
 CPU = torch.device("cpu")
 module_level = random.Random(1)

@@ -15,13 +15,13 @@ import torch
 from torch.distributed import HashStore
 
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control.agent import Ended
 from megatron_recycle.errors import JobEnded, TransportAborted
-from megatron_recycle.membership.agent import Ended
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import worker as worker_module
-from megatron_recycle.runtime.groups import CONNECTING, meet, unless_interrupted
+from megatron_recycle.runtime.comm.handles import CONNECTING, meet, unless_interrupted
+from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.ledger import Ledger
-from megatron_recycle.runtime.random_state import Generators, Seeds
 from megatron_recycle.runtime.recovery import await_stop, connect_limit
 from megatron_recycle.runtime.worker import StageWorker
 

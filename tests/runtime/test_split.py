@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from megatron_recycle.runtime import split
-from megatron_recycle.runtime.accumulate import WHOLE, Accumulators, Layout
-from megatron_recycle.runtime.fused import fused_kernel
-from megatron_recycle.runtime.split import Splitter, WeightQueue
+from megatron_recycle.runtime.compute import split
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
+from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
+from megatron_recycle.runtime.compute.split import Splitter, WeightQueue
 
 
 class Conv1D(nn.Module):

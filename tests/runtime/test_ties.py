@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.accumulate import WHOLE, Layout
-from megatron_recycle.runtime.reduce import FastReduction
+from megatron_recycle.runtime.comm.reduction import FastReduction
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Layout
 from megatron_recycle.runtime.stage import Tie
 
 LIMIT = 10.0  # seconds

@@ -25,7 +25,7 @@ from megatron_recycle.plan import (
     receives,
 )
 from megatron_recycle.planner import quick
-from megatron_recycle.runtime.transport import Transport, encode_header, meta_of
+from megatron_recycle.runtime.comm.activations import Transport, encode_header, meta_of
 
 UP, DOWN = Worker(0, 0), Worker(0, 1)
 COUNT = 4

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_recycle.errors import TransportAborted
-from megatron_recycle.runtime.tree import add_up
+from megatron_recycle.runtime.comm.tree_allreduce import add_up
 
 
 class Work:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.runtime.variables import Variables
+from megatron_recycle.runtime.compute.variables import Variables
 
 BETA = 1.0
 UNUSED = 1.0

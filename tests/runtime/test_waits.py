@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.errors import TransportAborted
-from megatron_recycle.runtime.groups import abort_group, wait_for
-from megatron_recycle.runtime.reduce import all_reduce
+from megatron_recycle.runtime.comm.handles import abort_group, wait_for
+from megatron_recycle.runtime.comm.reduction import all_reduce
 
 LARGE = 1 << 26
 

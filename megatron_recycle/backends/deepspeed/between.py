@@ -1,0 +1,82 @@
+"""What a script may not change between two iterations of a DeepSpeed job, refused by name when it does.
+
+What it may change is followed: see `DeepSpeedStage.look` and docs/between-iterations.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.compute.data import DatasetSource, DataSource
+
+if TYPE_CHECKING:
+    from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
+
+
+def sizes(engine: RecyclePipelineEngine) -> dict[str, int]:
+    """The numbers that decide how much an iteration trains on, by their names in DeepSpeed's configuration."""
+    return {"train_batch_size": engine.train_batch_size(),
+            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "micro_batches": engine.micro_batches, "micro_batch_size": engine.micro_batch_size}
+
+
+def refuse_another(name: str, asked: int, now: int) -> None:
+    """Raises UnsupportedError if ``asked`` is another number than the one that training began with."""
+    if asked != now:
+        raise UnsupportedError(f"{name} cannot become {asked}: it was {now} when training began, and who trains on "
+                               "what depends on it for the whole job. Keep it, or save a checkpoint, and go on from "
+                               "that in a new job with the other number")
+
+
+def refuse_loader(call: str) -> None:
+    """Raises UnsupportedError."""
+    raise UnsupportedError(f"{call} takes what only this worker can read, and not a dead one's peers. Give the dataset "
+                           "to deepspeed.initialize(training_data=...), or call megatron_recycle.enable(data=factory); "
+                           "to go on with other data, begin a new job from a checkpoint")
+
+
+def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
+    """Call ``settle()`` before anybody reads or writes parameters by way of ``model`` or a part of it, or the state of
+    either."""
+    for register in (optimizer.register_state_dict_pre_hook, optimizer.register_load_state_dict_pre_hook):
+        register(lambda *_: settle())
+    for module in model.modules():
+        for name in _ASKED:
+            setattr(module, name, _Settled(module, name, settle))
+
+
+_ASKED = ("named_parameters", "named_modules", "state_dict", "load_state_dict")
+"""Methods of a module; `parameters()` and `modules()` ask the first two. Who goes through modules may be about to read
+weights, or to put others in their place."""
+
+
+class _Settled:
+    """A module's method that settles first. A copy of the module, which is no part of the model, has its class's."""
+
+    def __init__(self, module: nn.Module, name: str, settle: Callable[[], None]) -> None:
+        self._module = module
+        self._name = name
+        self._settle = settle
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self._settle()
+        return getattr(type(self._module), self._name)(self._module, *arguments, **keywords)
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module, self._name)  # of a module that has no attributes of its own yet
+
+
+def check_iteration(engine: RecyclePipelineEngine, plain: DataSource, data: DataSource, iteration: int) -> None:
+    """Before ``iteration`` is trained on what ``data`` makes of ``plain``. Raises UnsupportedError and DataError."""
+    for name, now in sizes(engine).items():
+        refuse_another(name, now, engine.started_with[name])
+    if isinstance(plain, DatasetSource) and engine.num_stages > 1 and (
+            engine.is_first_stage() or engine.is_last_stage()):
+        with engine._generators.kept():  # the script finds its random numbers as it left them
+            plain.check(iteration * engine.micro_batches, engine.micro_batches, data.batch)

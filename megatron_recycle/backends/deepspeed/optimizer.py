@@ -1,0 +1,160 @@
+"""What optimizers and learning-rate schedules keep outside of `state` and `param_groups`.
+
+A step that is undone and made again must find everything as it was. Attributes of plain data are copied and put back,
+as state is. What a step changes elsewhere, in objects of other kinds or by hooks, cannot be: with staggered steps it is
+refused at the first step.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizers
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.compute.edits import same
+
+_TORCH = ("state", "param_groups", "defaults")
+"""Attributes of every optimizer that are put back elsewhere, or do not change."""
+_DEPTH = 5
+"""How many attributes and items of each other a look goes into."""
+_REMEDY = ('with "step": "staggered" a step may be undone and made again, which would do that twice. Set '
+           '"recycle": {"step": "barrier"}')
+
+
+def own_data(holder: Any) -> dict[str, Any]:
+    """A copy of the attributes of ``holder`` (an optimizer or a schedule) that are plain data, without torch's own, and
+    of an optimizer's state that belongs to no parameter."""
+    found = {name: value for name, value in _attributes(holder) if _is_plain(value)}
+    loose = _loose(holder)
+    return copy.deepcopy({"attributes": found, "loose": loose} if loose else {"attributes": found})
+
+
+def put_back(holder: Any, data: Mapping[str, Any]) -> None:
+    """Give ``holder`` what `own_data` gave."""
+    attributes = data["attributes"]
+    for name, value in list(_attributes(holder)):
+        if _is_plain(value) and name not in attributes:
+            delattr(holder, name)
+    for name, value in attributes.items():
+        if not same(getattr(holder, name, None), value):
+            setattr(holder, name, copy.deepcopy(value))
+    loose = data.get("loose", {})
+    for key in set(_loose(holder)) - set(loose):
+        del holder.state[key]
+    if loose:
+        holder.state.update(copy.deepcopy(loose))
+
+
+def schedule_data(schedule: Any) -> Any:
+    """The state of a learning-rate schedule: its own state dict, or its attributes if it has none."""
+    if schedule is None:
+        return None
+    return schedule.state_dict() if _keeps_itself(schedule) else own_data(schedule)
+
+
+def set_schedule(schedule: Any, data: Any) -> None:
+    """Put back what `schedule_data` gave."""
+    if schedule is None:
+        return
+    if _keeps_itself(schedule):
+        schedule.load_state_dict(data)
+    else:
+        put_back(schedule, data)
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Raises UnsupportedError, by name, if something is to be called with every step of ``optimizer``."""
+    hooks = [hook for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+             for hook in getattr(optimizer, kind, {}).values()]
+    hooks += [*torch_optimizers._global_optimizer_pre_hooks.values(),
+              *torch_optimizers._global_optimizer_post_hooks.values()]
+    if hooks:
+        names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+        raise UnsupportedError(f"the optimizer has step hooks ({names}): {_REMEDY}")
+
+
+class FirstSteps:
+    """Looks, at the first few steps, whether they change what nobody can put back.
+
+    Args:
+        holders: optimizer and schedule, by what messages call them.
+
+    ``known`` is what is put back, or no part of them: tensors by `data_ptr`, other objects by `id`.
+    """
+
+    def __init__(self, holders: Mapping[str, Any]) -> None:
+        self._holders = holders
+        self._left = 3
+        self._before: dict[str, Any] = {}
+
+    @property
+    def over(self) -> bool:
+        """Whether they have been made."""
+        return not self._left
+
+    def before(self, known: Collection[int]) -> None:
+        """A step is about to be made."""
+        self._before = self._traces(known)
+
+    def after(self, known: Collection[int]) -> None:
+        """It has been made. Raises UnsupportedError that names the attributes it changed."""
+        self._left -= 1
+        now = self._traces(known)
+        changed = sorted(name for name in now if name in self._before and now[name] != self._before[name])
+        if changed:
+            raise UnsupportedError(f"a step changes {', '.join(changed)}, which cannot be put back: {_REMEDY}")
+
+    def _traces(self, known: Collection[int]) -> dict[str, Any]:
+        return {f"{title}.{name}": _trace(value, known, _DEPTH) for title, holder in self._holders.items()
+                if not _keeps_itself(holder) or isinstance(holder, torch.optim.Optimizer)
+                for name, value in _attributes(holder) if not _is_plain(value)}
+
+
+def _keeps_itself(schedule: Any) -> bool:
+    return hasattr(schedule, "state_dict") and hasattr(schedule, "load_state_dict")
+
+
+def _attributes(holder: Any) -> Iterator[tuple[str, Any]]:
+    for name, value in getattr(holder, "__dict__", {}).items():
+        if name not in _TORCH and not name.startswith("_optimizer_"):
+            yield name, value
+
+
+def _loose(holder: Any) -> dict[Any, Any]:
+    if not isinstance(holder, torch.optim.Optimizer):
+        return {}
+    return {key: value for key, value in holder.state.items() if not isinstance(key, torch.Tensor)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter) and not value.requires_grad
+    if isinstance(value, Mapping):
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    return isinstance(value, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+
+
+def _trace(value: Any, known: Collection[int], depth: int) -> Any:
+    """Something that is another after ``value`` has changed, as far as ``depth`` steps into it."""
+    if isinstance(value, torch.Tensor):
+        return None if value.data_ptr() in known else (tuple(value.shape), value.detach().double().sum().item())
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return repr(value)
+    if depth == 0 or id(value) in known or isinstance(value, type) or inspect.isroutine(value):
+        return None
+    if isinstance(value, Mapping):
+        return [(_trace(key, known, depth - 1), _trace(item, known, depth - 1)) for key, item in list(value.items())]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_trace(item, known, depth - 1) for item in value]
+    if isinstance(value, nn.Module):
+        return [_trace(tensor, known, depth - 1) for tensor in (*value.parameters(), *value.buffers())]
+    return [(name, _trace(item, known, depth - 1)) for name, item in vars(value).items()] if hasattr(
+        value, "__dict__") else None

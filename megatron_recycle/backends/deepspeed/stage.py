@@ -1,0 +1,391 @@
+"""One stage of a DeepSpeed pipeline with its optimizer, as the runtime sees it.
+
+The arithmetic is stock's, operation by operation, so that results without failures have stock's bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import TiedLayerSpec
+from torch import nn
+
+from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
+from megatron_recycle.backends.deepspeed.optimizer import (
+    FirstSteps,
+    own_data,
+    put_back,
+    refuse_hooks,
+    schedule_data,
+    set_schedule,
+)
+from megatron_recycle.backends.deepspeed.support import torch_optimizer
+from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.errors import TransferError, UnsupportedError
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+
+if TYPE_CHECKING:
+    from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
+
+_REFERENCES = ("lr_scheduler", "batch_fn")
+"""Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
+"""What `_take_model_step` changes besides tensors."""
+
+
+class DeepSpeedStage:
+    """The runtime's view of the engine (`runtime.stage.Stage`)."""
+
+    averaging: Averaging = "after"
+    report_width = 0
+    settings: Mapping[str, Any] = {}
+
+    def __init__(self, engine: RecyclePipelineEngine) -> None:
+        self._engine = engine
+        self.device = engine.device
+        self.module: nn.Module = engine.module
+        self._masters = engine.masters.masters if engine.masters is not None else {}
+        self._use(self._found())
+        self._clipping = float(engine.gradient_clipping())
+        optimizer = torch_optimizer(engine)
+        self._first_steps = FirstSteps({"optimizer": optimizer, "lr_scheduler": engine.lr_scheduler})
+        # As stock: bf16 gradients are summed in fp32, those of fp16 in their own type, where the scale keeps them.
+        self.gradient_dtype = torch.float32 if engine.bfloat16_enabled() else None
+        self.model = f"{fingerprint(self.parameters)}, optimizer {type(optimizer).__name__}"
+        self.tied_stages = _tied_stages(engine.module)
+        self.ties = _ties(engine)
+        self._hidden = HiddenState(engine.module)
+
+    def _found(self) -> dict[str, nn.Parameter]:
+        """The parameters that are to be trained, by name, as stock lists them."""
+        return {name: parameter for name, parameter in self._all() if parameter.requires_grad and parameter.numel()}
+
+    def _use(self, trained: dict[str, nn.Parameter]) -> None:
+        self._trained = trained
+        self.parameters: Sequence[nn.Parameter] = list(trained.values())
+        # In 16 bits, those that the optimizer was given: without a copy there is nothing to step.
+        self._stepped = [self._masters.get(parameter) if self._masters else parameter for parameter in self.parameters]
+
+    def look(self) -> bool:
+        """Follows parameters that were frozen, unfrozen, added or replaced; refuses what a step could not be undone
+        with, gradients of the script's own, and hooks on sums of gradients, which are formed otherwise here."""
+        engine = self._engine
+        self._clipping = float(engine.gradient_clipping())
+        if engine._recycle.step == "staggered":
+            refuse_hooks(torch_optimizer(engine))
+        found = self._found()
+        changed = list(map(id, found.values())) != list(map(id, self.parameters))
+        if changed:
+            self._use(found)
+        for name, parameter in found.items():
+            if parameter.grad is not None:
+                raise UnsupportedError(f"iteration {engine.global_steps}: {name}.grad holds a gradient that the script "
+                                       "has put there, which would be lost if the iteration is run again: add it to "
+                                       "the loss, or set .grad to None")
+            if parameter._post_accumulate_grad_hooks and engine.micro_batches > 1:
+                raise UnsupportedError(f"{name} has a hook of register_post_accumulate_grad_hook(), which would see a "
+                                       "micro-batch's gradient instead of the sum so far: use register_hook(), or an "
+                                       "optimizer step hook")
+        return changed
+
+    def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+
+    def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        engine = self._engine
+        if inputs is None:
+            assert batch is not None
+            inputs = self._load(batch[0])
+        single = inputs[0] if len(inputs) == 1 else inputs
+        outputs = engine.module(single)
+        if not engine.is_last_stage():
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if self.parameters and not any(tensor.requires_grad for tensor in outputs):
+                raise UnsupportedError(
+                    "no output of this stage has a gradient, so that its parameters would never be trained. Reentrant "
+                    "activation checkpointing takes the gradients of a first layer whose inputs have none, such as an "
+                    'embedding: set "pipeline": {"use_reentrant": false} in the DeepSpeed JSON, or give '
+                    "PipelineModule(checkpointable_layers=[...]) the names of the classes behind it")
+            return Forward((inputs, outputs), outputs, None, roots=outputs)
+        assert batch is not None
+        loss = engine.module.loss_fn(outputs, self._labels(batch[1])) if engine.module.loss_fn else outputs
+        if not isinstance(loss, torch.Tensor) or engine.module.get_additional_losses() is not None:
+            raise UnsupportedError("a loss of several tensors is not supported yet; return one scalar from loss_fn")
+        return Forward((inputs, (loss,)), (), loss, roots=(loss,))
+
+    def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        engine = self._engine
+        inputs, outputs = forward.saved
+        engine._running_engine_backward = True  # keeps DeepSpeed's hooks for direct .backward() calls quiet
+        try:
+            if engine.is_last_stage():
+                loss = outputs[0] / engine.gradient_accumulation_steps()
+                (loss if self._scaled is None else loss.float() * self._scaled.loss_scale).backward()
+            else:
+                floating = [tensor for tensor in outputs if tensor.is_floating_point()]
+                pairs = [(tensor, gradient) for tensor, gradient in zip(floating, gradients, strict=True)
+                         if tensor.requires_grad]
+                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        finally:
+            engine._running_engine_backward = False
+        return [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                for tensor in inputs if tensor.is_floating_point()]
+
+    @property
+    def _scaled(self) -> MasterWeightOptimizer | None:
+        """The optimizer, if losses are scaled for it (fp16)."""
+        masters = self._engine.masters
+        return masters if masters is not None and masters.scales else None
+
+    def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
+        """Stock's way of counting: in fp32 model-parallel rank 0 only, which in a pipeline is the first stage; in
+        16 bits all stages, a tied parameter once. Infinite if losses are scaled and a gradient has overflowed."""
+        engine = self._engine
+        if self._scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
+            return math.inf
+        if self._clipping <= 0.0 and engine.masters is None:
+            return 0.0
+        everywhere = engine._recycle.clip_norm == "global" or engine.masters is not None
+        if not everywhere and engine.grid.get_model_parallel_rank() != 0:
+            return 0.0
+        norms = [gradient.detach().float().norm(2.0) for parameter, gradient in zip(self.parameters, gradients)
+                 if not (everywhere and getattr(parameter, "ds_pipe_replicated", False))]
+        total = torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
+        return total if self._scaled is None else total / self._scaled.loss_scale**2
+
+    def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
+        return 0.0  # DeepSpeed does not count them
+
+    def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
+        """Stock's clipping (`clip_grad_norm_`; with a loss scale `unscale_and_clip_grads`), operation by operation; not
+        a number if some stage's gradients have overflowed."""
+        engine = self._engine
+        if self._scaled is not None and not math.isfinite(sum(norm_squares)):
+            return math.nan
+        if self._clipping <= 0.0:
+            return 1.0
+        if self._scaled is not None:
+            return 1.0 / max(1.0, (math.sqrt(sum(norm_squares)) + 1e-6) / self._clipping)
+        total = torch.zeros(1)
+        for value in norm_squares:
+            total += value
+        # Stock averages the norm over data-parallel ranks, which all have the same one.
+        pipelines = engine.grid.data_parallel_size
+        scaled = total.pow(1.0 / 2.0) * 1.0 / float(pipelines)
+        norm = scaled.clone()
+        for _ in range(pipelines - 1):
+            norm += scaled
+        limit = torch.tensor([self._clipping])
+        return torch.min(torch.tensor([1.0]), limit / (norm + 1e-6)).item()
+
+    def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
+        masters = self._scaled
+        if masters is None:
+            for parameter, gradient in zip(self._stepped, gradients, strict=True):
+                if parameter is not None:
+                    parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
+        elif math.isnan(coefficient):
+            masters.overflow = True
+            if self._engine.speaks():
+                get_logger().warning("megatron-recycle: gradients have overflowed at a loss scale of %g: the step of "
+                                     "iteration %d is skipped", masters.loss_scale, self._engine.global_steps)
+        else:
+            masters.overflow = False
+            for master, gradient in zip(self._stepped, gradients, strict=True):
+                if master is not None:
+                    master.grad = gradient.float().mul_(coefficient / masters.loss_scale)
+        if self._engine._recycle.step == "barrier" or self._first_steps.over:
+            self._engine._exec_optimizer_step()
+        else:
+            self._first_steps.before(self._known())
+            self._engine._exec_optimizer_step()
+            self._first_steps.after(self._known())
+
+    def _known(self) -> set[int]:
+        """What `FirstSteps` need not look at."""
+        engine = self._engine
+        optimizer = torch_optimizer(engine)
+        parts = (engine, engine.module, engine.optimizer, optimizer, engine.lr_scheduler, optimizer.param_groups,
+                 *optimizer.param_groups)
+        tensors = {**self.state(), **self.fixed()}.values()
+        return {*map(id, parts), *(tensor.data_ptr() for tensor in tensors)}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return self._tensors(self._trained)
+
+    def fixed(self) -> dict[str, torch.Tensor]:
+        # Frozen ones have optimizer state, if they were trained before.
+        trained = set(map(id, self.parameters))
+        frozen = {name: parameter for name, parameter in self._all() if id(parameter) not in trained}
+        return {**self._tensors(frozen),
+                **{f"buffer {name}": value for name, value in self._engine.module.named_buffers()}}
+
+    def _all(self) -> list[tuple[str, nn.Parameter]]:
+        # The class's own method: the engine watches the module's.
+        return list(nn.Module.named_parameters(self.module))
+
+    def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+        # Not `.data`: these have the parameters' versions, which show who has written to them.
+        tensors = {f"parameter {name}": parameter.detach() for name, parameter in parameters.items()}
+        stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
+        if self._masters:
+            tensors.update({f"master {name}": master.detach() for name, master in stepped.items()
+                            if master is not parameters[name]})
+        for name, parameter in stepped.items():
+            for key, value in self._engine.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key} {name}"] = value
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
+        named = dict(self._all())
+        if not set(counters[-1]) <= set(named):
+            raise TransferError("the job trains parameters by now that the model which this worker has built has not: "
+                                "a worker cannot come back to this job")
+        # What the giver trained last; what this worker's script has frozen or not is looked at before it trains.
+        self._use({name: named[name] for name in counters[-1]})
+        self._drop(tensors.keys(), named)
+        own = {**self.state(), **self.fixed()}
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                key, of = name.split(" ", 1)
+                if name in own:
+                    own[name].copy_(tensor)
+                elif of in named and key != "master":  # the optimizer makes its state at the first step
+                    self._engine.optimizer.state[self._masters.get(named[of], named[of])][key] = tensor.clone()
+                else:
+                    raise TransferError(f"the job's model has a {name} by now, which the one that this worker has "
+                                        "built has not: a worker cannot come back to this job")
+        self.set_counters(counters)
+
+    def reset_state(self, names: Collection[str]) -> None:
+        self._drop(names, self._trained)
+
+    def _drop(self, names: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
+        """Forget the optimizer state of ``parameters`` that is not among ``names``."""
+        states = self._engine.optimizer.state
+        for name, parameter in parameters.items():
+            parameter = self._masters.get(parameter, parameter)
+            kept = states.get(parameter, {})
+            dropped = [key for key, value in kept.items()
+                       if isinstance(value, torch.Tensor) and f"{key} {name}" not in names]
+            for key in dropped:
+                del kept[key]
+            # Optimizers make their state where there is none at all; numbers are put back with the counters.
+            if not any(isinstance(value, torch.Tensor) for value in kept.values()):
+                states.pop(parameter, None)
+
+    def counters(self) -> Any:
+        engine = self._engine
+        numbers = {}
+        for name, parameter in self._all():
+            own = {key: value for key, value in engine.optimizer.state.get(
+                self._masters.get(parameter, parameter), {}).items() if not isinstance(value, torch.Tensor)}
+            if own:
+                numbers[name] = own
+        groups = [{key: value for key, value in group.items() if key != "params"}
+                  for group in engine.optimizer.param_groups]
+        scaling = engine.masters.counters() if engine.masters is not None else {}
+        return copy.deepcopy((numbers, groups, schedule_data(engine.lr_scheduler), scaling,
+                              own_data(torch_optimizer(engine)), {name: getattr(engine, name) for name in _COUNTERS},
+                              list(self._trained)))
+
+    def set_counters(self, counters: Any) -> None:
+        engine = self._engine
+        numbers, groups, schedule, scaling, own, values, _ = copy.deepcopy(counters)
+        if len(groups) != len(engine.optimizer.param_groups):
+            raise TransferError(f"the job's optimizer has {len(groups)} parameter groups by now, the one that this "
+                                f"worker has built {len(engine.optimizer.param_groups)}: a worker cannot come back to "
+                                "this job")
+        for name, parameter in self._all():
+            if name in numbers:
+                engine.optimizer.state[self._masters.get(parameter, parameter)].update(numbers[name])
+        for group, numbers_of_group in zip(engine.optimizer.param_groups, groups, strict=True):
+            group.update(numbers_of_group)
+        set_schedule(engine.lr_scheduler, schedule)
+        if engine.masters is not None:
+            engine.masters.set_counters(scaling)
+        put_back(torch_optimizer(engine), own)
+        for name, value in values.items():
+            setattr(engine, name, value)
+
+    @property
+    def references(self) -> dict[str, Any]:
+        engine = self._engine
+        return {"groups": list(engine.optimizer.param_groups), "clipping": engine.gradient_clipping(),
+                "loss_fn": engine.module.loss_fn, **{name: getattr(engine, name) for name in _REFERENCES}}
+
+    @property
+    def functions(self) -> Sequence[Any]:
+        engine = self._engine
+        return engine.module.loss_fn, engine.batch_fn, engine._dataset, engine.collate_fn, engine._options.data
+
+    def refer(self, references: Mapping[str, Any]) -> None:
+        engine = self._engine
+        for name in _REFERENCES:
+            setattr(engine, name, references[name])
+        engine.module.loss_fn = references["loss_fn"]
+        engine._config.gradient_clipping = references["clipping"]
+        engine.optimizer.param_groups[:] = references["groups"]
+
+    @property
+    def may_guess_wrong(self) -> bool:
+        return self._scaled is not None or (self._clipping > 0.0 and self._engine.num_stages > 1)
+
+    def regroup(self, groups: Groups) -> None:
+        """Every handle that DeepSpeed keeps and may use during training or after it."""
+        engine, grid = self._engine, self._engine.grid
+        grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage
+        grid.ds_model_proc_group = grid.pp_proc_group = groups.pipeline
+        engine.module.world_group = groups.world
+        engine.reset_activation_shape()  # told with an evaluation's first message, which new neighbours have not seen
+
+    def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
+        """First-stage inputs as stock prepares them."""
+        tensors = [data] if torch.is_tensor(data) else list(data)
+        loaded = [tensor.clone().detach().to(self.device) for tensor in tensors]
+        if self._engine._reentrant_activation_checkpointing():
+            for tensor in loaded:
+                tensor.requires_grad = tensor.is_floating_point()
+        return tuple(loaded)
+
+    def _labels(self, data: Any) -> Any:
+        if torch.is_tensor(data):
+            return data.to(self.device)
+        return tuple(tensor.to(self.device).detach() for tensor in data)
+
+
+def _tied_stages(module: deepspeed.PipelineModule) -> tuple[tuple[int, ...], ...]:
+    """Groups of stages that wait for each other before they step, since tied layers live in several of them: the same
+    on all workers. Layers that have a stage in common make one group of all their stages."""
+    stages: dict[str, set[int]] = {}
+    for index, spec in enumerate(module._layer_specs):
+        if isinstance(spec, TiedLayerSpec):
+            stages.setdefault(spec.key, set()).add(module.stage_owner(index))
+    groups: list[set[int]] = []
+    for of_layer in stages.values():
+        apart = [group for group in groups if not group & of_layer]
+        groups = [*apart, of_layer.union(*(group for group in groups if group & of_layer))]
+    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
+
+
+def _ties(engine: PipelineEngine) -> list[Tie]:
+    """This stage's copies of tied parameters, in the same order on all stages."""
+    topology, module, found, first = engine.grid.topology(), engine.module, [], 0
+    specs = {spec.key: spec for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)}
+    for key in sorted(specs):  # also those of other stages, whose numbers this one leaves out
+        comm = module.tied_comms.get(key, {"ranks": (), "weight_attr": ()})
+        stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
+        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True, number=number)
+                  for number, name in enumerate(comm["weight_attr"], first) if len(stages) > 1]
+        first += len(specs[key].tied_weight_attr)
+    return found

@@ -1,0 +1,1 @@
+"""Megatron-Core's schedules under the plugin; the only modules that import Megatron."""

@@ -1,0 +1,123 @@
+"""Micro-batches of any pipeline from the data iterator that Megatron gives to one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from megatron_recycle.backends.megatron.script import taken_from, unwrapped
+from megatron_recycle.errors import DataError
+from megatron_recycle.runtime.compute.data import Batch, DataSource, NotReadHere, Reading
+from megatron_recycle.runtime.compute.random_state import Seeds
+
+_REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler has an attribute data_parallel_rank "
+           "(--dataloader-type single), or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an "
+           "iterator that gives that pipeline's micro-batches in the same order each time it is called")
+
+
+class NoData:
+    """For stages between first and last: they are asked for nothing."""
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        raise NotReadHere(f"pipeline {pipeline} wants a micro-batch, but forward_backward_func() got no data iterator "
+                          "on this worker; Megatron gives one to the first and last stage")
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass
+
+
+class ReadByAnother:
+    """For tensor-parallel parts whose first part reads for all of them, as Megatron-LM's loaders do."""
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        return None
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass
+
+
+class LateSource:
+    """Training data whose iterator is not known before training begins; evaluation may come first."""
+
+    source: DataSource = NoData()
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        return self.source.batch(pipeline, number)
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self.source.forget(pipeline, before)
+
+
+class SamplerSource:
+    """One sampler per pipeline served: a copy of Megatron's, with that pipeline's data-parallel rank.
+
+    A sampler gives lists of indices, so that what other iterations read is passed over without reading it.
+
+    Args:
+        dataset: map-style, the same on every worker.
+        sampler: yields a micro-batch's indices, by its ``data_parallel_rank``; not advanced.
+        collate: list of samples -> batch.
+        seeds: what random numbers they are read with; None: nobody's business.
+        taken: micro-batches that the script has taken itself, and that are not given out.
+    """
+
+    def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0) -> None:
+        self._reading = Reading(seeds, dataset, collate)
+        self._sampler = sampler
+        self._seeds = seeds
+        self._taken = taken
+        self._streams: dict[int, Iterator[list[int]]] = {}
+        self._next: dict[int, int] = {}
+        self._floor: dict[int, int] = {}
+        self._kept: dict[tuple[int, int], list[int]] = {}
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        if (pipeline, number) not in self._kept:
+            self._read(pipeline, number)
+        return self._reading.samples(pipeline, number, self._kept[pipeline, number])
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self._floor[pipeline] = before
+        for key in [key for key in self._kept if key[0] == pipeline and key[1] < before]:
+            del self._kept[key]
+
+    def _read(self, pipeline: int, number: int) -> None:
+        if pipeline not in self._streams:
+            sampler = copy.copy(self._sampler)
+            sampler.data_parallel_rank = pipeline
+            self._seed(pipeline, -1)
+            self._streams[pipeline] = islice(iter(sampler), self._taken, None)
+            self._next[pipeline] = 0
+        floor = self._floor.get(pipeline, 0)
+        while self._next[pipeline] <= number:
+            self._seed(pipeline, self._next[pipeline])
+            try:
+                indices = next(self._streams[pipeline])
+            except StopIteration:
+                raise DataError(f"the data of pipeline {pipeline} ended before its micro-batch {number}; Megatron's "
+                                "samples must last for all iterations (--train-iters)") from None
+            if self._next[pipeline] >= floor:
+                self._kept[pipeline, self._next[pipeline]] = indices
+            self._next[pipeline] += 1
+
+    def _seed(self, pipeline: int, number: int) -> None:
+        if self._seeds is not None:
+            self._seeds.set(pipeline, number)
+
+
+def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:
+    """Where to read the micro-batches that ``iterator`` gives to one pipeline. Raises DataError.
+
+    ``part``: tensor-parallel rank of this process; ``seeds``: what random numbers they are read with.
+    """
+    iterator = unwrapped(iterator)
+    if iterator is None:
+        return NoData() if part == 0 else ReadByAnother()
+    loader = getattr(iterator, "iterable", iterator)  # Megatron-LM wraps a loader's iterator to be able to rewind it
+    sampler = getattr(loader, "_index_sampler", None)
+    if not hasattr(sampler, "data_parallel_rank") or not hasattr(loader, "_dataset"):
+        raise DataError(f"forward_backward_func() got a {type(loader).__name__}, which cannot give a dead worker's "
+                        f"micro-batches to another worker. {_REMEDY}")
+    return SamplerSource(loader._dataset, sampler, loader._collate_fn, seeds, taken_from(iterator))

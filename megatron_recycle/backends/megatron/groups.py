@@ -1,0 +1,150 @@
+"""Megatron's process groups once workers may be missing.
+
+Whatever Megatron's training loop asks the groups of `parallel_state` for after training has begun (sums of
+losses, maxima over stages, barriers of timers) would wait for dead workers for ever. The runtime has exchanged
+those numbers already, so the groups are replaced by one whose only member is this worker: the loop's own calls
+stay, and give back what they are given. Sizes and ranks that the loop computes samples with stay nominal.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, timers
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import nn
+
+from megatron_recycle.errors import TransportAborted
+from megatron_recycle.runtime.comm.handles import abort_group, meet, new_group, rendezvous, retire, unless_interrupted
+from megatron_recycle.runtime.place import Place
+
+_TIMEOUT_SECONDS = 600.0
+"""A checkpoint may take long; that a worker is gone is found otherwise."""
+_CONNECT_SECONDS = 60.0
+_SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+           "_MODEL_PARALLEL_GROUP")
+
+
+class Detached:
+    """Makes Megatron's own collectives end at this worker; made once, before training.
+
+    ``speaks`` tells whether this worker writes the log. ``joining``: this process comes into a running job.
+    """
+
+    def __init__(self, place: Place, speaks: Callable[[], bool], joining: bool) -> None:
+        state: Any = parallel_state
+        self._place = place
+        self._first = not joining
+        self._prefix = ""
+        self._spanning = {name: getattr(state, name) for name in _SHARED}
+        self._alone = dict.fromkeys(_SHARED, _alone(place))
+        state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
+        state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
+        _use(self._alone)
+        _detach_timers(speaks)
+
+    def abort(self) -> None:
+        """A worker is gone: free whoever waits in the groups that span all, from any thread."""
+        self._first = False
+        for group in set(self._spanning.values()):
+            abort_group(group)
+
+    @contextmanager
+    def attached(self, prefix: str, interrupted: Callable[[], bool]) -> Iterator[None]:
+        """Inside the block Megatron's groups span all workers again, who must all be there and come here.
+
+        ``prefix`` is the generation's. Raises TransportAborted if a newer one begins first, else what torch raises.
+        """
+        if not self._first and self._prefix != prefix:
+            # What spanned all before is of no use since one of them died, or came.
+            if self._prefix:
+                _retire(self._spanning)
+            self._prefix = ""
+            self._spanning = unless_interrupted(
+                interrupted, lambda over: _spanning(self._place, prefix, over), _retire)
+            self._prefix = prefix
+            if interrupted():  # too early for `abort` to have found these groups
+                raise TransportAborted("a newer generation was announced while Megatron's groups were being made")
+        _use(self._spanning)
+        try:
+            yield
+        finally:
+            _use(self._alone)
+
+
+class TensorGroup:
+    """The group that a worker's tensor-parallel parts compute in, wherever ``model`` and Megatron keep it.
+
+    An aborted group is of no use any more, so each generation has another.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        group = parallel_state.get_tensor_model_parallel_group()
+        state: Any = parallel_state
+        self._holders: list[tuple[Any, str]] = [(state, "_TENSOR_MODEL_PARALLEL_GROUP")]
+        for module in model.modules():
+            holders = [module, *(value for value in vars(module).values() if isinstance(value, ProcessGroupCollection))]
+            self._holders += [(holder, name) for holder in holders for name, value in vars(holder).items()
+                              if value is group]
+
+    def use(self, group: dist.ProcessGroup) -> None:
+        for holder, name in self._holders:
+            setattr(holder, name, group)
+
+
+def _use(groups: Mapping[str, Any]) -> None:
+    for name, group in groups.items():
+        setattr(parallel_state, name, group)
+
+
+def _spanning(place: Place, prefix: str, interrupted: Callable[[], bool]) -> dict[str, dist.ProcessGroup]:
+    """The groups of `_SHARED` over all positions, new ones."""
+    store = dist.PrefixStore(f"recycle/{prefix}/megatron", rendezvous(_CONNECT_SECONDS, interrupted))
+    meet(store, dist.get_rank(), sorted(rank for ranks in place.ranks.values() for rank in ranks), interrupted)
+    replicas = sorted(ranks[place.part] for worker, ranks in place.ranks.items() if worker.stage == place.me.stage)
+    model = sorted(rank for worker, ranks in place.ranks.items() if worker.pipeline == place.me.pipeline
+                   for rank in ranks)
+
+    def group(kind: str, ranks: list[int]) -> dist.ProcessGroup:
+        return new_group(f"recycle/{prefix}/megatron/{kind}", ranks, store, backend=place.backend,
+                         timeout=_TIMEOUT_SECONDS, connect_timeout=_CONNECT_SECONDS)
+
+    data = group(f"data{place.me.stage}.{place.part}", replicas)
+    return {**dict.fromkeys(_SHARED, data), "_MODEL_PARALLEL_GROUP": group(f"model{place.me.pipeline}", model)}
+
+
+def _retire(groups: Mapping[str, dist.ProcessGroup]) -> None:
+    retire(list({id(group): group for group in groups.values()}.values()))
+
+
+def _alone(place: Place) -> dist.ProcessGroup:
+    name = f"recycle/alone/{uuid.uuid4().hex}"
+    return new_group(name, [dist.get_rank()], dist.HashStore(), backend=place.backend, timeout=60.0,
+                     connect_timeout=60.0)
+
+
+def _detach_timers(speaks: Callable[[], bool]) -> None:
+    """Timers neither wait for other ranks nor gather from them: the log shows the times of the rank that writes it."""
+    timer: Any = timers.Timer
+    start, stop = timer.start, timer.stop
+    group: Any = timers.Timers
+    log = group.log
+
+    def alone(self: Any, names: Any, reset: bool, barrier: bool) -> torch.Tensor:
+        times = torch.zeros(dist.get_world_size(), len(names))  # as from all ranks; 0: never ran
+        times[dist.get_rank()] = torch.tensor([
+            self._timers[name].elapsed(reset=reset) if name in self._timers else 0.0 for name in names])
+        return times
+
+    def log_here(self: Any, names: Any, rank: int | None = None, **options: Any) -> None:
+        log(self, names, (dist.get_rank() if speaks() else -1) if rank is None else rank, **options)
+
+    timer.start = lambda self, barrier=False: start(self)
+    timer.stop = lambda self, barrier=False: stop(self)
+    group._get_elapsed_time_all_ranks = alone
+    group.log = log_here

@@ -1,0 +1,100 @@
+"""Puts the plugin's schedule where Megatron's is looked up, and its word on options where they have been parsed.
+
+Runs as soon as core's schedules are loaded, which is in the middle of the import of `megatron.core`: so nothing
+of Megatron is imported here, and the backend itself only when a schedule is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from megatron_recycle.backends.options import Options
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.admission import is_joining
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+
+ARGUMENTS = "megatron.training.global_vars"
+"""Megatron-LM's module that is given its arguments once they are parsed and validated."""
+
+_NAME = "get_forward_backward_func"
+_STOCK = "recycle_stock_function"
+_HEARD = 5.0
+"""Seconds that a silent rank stays, since torchrun ends all with the first one that ends, and another is to speak."""
+_REFUSED = 2
+"""Exit status, as of a wrong option on any command line."""
+
+
+def install(options: Options) -> None:
+    """Make `get_forward_backward_func` return ours in all modules that have it; again: with other options.
+
+    The function raises UnsupportedError if this version of megatron-core is not supported.
+    """
+    made: list[Any] = []
+
+    def get_forward_backward_func(stock: Callable[..., Any], *args: Any, **keywords: Any) -> Callable[..., Any]:
+        # Not before: flags are still being read when the plugin is switched on by one.
+        settings = options.resolve({})
+        if options.config is None and "step" not in settings.sources:
+            # Megatron's loop looks at gradient norms between steps, and so may a script.
+            settings = replace(settings, step="barrier")
+        if not settings.enabled:
+            return stock(*args, **keywords)
+        if not made:
+            from megatron_recycle.backends.megatron.version import check_version
+            check_version()
+            from megatron_recycle.backends.megatron.schedule import RecycleSchedule
+            made.append(RecycleSchedule(settings, options))
+        return made[0]
+
+    _rebind(SCHEDULES, _NAME, get_forward_backward_func)
+
+
+def watch_arguments(options: Options) -> None:
+    """Judge Megatron-LM's options as soon as it has parsed them, before it builds anything; again: with other options.
+
+    What is refused is said at once, all of it, in each rank's log or, where they write to one terminal, by one of a
+    host; it ends every rank with status 2. What is set otherwise is said by the first rank, in a line each.
+    """
+
+    def set_global_variables(stock: Callable[..., Any], args: Any, *rest: Any, **keywords: Any) -> Any:
+        if options.resolve({}).enabled:
+            _judge(args)
+        return stock(args, *rest, **keywords)
+
+    _rebind(ARGUMENTS, "set_global_variables", set_global_variables)
+
+
+def _judge(arguments: Any) -> None:
+    from megatron_recycle.backends.megatron.training import check_arguments
+    from megatron_recycle.backends.megatron.version import check_version
+    try:
+        check_version()
+        lines = check_arguments(arguments)
+    except UnsupportedError as error:
+        if "RECYCLE_RUN_DIR" in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(error, file=sys.stderr, flush=True)
+        else:
+            time.sleep(_HEARD)
+        raise SystemExit(_REFUSED) from None  # no traceback: nothing is wrong with the script
+    if os.environ.get("RANK", "0") == "0" and not is_joining():
+        for line in lines:
+            get_logger().info("megatron-recycle: %s", line)
+
+
+def _rebind(module: str, name: str, function: Callable[..., Any]) -> None:
+    """Put ``function``, which is given the original one first, in that one's place in all modules that have it."""
+    now = getattr(sys.modules[module], name)
+    stock = getattr(now, _STOCK, now)
+    bound = functools.partial(function, stock)
+    setattr(bound, _STOCK, stock)
+    for found in list(sys.modules.values()):
+        if getattr(found, "__dict__", {}).get(name) is now:
+            setattr(found, name, bound)

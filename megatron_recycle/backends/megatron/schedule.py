@@ -1,0 +1,292 @@
+"""Megatron-Core: a forward-backward function whose schedule is a plan and whose iterations survive failures.
+
+`get_forward_backward_func()` returns a :class:`RecycleSchedule` (`megatron_hook`). The training loop around it stays
+Megatron's: it calls the function, then `optimizer.step()`. The runtime steps inside the former, since a step
+belongs to what a recovery must know of; the latter hands out the result.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import get_model_config
+
+from megatron_recycle.backends.megatron import groups as megatron_groups
+from megatron_recycle.backends.megatron import setup as megatron_setup
+from megatron_recycle.backends.megatron import training as megatron_training
+from megatron_recycle.backends.megatron.data import LateSource, source_of
+from megatron_recycle.backends.megatron.late import LateNumber
+from megatron_recycle.backends.megatron.split import MegatronSplitter
+from megatron_recycle.backends.megatron.stage import MegatronStage
+from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of
+from megatron_recycle.backends.options import Options
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.admission import backend_for, is_joining
+from megatron_recycle.runtime.commit import Verdict
+from megatron_recycle.runtime.compute.data import DataSource, FactorySource
+from megatron_recycle.runtime.compute.random_state import Generators, Seeds
+from megatron_recycle.runtime.ending import ScriptEnd
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.recovery import comes_of_failure, refuse_itself
+from megatron_recycle.runtime.start import connect
+from megatron_recycle.runtime.worker import StageWorker
+
+
+class RecycleSchedule:
+    """What `get_forward_backward_func()` returns: called as core's own schedules are."""
+
+    def __init__(self, settings: RecycleConfig, options: Options) -> None:
+        self._settings = settings
+        self._options = options
+        self._worker: StageWorker | None = None
+        self.splitter: MegatronSplitter | None = None
+        """What defers weight gradients, from the first call on."""
+        self._stage: MegatronStage
+        self._place: Place
+        self._microbatches = 0
+        self._iteration = 0
+        self._detached: megatron_groups.Detached | None = None
+        self._late: tuple[LateNumber, ...] = ()
+        self._spoke = False
+        self._data = LateSource()
+        self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
+        """Iterators that were evaluated with, by identity: where to read their micro-batches, passes over them."""
+
+    def __call__(self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int,
+                 forward_only: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
+        """Run one iteration up to and including its step; returns what the loss functions reported.
+
+        On the last stage that is one entry per micro-batch of the whole global batch that has run, elsewhere
+        nothing.
+
+        Raises:
+            UnsupportedError: at the first call, if something about the job cannot be kept correct.
+            DataError: the data iterator cannot give other pipelines' micro-batches.
+            SystemExit: the job cannot go on; the message says why and what to do.
+        """
+        if self._worker is None:
+            self._start(model if isinstance(model, list) else [model], num_microbatches)
+        assert self._worker is not None
+        check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
+        own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
+        self._stage.script.calls(model, None if own_data else data_iterator, forward_only)
+        self._stage.forward_step = forward_step_func
+        with self._script.call(), _ending():
+            reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
+        if not forward_only:
+            self._stage.script.made_step()
+        self.speaks()  # a script may write log lines without asking
+        return self._stage.reports(reports, forward_only) if self._place.last else []
+
+    def _train(self, data_iterator: Any) -> torch.Tensor:
+        assert self._worker is not None
+        if self._iteration == 0:
+            self._worker.generators.adopt("forward_step_func", self._stage.forward_step)
+            seeds = Seeds(self._worker.generators, self._settings.seed)
+            self._data.source = (source_of(data_iterator, self._place.part, seeds) if self._options.data is None
+                                 else FactorySource(self._options.data, seeds))
+        iteration, stepper = self._iteration, self._worker.stepper
+        self._worker.begin(iteration)
+        self._iteration += 1
+        if self._worker.has_done(iteration):
+            return self._passed(self._worker)
+        if (odd := self._stage.rates.set(iteration)) is not None:
+            refuse_itself(self._worker, f"{odd}; give it the job's schedule, which must not depend on when it is "
+                                        "started")
+        self._worker.train(iteration)
+        if self._catches_up(self._worker):
+            return self._passed(self._worker)  # a part of a worker that was without another one for a while
+        self._stage.rates.forget(stepper.ledger.committed)
+        for late in self._late:
+            late.settle()  # it is known now, and might not be later
+        self._late = tuple(LateNumber(partial(find, self._worker, iteration)) for find in (self._norm, self._zeros))
+        # Plain numbers where they are known, which is always so unless steps are staggered.
+        norm, zeros = map(float, self._late) if stepper.held is None else self._late
+        self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
+        reports = stepper.reports if stepper.held is None else stepper.held.reports
+        assert reports is not None
+        return reports
+
+    def catches_up(self) -> bool:
+        """Whether the script is at an iteration that the job had done before this worker came in (again)."""
+        return is_joining() if self._worker is None else self._catches_up(self._worker)
+
+    def _catches_up(self, worker: StageWorker) -> bool:
+        entered = worker.stepper.entered
+        return entered is not None and entered >= self._iteration - 1
+
+    def _passed(self, worker: StageWorker) -> torch.Tensor:
+        """An iteration that the job had done before this worker came in: told is what is known of the last one."""
+        verdict, reports = worker.stepper.verdict, worker.stepper.reports
+        assert verdict is not None and reports is not None
+        zeros = verdict.zeros if self._stage.counts_zeros else None
+        self._stage.result = (True, self._stage.norm(verdict.norm_squares), zeros)
+        return reports
+
+    def _norm(self, worker: StageWorker, iteration: int) -> float:
+        verdict = self._verdict(worker, iteration)
+        return self._stage.norm(verdict.norm_squares)
+
+    def _zeros(self, worker: StageWorker, iteration: int) -> float:
+        return self._verdict(worker, iteration).zeros
+
+    def _verdict(self, worker: StageWorker, iteration: int) -> Verdict:
+        """On one of the last two iterations, waiting for the other stages if need be; the last one if this worker was
+        not there."""
+        if worker.stepper.ledger.committed < iteration:
+            self.settle()
+        latest = worker.stepper.verdict
+        assert latest is not None
+        return next((verdict for verdict in worker.stepper.verdicts if verdict.iteration == iteration), latest)
+
+    def settle(self) -> None:
+        """Wait until the last step is final: before that, parameters may still be undone. Raises SystemExit."""
+        if self._worker is None:
+            return
+        with _ending():
+            self._worker.settle()
+
+    def _evaluate(self, data_iterator: Any) -> torch.Tensor:
+        assert self._worker is not None
+        # The iterator is kept, so that no other one gets its identity.
+        seeds = Seeds(self._worker.generators, self._settings.seed, "evaluation data")
+        _, source, passes = self._evaluated.get(id(data_iterator)) or (
+            None, source_of(data_iterator, self._place.part, seeds), 0)
+        self._evaluated[id(data_iterator)] = (data_iterator, source, passes + 1)
+        reports = self._worker.evaluate(self._iteration, source, passes)
+        for pipeline in range(self._place.grid.pipelines):
+            source.forget(pipeline, (passes + 1) * self._microbatches)
+        return reports
+
+    def live(self) -> tuple[Worker, ...]:
+        """The workers that are left, in the order of their ranks."""
+        assert self._worker is not None
+        return self._worker.live()
+
+    def comes_of_failure(self, error: RuntimeError) -> bool:
+        """Whether an operation over all ranks failed since one of them is gone. Raises SystemExit."""
+        assert self._worker is not None
+        with _ending():
+            return comes_of_failure(self._worker, error)
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Inside the block Megatron's groups span all workers. Raises TransportAborted, or as torch does."""
+        assert self._worker is not None and self._detached is not None
+        return self._detached.attached(self._worker.prefix, self._worker.interrupted)
+
+    def missing(self) -> list[str]:
+        """The workers that are not there any more."""
+        return [str(worker) for worker in sorted(set(self._place.ranks) - set(self.live()))]
+
+    def speaks(self) -> bool:
+        """Whether this worker writes the log line: the last one of the last stage that is left. Others have written
+        those of iterations before it came in.
+
+        The launcher is told, before the first line, where in whose output they are: it shows them.
+        """
+        if self._worker is None:
+            return dist.get_rank() == dist.get_world_size() - 1
+        place = self._place
+        before, self._spoke = self._spoke, (
+            not self.catches_up() and self.live()[-1] == place.me and place.part == place.parts - 1)
+        if self._spoke and not before:
+            sys.stdout.flush()
+            self._agent.event("speaks", rank=place.ranks[place.me][place.part], pid=os.getpid(),
+                              offset=os.fstat(1).st_size)
+        return self._spoke
+
+    def log_part(self) -> str:
+        """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
+        home in each iteration."""
+        if self._worker is None:
+            return ""
+        away = sum(worker.pipeline != pipeline for (pipeline, _, _), worker in self._worker.plan.route().items())
+        return f" live: {len(self.live())}/{len(self._place.ranks)} | rerouted: {away} |"
+
+    def _start(self, models: list[Any], microbatches: int) -> None:
+        config = get_model_config(models[0])
+        optimizer = optimizer_of(config)
+        changed = check_supported(models, config, optimizer)
+        self._microbatches = microbatches
+        self._place = _place(microbatches)
+        if dist.get_rank() == 0:
+            get_logger().info(self._settings.describe())
+            for line in changed:
+                get_logger().info("megatron-recycle: %s", line)
+        self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings())
+        agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
+        self.splitter = MegatronSplitter()
+        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter, data=self._data,
+                                   agent=agent, generators=Generators(self._stage.device, self._place.part),
+                                   config=self._settings, observer=self._options.observer,
+                                   setup=self._options.setup)
+        self._agent = agent
+        self._script = ScriptEnd(self._failed)
+        self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining())
+        megatron_training.take_over(self)
+        atexit.register(self.finish)
+
+    def _abort_transport(self, generation: int) -> None:
+        """In the agent's thread."""
+        if self._worker is not None:
+            self._worker.abort(generation)
+            if self._agent.breaks_off and self._detached is not None:
+                self._detached.abort()
+
+    def _failed(self, error: BaseException) -> None:
+        """The script is over, by this error."""
+        assert self._worker is not None
+        if self._agent.ended is None:
+            self._worker.fail(error)
+
+    def finish(self) -> None:
+        """At the end of the process: if the script ended well, stand by until all others have ended too."""
+        assert self._worker is not None
+        try:
+            if self._script.error is None and self._agent.ended is None:
+                self._worker.finish()
+        except JobEnded as end:
+            get_logger().error("megatron-recycle: %s", end)
+        finally:
+            self._worker.close()
+
+
+@contextmanager
+def _ending() -> Iterator[None]:
+    """The end of the job ends the process. Status 0: this is a part of a worker that has lost another part, and the
+    others have ended well."""
+    try:
+        yield
+    except JobEnded as end:
+        get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
+        raise SystemExit(end.status) from None
+
+
+def _place(microbatches: int) -> Place:
+    """Where this process is, and the ranks of every position, as all ranks tell it (one that joins: as they told it at
+    the start)."""
+    stages, pipelines = (parallel_state.get_pipeline_model_parallel_world_size(),
+                         parallel_state.get_data_parallel_world_size())
+    me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
+    part = parallel_state.get_tensor_model_parallel_rank()
+    mine = torch.tensor([*me, part], dtype=torch.int64, device=torch.cuda.current_device())
+    told = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(told, mine)
+    rank_of = {tuple(position.tolist()): rank for rank, position in enumerate(told)}
+    ranks = {Worker(pipeline, stage): tuple(rank_of[pipeline, stage, index] for index in range(
+        parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
+    return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
+                 backend=megatron_training.backend() or backend_for(mine.device))

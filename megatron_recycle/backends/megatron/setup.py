@@ -1,0 +1,123 @@
+"""Megatron-LM's own script until training begins, at the job's start and in a process that joins later.
+
+A job goes on from a checkpoint once, when it starts. Newer ones have been written since, and a process that joined from
+one of them would be ahead of the job: in data, in the learning rate's schedule, in its loop. So one that joins loads
+nothing. It begins where the job began, as the setup's record tells, passes through the iterations that the job has
+behind it, and gets its parameters from its peers.
+
+Nothing of Megatron is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from megatron_recycle.backends.megatron.training import LOOP
+from megatron_recycle.backends.options import Options
+from megatron_recycle.runtime.admission import is_joining
+from megatron_recycle.runtime.setup_record import SetUp
+
+_STOCK = "recycle_stock"
+_PLAIN = (bool, int, float, str, type(None))
+
+_ALIKE = (
+    "train_iters", "train_samples", "global_batch_size", "micro_batch_size", "seq_length", "seed", "split", "mock_data",
+    "tokenizer_type", "eval_interval", "eval_iters", "exit_interval", "lr", "min_lr", "decoupled_lr",
+    "decoupled_min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_style",
+    "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_warmup_init", "lr_warmup_fraction", "lr_warmup_iters",
+    "lr_warmup_samples", "weight_decay", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+    "clip_grad", "optimizer", "adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum",
+    "attention_dropout", "hidden_dropout", "calculate_per_token_loss", "reset_position_ids", "reset_attention_mask",
+    "eod_mask_loss",
+)
+"""Arguments that decide what an iteration computes, beside the model's, which its parameters show, and paths, which
+hosts may have of their own."""
+_BEGINNING = {
+    "iteration": "the loop's first iteration", "consumed_train_samples": "training samples consumed before it",
+    "consumed_valid_samples": "validation samples consumed before it",
+}
+
+
+def install(options: Options) -> None:
+    """Rebind what Megatron-LM's loop, which has just been imported, sets itself up with; again: with other options."""
+    setup = options.setup
+    if setup is None:
+        return
+    loop: Any = sys.modules[LOOP]
+    timers: Any = sys.modules["megatron.core.timers"].Timers
+    loop.load_checkpoint = _over(loop.load_checkpoint, lambda stock: _loading(stock, setup))
+    # How long others took for their set-up is no news for one that joins, and too much to keep for many ranks.
+    timers._get_elapsed_time_all_ranks = _over(timers._get_elapsed_time_all_ranks, lambda stock: _apart(stock, setup))
+    if is_joining():
+        # These write the past, or count this process' own start.
+        loop.write_args_to_tensorboard = lambda: None
+        one_logger: Any = loop.one_logger_utils
+        loop.get_one_logger = one_logger.get_one_logger = lambda: None
+
+
+def settings() -> dict[str, Any]:
+    """What of Megatron-LM's arguments all workers must have alike, by the names of its flags; to be asked when the
+    first iteration begins. Empty if its loop is not loaded."""
+    if LOOP not in sys.modules:
+        return {}
+    arguments = vars(sys.modules[LOOP].get_args())
+    flags = {f"--{name.replace('_', '-')}": arguments.get(name) for name in _ALIKE}
+    return {**flags, **{words: arguments.get(name) for name, words in _BEGINNING.items()}}
+
+
+def _over(now: Any, make: Callable[[Any], Any]) -> Any:
+    """What ``make`` puts in the place of the stock function behind ``now``."""
+    stock = getattr(now, _STOCK, now)
+    made = make(stock)
+    setattr(made, _STOCK, stock)
+    return made
+
+
+def _apart(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
+    def apart(*arguments: Any, **keywords: Any) -> Any:
+        with setup.apart():
+            return stock(*arguments, **keywords)
+
+    return apart
+
+
+def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
+    """In place of `load_checkpoint`: loads at the job's start, and notes what that has changed beside model and
+    optimizer; one that joins changes that alone."""
+    def load_checkpoint(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *rest: Any, **keywords: Any) -> Any:
+        loop: Any = sys.modules[LOOP]
+        arguments = loop.get_args()
+
+        def load() -> dict[str, Any]:
+            before, schedule_before = _plain(vars(arguments)), _state(opt_param_scheduler)
+            with setup.apart():
+                iteration, operations = stock(ddp_model, optimizer, opt_param_scheduler, *rest, **keywords)
+            after, schedule = _plain(vars(arguments)), _state(opt_param_scheduler)
+            changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
+            return {"iteration": int(iteration), "operations": operations, "arguments": changed,
+                    "schedule": None if schedule == schedule_before else schedule,
+                    "groups": [] if optimizer is None else [_plain(group) for group in optimizer.param_groups]}
+
+        found = setup.note("load_checkpoint", load)
+        if is_joining():
+            vars(arguments).update(found["arguments"])
+            loop.update_num_microbatches(consumed_samples=arguments.consumed_train_samples, verbose=False)
+            for group, values in zip([] if optimizer is None else optimizer.param_groups, found["groups"], strict=True):
+                group.update(values)
+            if found["schedule"] is not None:
+                opt_param_scheduler.load_state_dict(found["schedule"])
+        return found["iteration"], found["operations"]
+
+    return load_checkpoint
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of ``values`` that JSON can hold."""
+    return {name: value for name, value in values.items()
+            if isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(one, _PLAIN) for one in value))}
+
+
+def _state(scheduler: Any) -> dict[str, Any] | None:
+    return None if scheduler is None else _plain(scheduler.state_dict())

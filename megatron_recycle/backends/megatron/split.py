@@ -1,0 +1,95 @@
+"""Deferred weight gradients for Megatron's linear layers.
+
+`ColumnParallelLinear`, `RowParallelLinear` and the output layer look their autograd function up as a global of
+`tensor_parallel.layers` each time they run, so a subclass put there reaches all of them.
+
+With `gradient_accumulation_fusion` Megatron adds weight gradients to `main_grad` in apex's kernel. Here that
+kernel adds them to the runtime's accumulators, when W runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import layers
+
+from megatron_recycle.runtime.compute.deferral import Deferral, task_now
+from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, watched
+
+_STOCK = "recycle_stock_function"
+
+
+class MegatronSplitter:
+    """Makes Megatron's linear layers of this process defer their weight gradients on demand."""
+
+    deferring_costs = False
+    """They are autograd functions in Python in any case."""
+
+    def __init__(self) -> None:
+        self.deferral: Deferral[WeightQueue] = Deferral()
+        now = layers.LinearWithGradAccumulationAndAsyncCommunication
+        layers.LinearWithGradAccumulationAndAsyncCommunication = _function(getattr(now, _STOCK, now), self)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """A backward without a queue defers nothing; the forward is the same."""
+        return nullcontext()
+
+    def into(self, queue: WeightQueue | None, roots: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """The backward from ``roots`` inside the block defers into ``queue``."""
+        return self.deferral.into(queue, roots)
+
+
+def _trained(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """``parameter``, unless Megatron does not train it: it was frozen when its gradients were given places."""
+    return parameter if hasattr(parameter, "main_grad") else None
+
+
+def _kernel(ctx: Any) -> Any:
+    """Apex's, which is there if the layer was built with `gradient_accumulation_fusion`; else None."""
+    if not ctx.gradient_accumulation_fusion or not ctx.needs_input_grad[1]:
+        return None
+    kernels: Any = layers.fused_weight_gradient_mlp_cuda
+    whole = ctx.recycle_weight.main_grad.dtype == torch.float32
+    return kernels.wgrad_gemm_accum_fp32 if whole else kernels.wgrad_gemm_accum_fp16
+
+
+def _function(stock: Any, splitter: MegatronSplitter) -> Any:
+    class SplitLinear(stock):
+        """Megatron's linear function, with a backward that can leave the weight for later."""
+
+        @staticmethod
+        def forward(ctx: Any, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
+                    *rest: Any) -> torch.Tensor:
+            # Kept apart from the saved tensors: hooks on those may give copies of it back.
+            ctx.recycle_weight, ctx.recycle_bias, ctx.recycle_made_in = weight, bias, task_now()
+            return stock.forward(ctx, inputs, weight, bias, *rest)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            gradient, = gradients
+            inputs = ctx.saved_tensors[0]
+            needs_input, needs_weight, needs_bias, *others = ctx.needs_input_grad
+            for_inputs, pending = None, None
+            if needs_input:
+                for_inputs = gradient.matmul(ctx.recycle_weight)
+                if ctx.allreduce_dgrad:
+                    pending = dist.all_reduce(for_inputs, group=ctx.tp_group, async_op=True)
+            item = DeferredLinear(inputs, gradient, _trained(ctx.recycle_weight) if needs_weight else None,
+                                  _trained(ctx.recycle_bias) if needs_bias else None, fused=_kernel(ctx))
+            now: dict[Any, torch.Tensor] = {}
+            queue = splitter.deferral.queue_for(ctx.recycle_made_in)
+            if queue is not None and not watched(ctx.recycle_weight) and not watched(ctx.recycle_bias):
+                queue.deferred.append(item)
+            else:
+                now = dict(item.contributions())
+            if pending is not None:
+                pending.wait()
+            bias = None if ctx.recycle_bias is None else now.get(ctx.recycle_bias)
+            return (for_inputs, now.get(ctx.recycle_weight), bias, *[None] * len(others))
+
+    setattr(SplitLinear, _STOCK, stock)
+    return SplitLinear

@@ -1,0 +1,339 @@
+"""One stage of a Megatron model with its optimizer, as the runtime sees it.
+
+Forward and backward are core's own `forward_step` and `backward_step`; the step is Megatron's optimizer's own.
+Only what they would ask other ranks for comes from the runtime: reduced gradients are put where Megatron looks
+for them (`main_grad`), the norm is the verdict's. The arithmetic is stock's, operation by operation.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier, multi_tensor_scale_impl
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_model_type
+from torch import nn
+
+from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.backends.megatron.groups import TensorGroup
+from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, Rates
+from megatron_recycle.backends.megatron.script import Script
+from megatron_recycle.backends.megatron.support import single_optimizers
+from megatron_recycle.errors import UnsupportedError, VerificationError
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+
+_KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
+
+ForwardStep = Callable[[Any, Any], Any]
+"""The user's function: (data iterator, model) -> (output, loss function)."""
+
+
+class MegatronStage:
+    """The runtime's view of one stage (`runtime.stage.Stage`).
+
+    Args:
+        model: the stage, in Megatron's DistributedDataParallel; its own reduction is taken out of use.
+        optimizer: of this stage; its `step()` is taken out of the user's hands, since the runtime decides when.
+        microbatches: nominal micro-batches of a pipeline.
+        settings: of the training loop, which all workers must have alike.
+    """
+
+    report_width = 1 + 2 * _KEYS + 1
+    """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
+
+    def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int,
+                 settings: Mapping[str, Any] | None = None) -> None:
+        self.settings = settings or {}
+        self.forward_step: ForwardStep
+        self.result: tuple[Any, ...] = (True, None, None)
+        """What `optimizer.step()` returns: success, gradient norm, number of zeros (None: not counted)."""
+        self._model = self.module = model
+        self._config = get_model_config(model)
+        self._microbatches = microbatches
+        self._keys: dict[str, list[tuple[str, int]]] = {}
+        self._hidden = HiddenState(model)
+        self._coefficient = 1.0
+        # Megatron's buffer is laid out in this order, which decides gloo's order of sums.
+        self.parameters: Sequence[nn.Parameter] = [
+            parameter for parameter in model.module.parameters() if hasattr(parameter, "main_grad")][::-1]
+        if not self.parameters:
+            raise UnsupportedError("this stage has no parameters to train: let each stage have some, by another number "
+                                   "of stages or other layers frozen")
+        self.device = self.parameters[0].device
+        self.gradient_dtype: torch.dtype | None = self._gradient_dtype()
+        # With average_in_collective too: that is how NCCL averages.
+        self.averaging: Averaging = "tokens" if self._config.calculate_per_token_loss else "before"
+        self.tied_stages: tuple[tuple[int, ...], ...] = ()
+        self.ties: Sequence[Tie] = ()
+        self._find_ties()
+        self._tensor_group = TensorGroup(model)
+        # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
+        model.param_to_bucket_group.clear()
+        self._take_over(optimizer)
+        self.script = Script(model, self._single)
+        self.rates = Rates(self._single.optimizer)
+        self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
+
+    def look(self) -> bool:
+        """Parameters stay those that Megatron has made places for gradients for, frozen meanwhile or not: so does its
+        optimizer."""
+        return False
+
+    def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        if not self._model.training:
+            return self._forward(inputs, batch)
+        return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+
+    def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        last = parallel_state.is_pipeline_last_stage()
+        given = None if inputs is None else inputs[0]
+        communicated = _operations()
+        reports: list[Any] = []
+        output, tokens = forward_step(
+            self.forward_step, None if batch is None else iter([batch]), self._model, self._microbatches, given,
+            reports, self._config, cp_group_size=1, is_last_stage=last)
+        if communicated != _operations() and parallel_state.get_data_parallel_world_size() > 1:
+            raise UnsupportedError("forward_step or the loss function communicates in Megatron's data- or "
+                                   "model-parallel group, whose other members are not there: a micro-batch may run "
+                                   "anywhere. Return (sum of losses, number of tokens, {name: value}) of it alone")
+        if last:
+            report = self._report(reports[0], float(tokens))
+            return Forward((given, output), (), torch.tensor(_mean(report[1:3])), report, (output,))
+        sent = output.detach()
+        if torch.is_grad_enabled():
+            deallocate_output_tensor(output, self._config.deallocate_pipeline_outputs)
+        return Forward((given, output), (sent,), None, roots=(output,))
+
+    def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        given, output = forward.saved
+        for_inputs = backward_step(given, output, gradients[0] if gradients else None, get_model_type(self._model),
+                                   self._config)
+        if given is None:
+            return []
+        return [torch.zeros_like(given) if for_inputs is None else for_inputs]
+
+    def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
+        counted = self._counted(gradients)
+        if not counted:
+            return 0.0
+        overflow = torch.zeros(1, dtype=torch.int, device=self.device)
+        norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [counted], False)
+        if self._model.ddp_config.check_for_nan_in_grad and not math.isfinite(norm.item()):
+            raise VerificationError(
+                f"the norm of this stage's gradient is {norm.item()}: look at the data and the learning rate, or train "
+                "on with --no-check-for-nan-in-loss-and-grad (check_for_nan_in_grad of DistributedDataParallelConfig)")
+        return (norm**2.0).item()
+
+    def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
+        if not self.counts_zeros:
+            return 0.0
+        counted = self._counted(gradients)
+        return float(sum(gradient.numel() - int(torch.count_nonzero(gradient)) for gradient in counted))
+
+    @property
+    def counts_zeros(self) -> bool:
+        """Whether Megatron is to log how many gradients are zero."""
+        return bool(self._single.config.log_num_zeros_in_grad)
+
+    def _counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that count in statistics of the whole model: no second copies of another stage's or part's."""
+        gradient_of = dict(zip(self.parameters, gradients, strict=True))
+        # In the optimizer's order, as stock: the order decides the last bits.
+        return [gradient_of[parameter].float() for parameter in self._optimized()
+                if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)]
+
+    def norm(self, norm_squares: Sequence[float]) -> float:
+        """The global gradient norm as Megatron logs it and clips by."""
+        total = torch.zeros(1)
+        for value in norm_squares:
+            total += value
+        return total.item() ** 0.5
+
+    def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
+        """Stock's clipping. By a norm that is not a number nothing is clipped."""
+        limit = self._single.config.clip_grad
+        clip = limit / (self.norm(norm_squares) + 1.0e-6) if limit > 0 else 1.0
+        return clip if clip < 1.0 else 1.0
+
+    def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.main_grad.copy_(gradient)
+        self._coefficient = coefficient
+        with self.rates.of_next_step():
+            self._stock_step()
+        for parameter in self.parameters:
+            parameter.grad = None  # Megatron points it to main_grad; the next backward must not add to that
+        self.script.stepped()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        tensors = {f"parameter {index}": parameter.data for index, parameter in enumerate(self.parameters)}
+        for index, parameter in enumerate(self._single.get_parameters()):
+            tensors[f"main {index}"] = parameter.data  # the model's own again, unless they are of 16 bits
+            for key, value in self._single.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key} {index}"] = value
+        return tensors
+
+    def fixed(self) -> dict[str, torch.Tensor]:
+        trained = set(map(id, self.parameters))
+        frozen = {f"frozen {name}": parameter.data for name, parameter in self._model.named_parameters()
+                  if id(parameter) not in trained}
+        return {**frozen, **{f"buffer {name}": value for name, value in self._model.named_buffers()}}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
+        self.reset_state(tensors.keys())
+        self.rates.expect(counters["rates"])
+        own, optimized = {**self.state(), **self.fixed()}, self._single.get_parameters()
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                if name in own:
+                    own[name].copy_(tensor)
+                else:  # the optimizer makes its state at the first step
+                    key, index = name.rsplit(" ", 1)
+                    self._single.optimizer.state[optimized[int(index)]][key] = tensor
+        self.set_counters(counters)
+        groups = copy.deepcopy(counters["groups"])
+        for group, others in zip(self._single.optimizer.param_groups, groups, strict=True):
+            group.update(others)
+
+    def reset_state(self, names: Collection[str]) -> None:
+        states = self._single.optimizer.state
+        for index, parameter in enumerate(self._single.get_parameters()):
+            kept = states.get(parameter, {})
+            for key in [key for key in kept if isinstance(kept[key], torch.Tensor) and f"{key} {index}" not in names]:
+                del kept[key]
+            if not kept:
+                states.pop(parameter, None)
+
+    references: dict[str, Any] = {}  # noqa: RUF012  (nothing)
+    """Rates are noted when an iteration begins (`megatron_rates`)."""
+    functions: Sequence[Any] = ()
+
+    def refer(self, references: Mapping[str, Any]) -> None:
+        pass
+
+    @property
+    def may_guess_wrong(self) -> bool:
+        return self._single.config.clip_grad > 0
+
+    def counters(self) -> Any:
+        groups = [{key: value for key, value in group.items() if key not in ("params", *SET_BY_LOOP)}
+                  for group in self._single.optimizer.param_groups]
+        return copy.deepcopy({"steps": self.rates.steps, "groups": groups, "keys": self._keys,
+                              "rates": self.rates.told()})
+
+    def set_counters(self, counters: Any) -> None:
+        self.rates.steps = counters["steps"]
+        self._keys = {**counters["keys"], **self._keys}  # one that comes in has not run a loss function yet
+        for group, own in zip(self._single.optimizer.param_groups, copy.deepcopy(counters["groups"]), strict=True):
+            group.update({key: value for key, value in own.items() if key in SET_BY_STEP})
+
+    def regroup(self, groups: Groups) -> None:
+        """Only tensor-parallel layers still compute in a group of Megatron's (see `megatron_groups`)."""
+        if groups.siblings is not None:
+            self._tensor_group.use(groups.siblings)
+
+    def reports(self, table: torch.Tensor, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch that has
+        run; of none, not a number."""
+        keys = self._keys.get(_kind(not forward_only)) or self._keys.get(_kind(True), [])
+        rows = [row for row in table.tolist() if row[-1]] or [[math.nan] * self.report_width]
+        return [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)
+                 for index, (key, size) in enumerate(keys)} for row in rows]
+
+    def _report(self, values: Any, tokens: float) -> tuple[float, ...]:
+        if not isinstance(values, Mapping):
+            raise UnsupportedError(f"the loss function reports a {type(values).__name__}: let it return (loss, {{name: "
+                                   "value}) or (sum of losses, number of tokens, {name: value})")
+        numbers_of = {key: torch.as_tensor(value).flatten().tolist() for key, value in values.items()}
+        keys = [(key, len(numbers)) for key, numbers in numbers_of.items()]
+        if len(keys) > _KEYS or any(size not in (1, 2) for _, size in keys):
+            raise UnsupportedError(f"the loss function reports {dict(keys)}; at most {_KEYS} values of one or two "
+                                   "numbers each are supported")
+        kind = _kind(torch.is_grad_enabled())
+        before = self._keys.setdefault(kind, keys)
+        if keys != before:
+            raise UnsupportedError(f"the loss function reports {dict(keys)} of one micro-batch and {dict(before)} of "
+                                   "another: let it report the same values for all of them")
+        numbers = [tokens]
+        for value in numbers_of.values():
+            numbers += [*value, 0.0][:2]
+        return (*numbers, *[0.0] * (self.report_width - 1 - len(numbers)), 1.0)
+
+    def _gradient_dtype(self) -> torch.dtype:
+        kinds = {parameter.main_grad.dtype for parameter in self.parameters}
+        if len(kinds) > 1:
+            raise UnsupportedError(f"gradients of one stage are summed in different types ({kinds}); set "
+                                   "grad_reduce_in_fp32 (--accumulate-allreduce-grads-in-fp32)")
+        return kinds.pop()
+
+    def _find_ties(self) -> None:
+        last = parallel_state.get_pipeline_model_parallel_world_size() - 1
+        part = get_attr_wrapped_model(self._model, "pre_process", return_model_obj=True)
+        if not part.share_embeddings_and_output_weights:
+            return
+        self.tied_stages = ((0, last),)
+        weight = (part.shared_embedding_or_output_weight()
+                  if parallel_state.get_pipeline_model_parallel_rank() in (0, last) else None)
+        if hasattr(weight, "main_grad"):  # not if it is frozen
+            self.ties = [Tie(weight, (0, last))]
+
+    def _optimized(self) -> list[nn.Parameter]:
+        """The parameters in the optimizer's order; where it keeps fp32 copies, the model's own."""
+        own = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in self.parameters}
+        return [own[id(parameter)] for parameter in self._single.get_parameters()]
+
+    def _take_over(self, optimizer: MegatronOptimizer) -> None:
+        self._single, = single_optimizers(optimizer)
+        stock: Callable[[], Any] = optimizer.step
+        self._stock_step = stock
+        # Its step does not ask other ranks for norm and zeros. Not a number: no norm by which anything is clipped.
+        for part in (optimizer, self._single):
+            part.get_grad_norm = part.count_zeros = lambda: math.nan
+        self._single.clip_grad_norm = lambda limit: math.nan
+        stock_end: Callable[[], bool] = self._single.step_with_ready_grads
+
+        def step_with_ready_grads() -> bool:
+            self._clip()
+            return stock_end()
+
+        self._single.step_with_ready_grads = step_with_ready_grads
+        optimizer.step = self._single.step = self._hand_out
+
+    def _hand_out(self) -> tuple[Any, ...]:
+        self.script.takes_step()
+        return self.result
+
+    def _clip(self) -> None:
+        """As stock: the gradients that the optimizer steps with, which are fp32 copies where the reduced ones have 16
+        bits, by stock's kernel."""
+        if self._coefficient == 1.0:
+            return
+        gradients = [parameter.grad for parameter in self._single.get_parameters() if parameter.grad is not None]
+        overflow = torch.zeros(1, dtype=torch.int, device=self.device)
+        multi_tensor_applier(multi_tensor_scale_impl, overflow, [gradients, gradients], self._coefficient)
+
+
+def _operations() -> int:
+    """Operations so far in Megatron's groups for data and model parallelism, which are one that has no other member
+    (see `megatron_groups`)."""
+    return int(parallel_state.get_data_parallel_group()._get_sequence_number_for_group())
+
+
+def _kind(training: bool) -> str:
+    return "training" if training else "evaluation"
+
+
+def _mean(value: Sequence[float]) -> float:
+    """A reported value as one number; ``value`` is (number, 0) or (sum, count)."""
+    return value[0] / value[1] if value[1] else value[0]

@@ -1,0 +1,100 @@
+"""What the Megatron backend does not keep correct yet, refused before training with the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+    MegatronOptimizer,
+)
+
+from megatron_recycle.backends.hidden_state import statistics
+from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message
+from megatron_recycle.backends.megatron.script import foreign_synchronisation
+from megatron_recycle.errors import UnsupportedError
+
+
+def optimizer_of(config: Any) -> MegatronOptimizer:
+    """The optimizer that Megatron's own training loop ties to a model's configuration. Raises UnsupportedError."""
+    optimizer = getattr(config.grad_scale_func, "__self__", None)
+    if not isinstance(optimizer, MegatronOptimizer):
+        raise UnsupportedError("the optimizer cannot be found from the model: set config.grad_scale_func = "
+                               "optimizer.scale_loss before the first call of forward_backward_func(), also if that is "
+                               "an evaluation, as Megatron's own training loop does. A job that only evaluates needs "
+                               "no plugin: start it without (torchrun, or RECYCLE_ENABLED=false)")
+    return optimizer
+
+
+def single_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimizer]:
+    return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+
+
+def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer) -> list[str]:
+    """Raises UnsupportedError that lists everything about this job that cannot be kept correct.
+
+    Returns lines on options that it has set otherwise, in the configurations (see `megatron_options`).
+    """
+    singles = single_optimizers(optimizer)
+    holders = [_sizes(), config, *([models[0].ddp_config] if hasattr(models[0], "ddp_config") else []),
+               *(single.config for single in singles[:1])]
+    found, changed = apply(ANYWHERE, holders)
+    if len(models) != 1:
+        found.append("virtual pipelines: give one model per worker")
+    elif not isinstance(models[0], DistributedDataParallel):
+        found.append(f"{type(models[0]).__name__} around the model: wrap it in megatron.core.distributed."
+                     "DistributedDataParallel")
+    if config.finalize_model_grads_func not in (None, finalize_model_grads):
+        found.append("a finalize_model_grads_func of your own: gradients are final when the plugin has reduced them")
+    found += [f"a {name} of your own: the plan decides when gradients are reduced; leave it unset"
+              for name in foreign_synchronisation(config, models)]
+    found += _optimizer(singles)
+    parts = [part for model in models for part in model.modules()]
+    found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
+              for model in models for name, part in statistics(model)]
+    foreign = sorted({type(part).__name__ for part in parts if type(part).__module__.startswith("transformer_engine")})
+    if foreign:
+        found.append(f"Transformer Engine layers ({', '.join(foreign)}): use the local implementation "
+                     "(--transformer-impl local)")
+    if found:
+        raise UnsupportedError(message(found))
+    return changed
+
+
+def check_call(keywords: Mapping[str, Any], microbatches: int) -> None:
+    """Raises UnsupportedError if forward_backward_func() is called with what cannot be kept correct.
+
+    ``microbatches`` is the number of micro-batches that the job began with.
+    """
+    if keywords["num_microbatches"] != microbatches:
+        raise UnsupportedError(f"the number of micro-batches changed from {microbatches} to "
+                               f"{keywords['num_microbatches']}: leave --rampup-batch-size out, and evaluate with the "
+                               "global batch size of training")
+    for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection",
+                 "force_all_reduce"):
+        if keywords.get(name):
+            raise UnsupportedError(f"forward_backward_func({name}=...) is not supported yet; leave it out")
+
+
+def _sizes() -> SimpleNamespace:
+    """The parallel groups' sizes as they are, whatever a configuration says of them."""
+    return SimpleNamespace(
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size())
+
+
+def _optimizer(singles: Sequence[MegatronOptimizer]) -> list[str]:
+    if len(singles) == 1 and type(singles[0]) in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+        return []
+    if singles and (singles[0].config.optimizer_cpu_offload or singles[0].config.use_distributed_optimizer):
+        return []  # named already
+    names = ", ".join(type(single).__name__ for single in singles)
+    return [f"optimizer {names}: use one of Megatron's plain ones (--optimizer adam or sgd)"]

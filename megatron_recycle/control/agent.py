@@ -1,0 +1,407 @@
+"""The worker's side of membership: a thread that the training thread cannot block.
+
+The training thread polls `stop_generation` between two actions (an attribute read, no lock), reports when it
+stands still, and waits for the go of the next generation. `on_stop` runs in the agent's own thread the moment
+a stop arrives, so that transports are aborted under a training thread that hangs in one.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.control.link import Link
+from megatron_recycle.control.wire import Message
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership.detectors import Doing
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.messages import TO_WORKER, check_report
+from megatron_recycle.membership.notices import MEMBER
+from megatron_recycle.membership.resume import RESTART, Resume
+
+_GLANCE = 0.5
+"""Seconds between looks at the connection while the training thread waits."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Generations below `generation` are over; `role` is "member" for those that go on in it, else "outside".
+    `missing` positions have nobody."""
+
+    generation: int
+    role: str
+    missing: int
+
+
+@dataclass(frozen=True)
+class Go:
+    """How `generation` goes on. `plan` is a plan file's content, `prefix` the store prefix of its groups. With
+    `closing` it does not train: the job ends with these words, once its members have said `saved`."""
+
+    generation: int
+    attempt: int
+    members: Mapping[str, str]
+    plan: Mapping[str, Any]
+    resume: Resume
+    prefix: str
+    closing: str | None = None
+    left_out: Sequence[tuple[int, str]] = ()
+    """Iterations and their micro-batches (``1.3``) that the job goes on without."""
+    tries: int = 0
+    """Generations with the same members in a row before this one, without progress."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for
+    which all members wait at that boundary until the next generation is decided."""
+
+    generation: int
+    number: int
+    plan: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The job is over, or goes on without this process."""
+
+    status: int
+    message: str
+
+
+class Agent:
+    """Membership of one training process.
+
+    Args:
+        address: "host:port" of the coordinator (RECYCLE_COORDINATOR).
+        token: the job's token (RECYCLE_TOKEN).
+        worker: position "d:s" in the grid.
+        rank: global rank.
+        incarnation: random text, different for every process that ever stands at this position.
+        heartbeat_interval: seconds between signs of life.
+        on_stop: called with a `Stop` in the agent's thread at once; it must return soon.
+        on_end: called with an `Ended` in the agent's thread at once.
+        patience: seconds that a waiting training thread bears a coordinator that cannot be reached, be it for the
+            coordinator or for other workers that it waits.
+        joining: the job runs already, and this process waits to be taken in.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        worker: str,
+        rank: int,
+        incarnation: str,
+        heartbeat_interval: float = 0.5,
+        on_stop: Callable[[Stop], None] | None = None,
+        on_end: Callable[[Ended], None] | None = None,
+        patience: float = 60.0,
+        pid: int | None = None,
+        host: str | None = None,
+        joining: bool = False,
+    ) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.stop_generation = 0
+        """Highest generation announced by a stop; the training thread polls it between actions."""
+        self.progress: Callable[[], Mapping[str, Any]] | None = None
+        """Says where the training thread is, with every sign of life; asked in the agent's thread."""
+        self.doing: Callable[[], Mapping[str, Any]] | None = None
+        """Says what the training thread is in and for how long (`detectors.Doing`); asked in the agent's thread."""
+        self.ended: Ended | None = None
+        """Set when the job is over; the training thread polls it, or meets JobEnded when it waits."""
+        self.offer: Offer | None = None
+        """The latest better plan for the current generation."""
+        self.missing = 0
+        """Positions that the last stop left without a process."""
+        self.outside = joining
+        """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. So does a part of
+        a worker that has lost another part, until there is one again."""
+        self._heard = self._errors = self._answered = 0
+        self._leave_asked = self._leave_told = False
+        self._identity = {
+            "type": "hello",
+            "role": "worker",
+            "worker": worker,
+            "rank": rank,
+            "incarnation": incarnation,
+            "pid": os.getpid() if pid is None else pid,
+            "host": socket.gethostname() if host is None else host,
+        }
+        self._on_stop = on_stop
+        self._on_end = on_end
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._ready: Message | None = None
+        self._latest: dict[str, Message] = {}
+        self._go: Go | None = None
+        self._link = Link(
+            address,
+            token,
+            hello=self._hello,
+            handle=self._handle,
+            beat=self._beat,
+            interval=heartbeat_interval,
+            known=TO_WORKER,
+            name="recycle-agent",
+            failed=self._alone,
+        )
+
+    @property
+    def generation(self) -> int:
+        """The generation of the last go; 0 before the first."""
+        return 0 if self._go is None else self._go.generation
+
+    @property
+    def breaks_off(self) -> bool:
+        """Whether what all ranks do together outside of training is to be given up: one of them is gone, or has left it
+        for a newer generation. Not at the end of the job, when the script may still go on."""
+        return self.missing > 0 or self.ended is None
+
+    @property
+    def out_of_reach(self) -> bool:
+        """Whether there is no connection to the coordinator at present."""
+        return self._link.lost_since is not None
+
+    def start(self) -> None:
+        """Connect, in the background, and give signs of life from now on."""
+        self._link.start()
+
+    def ready(self, description: Mapping[str, Any], report: Mapping[str, Any],
+              learnt: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The engine is built. `description` must be equal on all workers; then `wait_go(1)`. `learnt` is what this
+        process was told by others until now, for one that joins later."""
+        check_report(report)
+        self._heard = self.stop_generation
+        self._ready = {"type": "ready", "description": dict(description), "report": dict(report),
+                       "learnt": list(learnt)}
+        self._link.send(self._ready)
+
+    def wait_taken_in(self) -> Go | None:
+        """Block until a generation has this process as a member, after `ready`.
+
+        Returns None if it was taken in and the generation is over again: say `ready` once more.
+
+        Raises:
+            JobEnded: as for `wait_go`.
+        """
+        before, heard = self.generation, self._heard
+
+        def arrived() -> bool:
+            return self.generation > before and self.generation >= self.stop_generation
+
+        self._wait(lambda: arrived() or (self.outside and self.stop_generation > heard), None, "a place in the job")
+        return self._go if arrived() else None
+
+    def wait_stop(self, generation: int) -> None:
+        """Block until a generation above `generation` is announced. Raises JobEnded as `wait_go` does."""
+        self._wait(lambda: self.stop_generation > generation, None, "the next generation")
+
+    def boundary(self, generation: int, iteration: int) -> None:
+        """All before `iteration` is committed here, and this worker waits before it, as agreed: see `wait_stop`."""
+        self._send_kept({"type": "boundary", "generation": generation, "iteration": iteration, "t": time.time()})
+
+    def leave(self) -> None:
+        """Ask to leave at the next boundary; until then go on. Safe in a signal handler: told with the next sign of
+        life."""
+        self._leave_asked = True
+
+    @property
+    def leaving(self) -> bool:
+        """Whether `leave` was called."""
+        return self._leave_asked
+
+    def report(self, generation: int, report: Mapping[str, Any]) -> None:
+        """The training thread stands still for `generation`; see `resume.decide` for the report's fields."""
+        check_report(report)
+        self._send_kept({"type": "report", "generation": generation, "report": dict(report)})
+
+    def wait_go(self, generation: int, timeout: float | None = None) -> Go | None:
+        """Block until `generation` may go on.
+
+        Returns None if a newer stop came instead: report again, for `stop_generation`.
+
+        Raises:
+            JobEnded: the job is over, or the coordinator cannot be reached for `patience` seconds.
+            TimeoutError: nothing came within `timeout` seconds.
+        """
+
+        def arrived() -> bool:
+            return self._go is not None and self._go.generation == generation
+
+        self._wait(lambda: arrived() or self.stop_generation > generation, timeout, f"the go of {generation}")
+        return self._go if self.stop_generation <= generation else None
+
+    def holds(self, generation: int, received: Mapping[str, Any]) -> None:
+        """This process, which came in with `generation`, has all of its stage's state, checked; `received` says what
+        it took (bytes, ms)."""
+        self._send_kept({"type": "holds", "generation": generation, "received": dict(received)})
+
+    def resumed(self, generation: int, t: float | None = None) -> None:
+        """The first action of `generation` begins (at `t`, default now)."""
+        moment = time.time() if t is None else t
+        self._send_kept({"type": "resumed", "generation": generation, "t": moment})
+
+    def committed(self, iteration: int, loss: float | None = None) -> None:
+        """`iteration` is validated and stepped here."""
+        self._send_kept({"type": "committed", "iteration": iteration, "generation": self.generation, "loss": loss})
+
+    def event(self, name: str, **fields: Any) -> None:
+        """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""
+        self._link.send({"type": "event", "event": name, "fields": fields})
+
+    def hint(self, generation: int, error: str) -> None:
+        """A communication error: never a verdict, since errors cascade. If nobody turns out to have failed, a new
+        generation with the same members follows."""
+        self._send_kept({"type": "hint", "generation": generation, "error": error})
+
+    def raised(self, fault: Fault) -> bool:
+        """The training thread has met this error. Returns when the coordinator has decided what follows, or cannot be
+        reached for `patience` seconds; whether this worker is to go on without what it did, in the next generation."""
+        number = self._errors = self._errors + 1
+        self._send_kept({"type": "raised", "number": number, "fault": fault.to_json(), "t": time.time()})
+        try:
+            self._wait(lambda: self._answered == number, None, "a decision")
+        except JobEnded:
+            return False
+        return True
+
+    def saved(self, generation: int, place: str, error: str) -> None:
+        """This worker's part of a last checkpoint is at ``place``, or, with an ``error``, nowhere; wait for the end of
+        the job. Returns if another generation comes instead. Raises JobEnded."""
+        self._send_kept({"type": "saved", "generation": generation, "place": place, "error": error})
+        self._wait(lambda: self.stop_generation > generation, None, "the end of the job")
+
+    def adopted(self, generation: int, iteration: int, digest: str) -> None:
+        """The offered plan of this digest is in use from `iteration` on."""
+        message = {"type": "adopted", "generation": generation, "iteration": iteration, "digest": digest}
+        self._send_kept(message)
+
+    def finished(self, timeout: float | None = None) -> bool:
+        """The script has nothing more to do; stand by until that is so everywhere.
+
+        Returns True when the job has finished. Returns False if a stop came instead, because another worker
+        failed and may need this one: report, wait for the go, recover, and call again.
+
+        Raises:
+            JobEnded: the job failed, or the coordinator cannot be reached for `patience` seconds.
+            TimeoutError: as for `wait_go`.
+        """
+        generation = self.generation
+        self._send_kept({"type": "finished", "generation": generation})
+        try:
+            self._wait(lambda: self.stop_generation > generation, timeout, "the end of the job")
+        except JobEnded as ended:
+            if ended.status == 0:
+                return True
+            raise
+        return False
+
+    def ending(self, fault: Fault | None = None) -> None:
+        """The script has failed, with this error if one is known, and this process ends: others need not wait until the
+        interpreter is torn down, which takes seconds on a busy machine."""
+        self._link.send({"type": "ending", "fault": None if fault is None else fault.to_json(), "t": time.time()})
+
+    def close(self) -> None:
+        """Send what is queued and end the thread. The coordinator is not told: see `finished` and `ending`."""
+        self._link.close()
+
+    def _send_kept(self, message: Message) -> None:
+        """Send, and send again after a reconnect; only the latest of each type matters."""
+        self._latest[message["type"]] = message
+        self._link.send(message)
+
+    def _hello(self) -> list[Message]:
+        first: list[Message] = [{**self._identity, "generation": self.generation}]
+        if self._ready is not None and (self._go is None or self.outside):
+            first.append(self._ready)
+        return first + [self._latest[key] for key in tuple(self._latest)]
+
+    def _beat(self) -> Message:
+        if self._leave_asked and not self._leave_told:
+            self._leave_told = True
+            self._send_kept({"type": "leave"})
+        where = {} if self.progress is None else self.progress()
+        doing = {} if self.doing is None else {"doing": self.doing()}
+        return {"type": "heartbeat", "progress": {**where, **doing} or None}
+
+    def _wait(self, reached: Callable[[], bool], timeout: float | None, what: str) -> None:
+        limit = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not reached():
+                if self.ended is not None:
+                    raise JobEnded(self.ended.message, self.ended.status)
+                now, lost = time.monotonic(), self._link.lost_since
+                if lost is not None and now - lost > self._patience:
+                    raise JobEnded(self._out_of_reach())
+                if limit is not None and now >= limit:
+                    raise TimeoutError(f"worker {self.worker} has waited {timeout} s for {what}")
+                self._changed.wait(_GLANCE if limit is None else min(_GLANCE, limit - now))
+            if self.ended is not None:
+                raise JobEnded(self.ended.message, self.ended.status)
+
+    def _handle(self, message: Message) -> None:
+        """In the agent's thread: one message of the coordinator."""
+        kind = message["type"]
+        if kind == "stop":
+            self._stopped(Stop(message["generation"], message["role"], message["missing"]))
+        elif kind == "go":
+            self._goes(message)
+        elif kind == "offer" and message["generation"] == self.generation:
+            self.offer = Offer(message["generation"], message["number"], message["plan"])
+        elif kind == "answer":
+            with self._changed:
+                self._answered = message["number"]
+                self._changed.notify_all()
+        elif kind == "end":
+            self._end(Ended(message["status"], message["message"]))
+
+    def _end(self, ended: Ended) -> None:
+        if self.ended is not None:
+            return
+        self.ended = ended
+        with self._changed:
+            self._changed.notify_all()
+        if self._on_end is not None:
+            self._on_end(ended)
+
+    def _alone(self) -> None:
+        """In the agent's thread: the coordinator cannot be reached. Training goes on without it, unless what the
+        training thread waits for never comes: on the wrong side of a cut no error says so."""
+        lost, doing = self._link.lost_since, None if self.doing is None else Doing.read(self.doing())
+        if lost is None or doing is None or not doing.waits or time.monotonic() - lost <= self._patience:
+            return
+        if doing.for_s > max(self._patience, doing.limit_s or 0.0):
+            self._end(Ended(1, self._out_of_reach()))
+
+    def _out_of_reach(self) -> str:
+        return (f"the coordinator at {self._link.address} cannot be reached for {self._patience:.0f} s "
+                f"({self._link.error}); without it no failure can be recovered. {RESTART}")
+
+    def _stopped(self, stop: Stop) -> None:
+        if stop.generation <= self.stop_generation:
+            return
+        with self._changed:
+            self.outside = stop.role != MEMBER
+            self.stop_generation = stop.generation
+            self.missing = stop.missing
+            self.offer = None
+            self._changed.notify_all()
+        if self._on_stop is not None:
+            self._on_stop(stop)
+
+    def _goes(self, message: Message) -> None:
+        if message["generation"] <= self.generation or message["generation"] < self.stop_generation:
+            return
+        names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out")
+        go = Go(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
+        with self._changed:
+            self.outside = False
+            self._go = go
+            self._changed.notify_all()

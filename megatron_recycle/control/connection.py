@@ -1,0 +1,114 @@
+"""One accepted connection of the coordinator: bytes to checked messages, and nothing else.
+
+A peer that does not prove the token in time, sends what is not due, or does not read what it is sent, is
+closed. No message of a connection is acted on before all of the frame has been authenticated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from megatron_recycle.control.sockets import watch_peer
+from megatron_recycle.control.wire import Message, Session, WireError, encode
+from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_NEWCOMER, FROM_WORKER, check
+
+_ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER}
+_UNREAD_LIMIT = 32 * 1024 * 1024
+"""Bytes that may wait for a peer before it is cut off."""
+
+
+_UNANSWERED = 30.0
+"""Seconds after which a connection counts as ended to a peer whose kernel acknowledges nothing. Whether the peer is a
+member is decided long before, by its heartbeats; this only keeps dead connections from piling up."""
+
+
+class Owner(Protocol):
+    """What a connection needs of the coordinator."""
+
+    token: str
+    hello_timeout: float
+
+    def connected(self, connection: Connection) -> None: ...
+    def disconnected(self, connection: Connection) -> None: ...
+    def refused(self, source: str, reason: str) -> None: ...
+    def received(self, connection: Connection, message: Message) -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """`role` is "worker", "launcher" or "newcomer" once the peer has said hello; `incarnation` (a worker's) and `host`
+    (a launcher's) are set by the owner."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.role: str | None = None
+        self.incarnation: str | None = None
+        self.host: str | None = None
+        self.source = "?"
+        self._owner = owner
+        self._session = Session.server(owner.token)
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        peer = transport.get_extra_info("peername")
+        self.source = str(peer[0]) if peer else "?"
+        connection = transport.get_extra_info("socket")
+        watch_peer(connection, _UNANSWERED)
+        transport.write(self._session.greeting())
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(self._owner.hello_timeout, self._refuse, "no hello in time")
+        self._owner.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for message in self._session.feed(data):
+                self._accept(message)
+        except WireError as error:
+            self._refuse(str(error))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._owner.disconnected(self)
+
+    def send(self, message: Message) -> None:
+        """Queue `message` for the peer; nothing happens if it is gone."""
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        """As `send`, of what `wire.encode` gave: for what many are told."""
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(self._session.seal_encoded(encoded))
+        if self._transport.get_write_buffer_size() > _UNREAD_LIMIT:
+            self._refuse("it does not read what it is sent")
+
+    def close(self) -> None:
+        """Close after what is queued has been sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def _accept(self, message: Message) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        if self.role is None:
+            role = message.get("role")
+            if message["type"] != "hello" or role not in _ROLES:
+                raise WireError("the first message is no hello of a worker, a launcher or a newcomer")
+            check(message, _ROLES[role])
+            self.role = role
+            if self._deadline is not None:
+                self._deadline.cancel()
+        elif message["type"] == "hello":
+            raise WireError("a second hello on one connection")
+        else:
+            check(message, _ROLES[self.role])
+        self._owner.received(self, message)
+
+    def _refuse(self, reason: str) -> None:
+        self._owner.refused(self.source, reason)
+        if self._transport is not None:
+            self._transport.abort()

@@ -1,0 +1,202 @@
+"""A connection to the coordinator that runs in a thread of its own and comes back after every loss.
+
+The owner hands messages over without ever blocking; the thread sends them, sends signs of life at a steady
+pace and hands on what comes in. After a reconnect `hello` says what the coordinator must be told again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_recycle.control.sockets import watch_peer
+from megatron_recycle.control.wire import Message, Session, WireError
+from megatron_recycle.membership.messages import check
+
+_RETRY = (0.05, 1.0)
+"""First and longest pause in seconds between attempts to connect."""
+_CONNECT_TIMEOUT = 5.0
+_UNANSWERED = 5.0
+"""Seconds, at least ten signs of life, without the peer's kernel acknowledging one: the connection is dead then, and
+another one is tried. Too early costs a reconnect, nothing else."""
+
+log = logging.getLogger(__name__)
+
+
+class Link:
+    """See the module. The callables run in the link's thread; an exception of `handle` is logged, no more.
+
+    Args:
+        address: "host:port" of the coordinator.
+        hello: the first messages of every connection.
+        known: the messages that may come in, for `messages.check`.
+        beat: the sign of life, sent every `interval` seconds.
+        failed: called after every attempt to connect that failed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: str,
+        *,
+        hello: Callable[[], Sequence[Message]],
+        handle: Callable[[Message], None],
+        beat: Callable[[], Message],
+        interval: float,
+        known: Mapping[str, Mapping[str, Any]],
+        name: str,
+        failed: Callable[[], None] | None = None,
+    ) -> None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ValueError(f"the coordinator's address {address!r} is not of the form HOST:PORT")
+        self.address = address
+        self.error: str | None = None
+        self.lost_since: float | None = time.monotonic()
+        self.refused_since: float | None = None
+        """Since when every attempt was refused: the host is there, and the coordinator of this job is not."""
+        self._target = (host.strip("[]"), int(port))
+        self._token = token
+        self._hello = hello
+        self._handle = handle
+        self._beat = beat
+        self._interval = interval
+        self._known = known
+        self._alone = failed
+        self._outbox: deque[Message] = deque()
+        self._closing = threading.Event()
+        self._drained = threading.Event()
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_in.setblocking(False)
+        self._wake_out.setblocking(False)
+        self._socket: socket.socket | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        # A forked child (a data loader) must not keep the connection open when this process is gone.
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(reference))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, message: Message) -> None:
+        """Queue `message`; never blocks."""
+        self._drained.clear()
+        self._outbox.append(message)
+        self._wake()
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Send what is queued, if that is possible within `timeout` seconds, and end the thread."""
+        self._closing.set()
+        self._wake()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._drained.wait(timeout)
+            self._thread.join(timeout)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_out.send(b"w")
+        except (BlockingIOError, OSError):
+            return  # full: the thread will wake anyway; closed: there is no thread
+
+    def _run(self) -> None:
+        pause = _RETRY[0]
+        while not self._closing.is_set():
+            try:
+                self._socket = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT)
+                with self._socket:
+                    if self._socket.getsockname() == self._socket.getpeername():
+                        raise ConnectionRefusedError("met itself: nobody listens there")
+                    self._serve(self._socket)
+            except (OSError, WireError) as error:
+                self._failed(error)
+            pause = _RETRY[0] if self.lost_since is None else min(pause * 2, _RETRY[1])
+            if self.lost_since is None:
+                self.lost_since = time.monotonic()
+            elif self._alone is not None:
+                self._alone()
+            self._closing.wait(pause)
+        self._drained.set()
+
+    def _failed(self, error: Exception) -> None:
+        refused = isinstance(error, (ConnectionRefusedError, WireError))
+        self.refused_since = (self.refused_since or time.monotonic()) if refused else None
+        text = str(error) or type(error).__name__
+        if text != self.error:
+            log.warning("recycle: connection to the coordinator at %s: %s", self.address, text)
+        self.error = text
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One connection from its greeting to its end."""
+        watch_peer(connection, max(_UNANSWERED, 10 * self._interval))
+        connection.setblocking(False)
+        session = Session.client(self._token)
+        unsent = bytearray()
+        due = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(connection, selectors.EVENT_READ)
+            selector.register(self._wake_in, selectors.EVENT_READ)
+            while True:
+                now = time.monotonic()
+                if session.open:
+                    if now >= due:
+                        self._outbox.append(self._beat())
+                        due = now + self._interval
+                    while self._outbox:
+                        unsent += session.seal(self._outbox.popleft())
+                if unsent:
+                    _push(connection, unsent)
+                if self._closing.is_set() and not unsent and not self._outbox:
+                    return
+                interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
+                selector.modify(connection, interest)
+                wait = max(0.0, due - now) if session.open else _CONNECT_TIMEOUT
+                for key, events in selector.select(wait):
+                    if key.fileobj is self._wake_in:
+                        self._wake_in.recv(4096)
+                    elif events & selectors.EVENT_READ:
+                        unsent += self._receive(connection, session)
+
+    def _receive(self, connection: socket.socket, session: Session) -> bytes:
+        """Hands on what has come in; returns the first frames to send if the greeting was part of it."""
+        data = connection.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError("closed by the coordinator")
+        was_open = session.open
+        received = session.feed(data)
+        first = b""
+        if session.open and not was_open:
+            first = b"".join(session.seal(message) for message in self._hello())
+            self.lost_since = self.refused_since = self.error = None
+        for message in received:
+            check(message, self._known)
+            try:
+                self._handle(message)
+            except Exception:  # the owner's callback: its failure must not silence the heartbeats
+                log.exception("recycle: handling a %s message failed", message["type"])
+        return first
+
+
+def _push(connection: socket.socket, unsent: bytearray) -> None:
+    try:
+        sent = connection.send(unsent)
+    except BlockingIOError:
+        return
+    del unsent[:sent]
+
+
+def _forget(reference: weakref.ref[Link]) -> None:
+    link = reference()
+    if link is None:
+        return
+    if link._socket is not None:
+        link._socket.close()
+    link._wake_in.close()
+    link._wake_out.close()

@@ -1,0 +1,65 @@
+"""What must be remembered of a decision is on disk before anybody hears of it, or the decision is not made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from megatron_recycle.control.journal import Journal
+from megatron_recycle.membership import notices
+from megatron_recycle.membership.decisions import Decision, Note, Step, Store
+from megatron_recycle.membership.inputs import Input
+from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.state import State
+
+log = logging.getLogger(__name__)
+
+
+class Memory:
+    """The machine's steps, remembered in a journal. A disk that does not take them costs as little as it can: what the
+    job can do without is left out, then not begun; where neither helps the job ends."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._forgets = False
+
+    def step(self, before: State, happened: Input, now: float) -> Step:
+        """As `machine.step`; the records among the decisions are on disk."""
+        for offers in (True, False):
+            after, decisions = step(before, happened, now, offers)
+            try:
+                self._write(decisions)
+                return after, decisions
+            except OSError as error:
+                failed = error
+        log.error("recycle: %s", text := notices.unwritable(self._journal.path, failed))
+        after, decisions = notices.end(before, 1, text, now)
+        self._write(decisions)
+        return after, decisions
+
+    def note(self, note: Note) -> None:
+        """Keep it if the disk takes it."""
+        try:
+            self._journal.note(note.record)
+        except OSError as error:
+            self._forgotten(error)
+
+    def close(self) -> None:
+        self._journal.close()
+
+    def _write(self, decisions: Iterable[Decision]) -> None:
+        """Raises OSError if a record that is needed cannot be written."""
+        for decision in decisions:
+            if isinstance(decision, Store):
+                try:
+                    self._journal.append(decision.record)
+                except OSError as error:
+                    if decision.needed:
+                        raise
+                    self._forgotten(error)
+
+    def _forgotten(self, error: OSError) -> None:
+        if not self._forgets:
+            self._forgets = True
+            log.warning("recycle: the journal %s cannot be written (%s): if this coordinator dies, the next one will "
+                        "know less; make room on its disk", self._journal.path, error)

@@ -1,0 +1,210 @@
+"""The planner as the coordinator wants it: two callables over a job's description."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.control.moves import moves_of
+from megatron_recycle.measure.job import Measured, Measurements
+from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker, overfull
+from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
+from megatron_recycle.planner.baselines import drop
+
+log = logging.getLogger(__name__)
+
+WORTHWHILE = 0.02
+"""A plan in use is replaced by one that takes less time by more than this share."""
+_KEPT = 1000  # plans made ahead; those for costs that were measured long ago are of no use
+
+
+def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Measured | None = None) -> Problem:
+    """What the planner is asked for a job without its `failed` workers.
+
+    The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
+    Its `cap` is a number of activations for every worker, or an object with one for each; without it a worker may hold
+    twice what 1F1B holds at most, or less where its measured memory is shorter than that.
+    """
+    grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
+    costs = description.get("costs")
+    live = [worker for worker in grid.workers() if str(worker) not in failed]
+    cap = description.get("cap") or 2 * grid.stages
+    caps = {worker: cap[str(worker)] if isinstance(cap, dict) else cap for worker in live
+            if not isinstance(cap, dict) or str(worker) in cap}
+    memory = measured.memory if measured is not None and not description.get("cap") else None
+    if memory is not None:
+        caps = {worker: memory.cap(worker, cap) for worker in live}
+    return Problem(
+        grid=grid,
+        costs=Costs.from_json(costs) if costs else measured.costs if measured else Costs.uniform(grid.stages, 1, 1, 1),
+        failed=tuple(Worker.parse(name) for name in failed),
+        cap=caps,
+        before_b=memory.before_b if memory is not None else (),
+        after_b=memory.after_b if memory is not None else (),
+        message=memory.message if memory is not None else (),
+        block=description.get("block") or 0,
+        tied=tuple(tuple(group) for group in description.get("tied", ())),
+        split_backward=description.get("split_backward", True),
+        full_backward=tuple(description.get("full_backward", ())),
+        objective=description.get("objective", "period"),
+    )
+
+
+class Planning:
+    """`plan` at once and `improve` in the background, with the best plan of each membership kept.
+
+    While nothing else is to be searched, the plans of the likeliest next memberships are made ahead, each for
+    all memberships that are the same up to names, so that most failures find their plan ready.
+
+    Args:
+        folder: gets a plan file, named by the digest, of every plan that is handed out; None for none.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._cache = Cache()
+        self._measurements = Measurements()
+        self._before: Measured | None = None  # what was known before the last change, and plans were made ahead for
+        self._best: dict[frozenset[str], Plan] = {}
+        self._lock = threading.Lock()
+        self.ahead: threading.Thread | None = None
+        """Makes plans ahead; None before that has begun."""
+
+    def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
+        """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
+        with self._lock:
+            self._measurements.live = frozenset(map(str, problem_of(description, failed).live_workers()))
+            known = self._best.get(failed)
+        if known is None:
+            problem = problem_of(description, failed, self._measurements.known)
+            if description.get("policy") == "drop":
+                known = drop(problem)
+            else:
+                known = self._made(problem, problem_of(description, failed, self._before),
+                                   int(description.get("seed") or 0))
+            with self._lock:
+                self._best[failed] = known
+        self._keep(known)
+        return known.to_json()
+
+    def _made(self, problem: Problem, before: Problem, seed: int) -> Plan:
+        """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
+        better and still has the memory."""
+        plan, earlier = plan_for(problem, self._cache, work=0, seed=seed), self._cache.get(before)
+        if plan.stats.get("cached") or earlier is None or before == problem:
+            return plan
+        again = recosted(problem, earlier)
+        if overfull(again):
+            return plan
+        return again if again.objective_value < plan.objective_value else plan
+
+    def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
+        """Plan for a job that another coordinator has led until now; `told` are the events so far."""
+        profiled = [event for event in told if event["event"] == "profiled"]
+        with self._lock:
+            self._measurements.live = frozenset(map(str, problem_of(description, failed).live_workers()))
+            if profiled:
+                self._measurements.restore(profiled[-1])
+
+    @property
+    def slow(self) -> Mapping[str, float]:
+        """Workers that take notably longer than their peers, and how many times as long."""
+        return self._measurements.slow
+
+    def measured(self, profile: Mapping[str, Any], incarnation: str = "") -> Measured | None:
+        """Take in what one worker has measured. Once all live ones have been heard, returns what is known of the job if
+        that has changed so much that plans should be made again."""
+        with self._lock:
+            before = self._measurements.known
+            if not self._measurements.take(profile, incarnation):
+                return None
+            # What was planned before is still legal, or was then, but perhaps no longer the best to begin with.
+            self._best, self._before = {}, before
+            if len(self._cache) > _KEPT:
+                self._cache = Cache()
+            return self._measurements.known
+
+    def improve(
+        self,
+        description: Mapping[str, Any],
+        failed: frozenset[str],
+        plan: Mapping[str, Any],
+        cancelled: threading.Event,
+    ) -> dict[str, Any] | None:
+        """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
+
+        With measured costs, which are never exact, it must be better by a share of `WORTHWHILE`.
+
+        A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what
+        may fail next are made afterwards, until ``cancelled``.
+        """
+        budget = float(description.get("planner_budget") or 0)
+        if cancelled.is_set() or plan["source"] == "drop":
+            return None
+        problem = problem_of(description, failed, self._measurements.known)
+        seed = int(description.get("seed") or 0)
+        incumbent = recosted(problem, Plan.from_json(dict(plan)))
+        replaced, before = None, float(incumbent.objective_value)
+        if overfull(incumbent):
+            # Memory has turned out shorter than the plan in use takes it to be.
+            replaced = incumbent = plan_for(problem, self._cache, work=0, seed=seed)
+        better = replaced
+        if budget > 0:
+            better = improve(problem, incumbent, budget, seed, cancelled.is_set) or replaced
+        if budget > 0 and not cancelled.is_set():
+            self.ahead = threading.Thread(
+                target=self._plan_ahead, args=(problem, budget, seed, cancelled), name="recycle-ahead", daemon=True
+            )
+            self.ahead.start()
+        if better is None:
+            return None
+        measured = not description.get("costs") and self._measurements.known is not None
+        worth = replaced is not None or not measured or better.objective_value < (1 - WORTHWHILE) * before
+        with self._lock:
+            self._best[failed] = better
+        self._cache.put(problem, better)
+        if not worth:
+            return None
+        self._keep(better)
+        return better.to_json()
+
+    def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
+        """Members and the empty positions of other stages that they had better take."""
+        if description.get("policy") == "drop":
+            return {}
+        return moves_of(problem_of(description, failed, self._measurements.known), description)
+
+    def _plan_ahead(self, problem: Problem, budget: float, seed: int, cancelled: threading.Event) -> None:
+        for likely in ahead(problem):
+            if cancelled.is_set():
+                return
+            if likely not in self._cache:
+                found = plan_for(likely, None, work=0, budget_s=budget, seed=seed, cancelled=cancelled.is_set)
+                if not cancelled.is_set():  # a search that was cut short is not worth remembering
+                    self._cache.put(likely, found)
+
+    def _keep(self, plan: Plan) -> None:
+        if self._folder is None:
+            return
+        try:
+            self._folder.mkdir(exist_ok=True)
+            plan.save(plan_file(self._folder, plan.digest))
+        except OSError as error:  # training needs the plan, not its file
+            log.warning("recycle: a plan could not be kept in %s: %s", self._folder, error)
+
+
+def plan_file(folder: Path, digest: str) -> Path:
+    """Where the plan with this `digest` ("sha256:...", as events name it) is kept in a run's plan folder."""
+    return folder / f"{digest.rpartition(':')[2][:16]}.json"
+
+
+def load_plan(folder: Path, digest: str) -> dict[str, Any] | None:
+    """The plan with this `digest`, or None if it was not kept."""
+    try:
+        return Plan.load(plan_file(folder, digest)).to_json()
+    except PlanError as error:
+        log.warning("recycle: a plan that is in use cannot be read again: %s", error)
+        return None

@@ -1,0 +1,166 @@
+"""The coordinator's process: the control server, on one interface only.
+
+Run by `recycle run`, and by `embedded` under other launchers, as its own process. The token comes in the
+environment, never as an argument: arguments are public. The first line on standard output says where the server
+listens, or why it does not; everything after it goes to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_recycle.config import RecycleConfig, options, variable
+from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
+from megatron_recycle.control.measured import Profiles
+from megatron_recycle.control.planning import Planning, load_plan
+from megatron_recycle.control.ports import listen
+from megatron_recycle.membership.restart import restore, taken_up, untold
+from megatron_recycle.membership.state import State
+from megatron_recycle.membership.vacancies import Offered
+from megatron_recycle.observe.events import EventLog, read_events
+from megatron_recycle.observe.output import spare_output
+
+logger = logging.getLogger(__name__)
+PLANS = "plans"
+"""The folder in a run's folder that keeps its plans."""
+LINGER = 30.0
+"""Seconds that the services outlive a job without a launcher, for processes that still have to end."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(prog="python -m megatron_recycle.control.process", description=__doc__)
+    made.add_argument("--size", type=int, required=True, help="number of workers")
+    made.add_argument("--run-dir", type=Path, required=True)
+    made.add_argument("--interface", default="127.0.0.1", help="the only address to listen on")
+    made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
+    made.add_argument("--store-port", type=int, default=-1, help="of torch's store, for hosts that join; -1: none")
+    made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
+    made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
+    return made
+
+
+def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """The settings in an environment, for hosts that join later."""
+    return {variable(option.name): environ[variable(option.name)] for option in options()
+            if variable(option.name) in environ and option.name != "run_dir"}
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is left of a coordinator that has died: `state` follows from its journal; of the events that its
+    decisions had, it has `told` some and not the `untold`."""
+
+    state: State | None = None
+    told: Sequence[Mapping[str, Any]] = ()
+    untold: Sequence[Mapping[str, Any]] = ()
+
+
+def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]:
+    """A new journal, or that of a coordinator that has died."""
+    path = args.run_dir / "journal.jsonl"
+    if not args.resume:
+        return Journal.create(path), Past()
+    journal = Journal.reopen(path)
+    told = _told(events)
+    state = restore(args.size, journal.records, told)
+    state = taken_up(state, journal.records, partial(load_plan, args.run_dir / PLANS))
+    return journal, Past(state, told, untold(journal.records, told))
+
+
+def _told(events: Path) -> list[dict[str, Any]]:
+    """What is left of events.jsonl, which is expendable: without it some of it is told twice."""
+    try:
+        return read_events(events)
+    except (OSError, ValueError) as error:
+        logger.warning("recycle: the events so far cannot be read: %s", error)
+        return []
+
+
+async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig, starter: IO[str]) -> int:
+    """Serve until the job is over; returns its status. `starter` is told where it listens, once it does."""
+    events = args.run_dir / "events.jsonl"
+    journal, past = open_journal(args, events)
+    log = EventLog(events)
+
+    def emit(event: Mapping[str, Any]) -> None:
+        fields = dict(event)
+        name = fields.pop("event")
+        if name != "profile":
+            log.emit(name, **fields)
+            return
+        try:
+            profiles.take(fields)
+        except Exception:  # it would cost the connection that brought them; without them plans are only slower
+            logger.exception("recycle: a worker's measurements are of no use")
+
+    for event in past.untold:
+        emit(event)
+    planning = Planning(args.run_dir / PLANS)
+    if past.state is not None and past.state.description:
+        planning.resume(past.state.description, past.state.failed, past.told)
+    store = f"{args.interface}:{args.store_port}"
+    offered = None if args.store_port < 0 else Offered(store, settings_of(os.environ))
+    coordinator = Coordinator(
+        size=args.size,
+        token=token,
+        journal=journal,
+        plan=planning.plan,
+        improve=planning.improve,
+        moves=None if args.embedded else planning.moves,
+        emit=emit,
+        timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
+        listener=listen(args.interface, args.port),
+        launched=not args.embedded,
+        state=past.state,
+        offered=offered,
+        told=(*past.told, *past.untold),
+        host=socket.gethostname() + ("" if args.embedded else "/0"),
+    )
+    profiles = Profiles(planning, coordinator, emit)
+    control = await coordinator.start()
+    with starter:
+        starter.write(json.dumps({"control": control}) + "\n")
+    end = await coordinator.wait_ended()
+    # A launcher stays connected until its workers have ended.
+    await coordinator.wait_quiet(LINGER if args.embedded else None)
+    await coordinator.close()
+    log.close()
+    return end.status
+
+
+def _take_stdout() -> IO[str]:
+    """Standard output for the one line to whoever started this process; all else goes to standard error, the
+    log file."""
+    sys.stdout.flush()
+    line = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return line
+
+
+def main() -> int:
+    args = parser().parse_args()
+    starter = _take_stdout()
+    spare_output()
+    try:
+        return asyncio.run(coordinate(args, tokens.take(os.environ), RecycleConfig.resolve(), starter))
+    except (OSError, JournalError) as error:  # the log, where it would be looked for, may be on a full disk
+        if not starter.closed:
+            with contextlib.suppress(OSError), starter:
+                starter.write(json.dumps({"error": str(error)}) + "\n")
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""Frames of the control protocol, without any input or output of their own.
+
+A frame is a 4-byte big-endian length, a 32-byte HMAC-SHA256 and that many bytes of UTF-8 JSON. The server
+speaks first and sends a random challenge; every later frame is authenticated under a key made from the job's
+token and the nonces of this very connection, and carries a count. So a frame recorded on one connection is
+refused on every other one, a repeated or dropped frame is refused on its own, and the token never travels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import secrets
+import struct
+
+from megatron_recycle.membership.messages import Message, WireError
+
+VERSION = 1
+MAX_PAYLOAD = 4 * 1024 * 1024
+MAX_FIRST_PAYLOAD = 64 * 1024
+"""The limit until a peer has proved the token: a stranger cannot make us hold much."""
+_LENGTH = struct.Struct(">I")
+_MAC_BYTES = 32
+_HEADER = _LENGTH.size + _MAC_BYTES
+
+
+def _mac(key: bytes, payload: bytes) -> bytes:
+    return hmac.new(key, payload, hashlib.sha256).digest()
+
+
+def _derive(token: bytes, *parts: str) -> bytes:
+    return _mac(token, "|".join(("recycle", str(VERSION), *parts)).encode())
+
+
+def encode(message: Message) -> bytes:
+    """JSON of `message`, to be sealed for one connection or for many."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def seal(message: Message, key: bytes) -> bytes:
+    """The frame of `message` (which gets the protocol's version) under `key`."""
+    return _frame(encode({**message, "v": VERSION}), key)
+
+
+def _frame(payload: bytes, key: bytes) -> bytes:
+    if len(payload) > MAX_PAYLOAD:
+        raise WireError(f"a message of {len(payload)} bytes exceeds {MAX_PAYLOAD}: {payload[:60]!r}")
+    return _LENGTH.pack(len(payload)) + _mac(key, payload) + payload
+
+
+def unseal(payload: bytes, mac: bytes, key: bytes) -> Message:
+    """The message of a frame; nothing of the payload is looked at before its authenticity is known."""
+    if not hmac.compare_digest(mac, _mac(key, payload)):
+        raise WireError("a frame does not authenticate: wrong token, or a frame of another connection")
+    try:
+        message = json.loads(payload)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a frame is not JSON: {error}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise WireError("a frame is not an object with a type")
+    if message.get("v") != VERSION:
+        raise WireError(f"a frame is of protocol version {message.get('v')!r}, this is version {VERSION}")
+    return message
+
+
+class Session:
+    """One end of one connection: bytes in, messages out, and the other way round.
+
+    Make it with `Session.server` or `Session.client`. A server's `greeting` is to be sent first. A client may
+    call `seal` only when `open` is true, that is after it was fed the greeting. Every error is final: close
+    the connection.
+    """
+
+    def __init__(self, token: str, server: bool) -> None:
+        if not token:
+            raise WireError("the job's token is empty: set RECYCLE_TOKEN to the token of the job")
+        self._token = token.encode()
+        self._server = server
+        self._buffer = bytearray()
+        self._sent = 0
+        self._received = 0
+        self._challenge = secrets.token_hex(16) if server else ""
+        self._answer = "" if server else secrets.token_hex(16)
+        greeting_key = self._greeting_key()
+        self._receive_key = _derive(self._token, "client", self._challenge) if server else greeting_key
+        self._send_key: bytes | None = None
+
+    @classmethod
+    def server(cls, token: str) -> Session:
+        return cls(token, server=True)
+
+    @classmethod
+    def client(cls, token: str) -> Session:
+        return cls(token, server=False)
+
+    def _greeting_key(self) -> bytes:
+        return _derive(self._token, "greeting")
+
+    def greeting(self) -> bytes:
+        """The server's first frame: the challenge that makes this connection's keys unlike any other's."""
+        return seal({"type": "challenge", "nonce": self._challenge}, self._greeting_key())
+
+    @property
+    def open(self) -> bool:
+        """True when both directions have their keys."""
+        return self._send_key is not None
+
+    def seal(self, message: Message) -> bytes:
+        """The frame of `message`, numbered; the first one of a client carries its own nonce."""
+        nonce = {"nonce": self._answer} if not self._server and self._sent == 0 else {}
+        return self.seal_encoded(encode({**message, **nonce}))
+
+    def seal_encoded(self, encoded: bytes) -> bytes:
+        """As `seal`, of what `encode` gave; a client's first frame must not be sent so."""
+        if self._send_key is None:
+            raise WireError("nothing can be sent before the other side has spoken")
+        frame = _frame(encoded[:-1] + b',"n":%d,"v":%d}' % (self._sent, VERSION), self._send_key)
+        self._sent += 1
+        return frame
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The complete messages in what was received so far; raises WireError at the first bad one."""
+        self._buffer += data
+        messages = []
+        while len(self._buffer) >= _HEADER:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            limit = MAX_PAYLOAD if self.open else MAX_FIRST_PAYLOAD
+            if length > limit:
+                raise WireError(f"a frame of {length} bytes exceeds the limit of {limit}")
+            if len(self._buffer) < _HEADER + length:
+                break
+            mac = bytes(self._buffer[_LENGTH.size : _HEADER])
+            payload = bytes(self._buffer[_HEADER : _HEADER + length])
+            del self._buffer[: _HEADER + length]
+            message = self._receive(payload, mac)
+            if message is not None:
+                messages.append(message)
+        return messages
+
+    def _receive(self, payload: bytes, mac: bytes) -> Message | None:
+        message = unseal(payload, mac, self._receive_key)
+        if not self._server and self._send_key is None:
+            self._challenge = _nonce(message)
+            self._send_key = _derive(self._token, "client", self._challenge)
+            self._receive_key = _derive(self._token, "server", self._challenge, self._answer)
+            return None
+        if message.get("n") != self._received:
+            number = message.get("n")
+            raise WireError(f"frame number {number!r} where {self._received} was due: repeated or lost")
+        self._received += 1
+        if self._server and self._send_key is None:
+            self._answer = _nonce(message)
+            self._send_key = _derive(self._token, "server", self._challenge, self._answer)
+        return message
+
+
+def _nonce(message: Message) -> str:
+    nonce = message.get("nonce")
+    if not isinstance(nonce, str) or not 16 <= len(nonce) <= 64:
+        raise WireError("the first frame of a connection carries no nonce")
+    return nonce

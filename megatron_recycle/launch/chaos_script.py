@@ -1,0 +1,47 @@
+"""`recycle run --chaos FILE`: a job that is hurt as a script says. What does it is a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_recycle.chaos.orders import read_script
+from megatron_recycle.control import tokens
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch.child import Child
+
+ALLOW = "allow"
+"""In place of a file: workers listen for precise moments, nobody hurts them yet."""
+_PATIENCE = 2.0
+
+
+def check_script(chaos: str) -> None:
+    """Raises ConfigError if `chaos` is neither ALLOW nor a script."""
+    if chaos == ALLOW:
+        return
+    try:
+        read_script(Path(chaos).read_text(errors="replace").splitlines(), chaos)
+    except OSError as error:
+        raise ConfigError(f"--chaos {chaos}: {error.strerror}; give a script, or `{ALLOW}`") from error
+
+
+@contextmanager
+def hurting(chaos: str | None, run_dir: Path) -> Iterator[None]:
+    """While the block runs, the script's acts happen; what they are goes to `chaos.log` and `chaos.jsonl`."""
+    if chaos in (None, ALLOW):
+        yield
+        return
+    command = [sys.executable, "-m", "megatron_recycle.cli", "chaos", "--run-dir", str(run_dir), "script", str(chaos)]
+    child = Child(command, tokens.without(os.environ), run_dir / "chaos.log")
+    try:
+        yield
+    finally:
+        child.signal(signal.SIGINT)
+        if child.wait(_PATIENCE) is None:
+            child.signal(signal.SIGKILL)
+            child.wait(_PATIENCE)
+        child.release()

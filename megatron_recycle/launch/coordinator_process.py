@@ -1,0 +1,135 @@
+"""Starts the coordinator's process and learns where it listens."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_recycle.errors import RecycleError
+from megatron_recycle.launch.child import Child
+from megatron_recycle.launch.deaths import Deaths
+
+_START_LIMIT = 60.0
+_END_LIMIT = 2.0
+_TOLD_LINES = 5
+
+
+@dataclass(frozen=True)
+class Order:
+    """A coordinator to be started. `port` 0 is any; `store_port` is where torch's store is, for hosts that join; -1:
+    there is none of ours.
+
+    `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits.
+    """
+
+    size: int
+    run_dir: Path
+    token: str
+    interface: str
+    environ: Mapping[str, str]
+    port: int = 0
+    store_port: int = -1
+    tied: bool = True
+    embedded: bool = False
+    resume: bool = False
+
+    def command(self) -> list[str]:
+        command = [sys.executable, "-m", "megatron_recycle.control.process"]
+        command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
+        command += ["--port", str(self.port), "--store-port", str(self.store_port)]
+        return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
+
+
+@dataclass
+class Service:
+    """A coordinator's process and where it listens, "host:port"."""
+
+    child: Child
+    control: str
+    order: Order
+    deaths: Deaths = field(default_factory=lambda: Deaths("the coordinator"))
+    later: bool = False
+    """Whether it was started again, so that nobody has read yet what it said."""
+
+    def restart(self) -> Service:
+        """Start the coordinator of the same job again, at the same addresses, after it has died. Does not wait until
+        it listens: those that connect try until they can. This one is released in any case.
+
+        Raises:
+            RecycleError: it has refused to start, or has died too often.
+        """
+        said = self._said() if self.later else {}
+        refused = self.later and "control" not in said and (self.child.status() or 0) > 0
+        self.child.release()
+        if refused:
+            raise RecycleError(_not_started(self.child.log, said))
+        self.deaths.died(self.child.log)
+        order = dataclasses.replace(self.order, port=int(self.control.rpartition(":")[2]), resume=True)
+        return Service(_spawn(order), self.control, order, self.deaths, later=True)
+
+    def _said(self) -> dict[str, str]:
+        """Of a process that has ended, and whose line nobody has read: what is in it, if it got as far as that."""
+        assert self.child.stdout is not None
+        return json.loads(self.child.stdout.read() or b"{}")
+
+    def end(self) -> None:
+        """It ends by itself once nobody is connected any more; what does not is killed."""
+        if self.child.wait(_END_LIMIT) is None:
+            self.child.signal(signal.SIGKILL)
+            self.child.wait(_END_LIMIT)
+        self.child.release()
+
+
+def start(order: Order) -> Service:
+    """Start the process and wait until it listens.
+
+    Raises:
+        RecycleError: it ended or said nothing; the message has the end of its log.
+    """
+    child = _spawn(order)
+    said = json.loads(_first_line(child) or b"{}")
+    if "control" not in said:
+        child.signal(signal.SIGKILL)
+        child.wait(_END_LIMIT)
+        child.release()
+        raise RecycleError(_not_started(child.log, said))
+    return Service(child, said["control"], order)
+
+
+def _spawn(order: Order) -> Child:
+    environ = {**order.environ, "RECYCLE_TOKEN": order.token, "OMP_NUM_THREADS": "1"}
+    log = order.run_dir / "coordinator.log"
+    return Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied, deaf=True)
+
+
+def _not_started(log: Path, said: Mapping[str, str]) -> str:
+    """`said` has the reason, if the process could tell it."""
+    if "error" in said:
+        return f"the coordinator did not start: {said['error']}"
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TOLD_LINES:])
+    return f"the coordinator did not start; the end of {log}:\n{tail}"
+
+
+def _first_line(child: Child) -> bytes | None:
+    """The first line on the child's standard output; None if it ends or takes too long."""
+    assert child.stdout is not None
+    source, line, limit = child.stdout.fileno(), b"", time.monotonic() + _START_LIMIT
+    with selectors.DefaultSelector() as selector:
+        selector.register(source, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, limit - time.monotonic())):
+                return None
+            part = os.read(source, 4096)
+            if not part:
+                return None
+            line += part
+    return line

@@ -1,0 +1,184 @@
+"""Costs from the running job: robust averages of measured durations, drift against the planned ones, caps
+from bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median, median_low
+
+from megatron_recycle.measure.noise import LONG, RECENT, notable, spread
+from megatron_recycle.plan import Costs, PlanError, Worker
+from megatron_recycle.plan.costs import NOTABLE
+
+#: measured speeds are rounded to this, so that noise does not make every plan a new one
+SPEED_STEP = 0.05
+
+KINDS = ("F", "B", "W", "S")
+
+_CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # the latter: of one micro-batch in each of three iterations, together
+
+
+class Profile:
+    """Measured durations in seconds, one of each kind per worker and iteration, the latest of them.
+
+    Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step). A median is taken per worker, then over workers, so that
+    neither an odd measurement nor one slow worker shifts a stage's cost. Of ``S`` the shortest of all counts: it
+    includes waiting for the others, and whoever comes last waits least, though not in every iteration.
+    """
+
+    def __init__(self) -> None:
+        self._series: dict[Worker, dict[str, deque[float]]] = {}
+        self._factors: dict[Worker, float] = {}
+        self._streaks: dict[Worker, int] = {}  # how many times in a row those seemed to differ that are not known to
+
+    def add(self, worker: Worker, seconds: Mapping[str, float]) -> None:
+        """Take in one iteration. Raises PlanError for an unknown kind or a negative time."""
+        for kind, value in seconds.items():
+            if kind not in KINDS or not value >= 0:
+                raise PlanError(f"profile: {kind!r} of {value!r} seconds is no measurement")
+        series = self._series.setdefault(worker, {kind: deque(maxlen=LONG) for kind in (*KINDS, "all")})
+        work = [seconds[kind] for kind in "FBW" if kind in seconds]
+        for kind, value in (*seconds.items(), *([("all", sum(work))] if work else [])):
+            series[kind].append(value)
+
+    def forget(self, worker: Worker) -> None:
+        """It is another process now."""
+        self._series.pop(worker, None)
+        self._factors.pop(worker, None)
+        self._streaks.pop(worker, None)
+
+    def noise(self, live: Iterable[Worker]) -> dict[str, float]:
+        """Relative spread of an iteration's measurement, by kind, and of "all" work on a micro-batch."""
+        live = tuple(live)
+        return {kind: spread(self._of(worker, kind) for worker in live) for kind in (*KINDS, "all")}
+
+    def factors(self, live: Iterable[Worker]) -> dict[Worker, float]:
+        """How many times as long as is usual in their stage those workers take for a micro-batch that differ notably,
+        and beyond noise. One that is known to differ does until it has come back half of the way."""
+        live = tuple(live)
+        noise = self.noise(live)["all"]
+        found = {}
+        for worker in live:
+            peers = [other for other in live if other.stage == worker.stage]
+            recent, known = self._ratio(worker, peers, RECENT), self._factors.get(worker)
+            if recent is None or not notable(recent, 1, NOTABLE, noise):
+                self._streaks.pop(worker, None)
+            if recent is None:
+                if known is not None:  # nothing new is known: it has no work
+                    found[worker] = known
+                continue
+            if not notable(recent, 1, NOTABLE, 0):
+                continue
+            latest = self._ratio(worker, peers, LONG)
+            if notable(recent, 1, NOTABLE, noise) and (known is not None or self._confirmed(worker, peers, noise)):
+                found[worker] = recent
+            elif latest is not None and (latest > 1) == (recent > 1) and notable(latest, 1, NOTABLE, noise, LONG):
+                found[worker] = latest
+            elif known is not None and (known > 1) == (recent > 1) and _further(recent, math.sqrt(known)):
+                found[worker] = known
+            if worker in found and known is not None and not notable(found[worker], known, SPEED_STEP, noise):
+                found[worker] = known
+        self._factors = found
+        self._streaks = {worker: count for worker, count in self._streaks.items() if worker not in found}
+        return dict(found)
+
+    def _confirmed(self, worker: Worker, peers: Sequence[Worker], noise: float) -> bool:
+        """Whether one that differs does so for good. Clearly, in each of three iterations: by many spreads, or by more
+        time than a busy machine lets a process wait. Or twice, in iterations that are not the same ones."""
+        usual = median_low(self._medians(peers, "all", RECENT, full=True))
+        latest = tuple(self._of(worker, "all"))[-RECENT:]
+        mildest = min(latest, key=lambda seconds: abs(math.log(max(seconds, 1e-9) / usual)))
+        if not notable(mildest, usual, NOTABLE, noise):
+            self._streaks.pop(worker, None)
+            return False
+        self._streaks[worker] = self._streaks.get(worker, 0) + 1
+        clear = abs(math.log(mildest / usual)) > _CLEAR_SPREADS * noise
+        return clear or sum(latest) - RECENT * usual > _CLEAR_SECONDS or self._streaks[worker] > RECENT
+
+    def costs(self, live: Iterable[Worker], stages: int, window: int = LONG, hop: float = 0.0) -> Costs | None:
+        """Costs in microseconds over the latest ``window`` iterations, with the speeds that differ notably; None until
+        every stage was measured. ``hop``: seconds that a transfer takes."""
+        live, speeds = tuple(live), {}
+        table: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for stage in range(stages):
+            workers = [worker for worker in live if worker.stage == stage]
+            shortest = [min(self._of(worker, "S")) for worker in workers if self._of(worker, "S")]
+            usual = [worker for worker in workers if worker not in self._factors] or workers
+            speeds.update({worker: _rounded(self._factors[worker]) for worker in workers if worker not in usual})
+            table["S"].append(min(shortest, default=0.0))
+            for kind in "FBW":
+                values = self._medians(usual, kind, window)
+                if not values and kind != "W":
+                    return None
+                table[kind].append(median(values or [0.0]))
+        whole = {kind: tuple(round(seconds * 1e6) for seconds in row) for kind, row in table.items()}
+        return Costs(whole["F"], whole["B"], whole["W"], round(hop * 1e6), whole["S"], speeds)
+
+    def _ratio(self, worker: Worker, peers: Sequence[Worker], window: int) -> float | None:
+        """To the median of all ``peers``, itself among them; of two to the faster one. None: not known yet."""
+        own, all_of_them = (self._medians(those, "all", window, full=True) for those in ([worker], peers))
+        return own[0] / median_low(all_of_them) if own and len(all_of_them) > 1 else None
+
+    def _medians(self, workers: Iterable[Worker], kind: str, window: int, full: bool = False) -> list[float]:
+        """Of each worker's latest ``window``; only of those that have so many if ``full``."""
+        latest = (tuple(self._of(worker, kind))[-window:] for worker in workers)
+        return [median(values) for values in latest if values and (not full or len(values) == window)]
+
+    def _of(self, worker: Worker, kind: str) -> Sequence[float]:
+        return self._series.get(worker, {}).get(kind, ())
+
+
+def _further(ratio: float, other: float) -> bool:
+    return abs(math.log(ratio)) > abs(math.log(other))
+
+
+def _rounded(factor: float) -> float:
+    return max(SPEED_STEP, round(round(factor / SPEED_STEP) * SPEED_STEP, 2))
+
+
+def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None = None, window: int = RECENT,
+            tolerance: float = 0.10) -> bool:
+    """Whether plans made for ``planned`` should be made again: a stage's work, a step, a transfer or a speed has
+    changed by more than ``tolerance``, measured against a whole micro-batch so that tiny costs do not count, and by
+    more than chance.
+
+    Args:
+        noise: spread of an iteration's measurement by kind, as `Profile.noise` gives it; None for exact ones.
+        window: of how many measurements ``measured`` is made.
+    """
+    def changed(old: float, new: float, whole: float, kind: str) -> bool:
+        return abs(new - old) > tolerance * whole and notable(new, old, 0, (noise or {}).get(kind, 0.0), window)
+
+    named = {"F": "forward", "B": "backward_input", "W": "backward_weight", "S": "step"}
+    wholes = [max(1, sum(getattr(planned, named[kind])[s] for kind in "FBW")) for s in range(planned.stages)]
+    if any(changed(getattr(planned, name)[s], getattr(measured, name)[s], wholes[s], kind)
+           for kind, name in named.items() for s in range(planned.stages)):
+        return True
+    # A busy machine's lateness adds to it, so it is not judged by few iterations.
+    if (noise is None or window == LONG) and abs(measured.hop - planned.hop) > NOTABLE * min(wholes):
+        return True
+    return any(changed(planned.speed.get(worker, 1), measured.speed.get(worker, 1), 1, "speed")
+               for worker in {*planned.speed, *measured.speed})
+
+
+def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int], message: Sequence[int],
+         units: int = 8) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Memory caps and weights in whole units from bytes, rounded so that a plan never takes more than there
+    is.
+
+    ``free``: bytes per worker left for activations, after all that does not grow with them. ``before_b`` and
+    ``after_b``: bytes one micro-batch holds per stage before and after its B; ``message``: bytes of a posted receive.
+    The unit is the largest of the first two divided by ``units``. Returns cap, before_b, after_b and message as Problem
+    takes them. Raises PlanError where not even one micro-batch fits.
+    """
+    unit = max(1, -(-max([*before_b, *after_b]) // units))
+    before = tuple(-(-size // unit) for size in before_b)
+    after = tuple(-(-size // unit) for size in after_b)
+    cap = {worker: size // unit for worker, size in free.items()}
+    for worker, room in cap.items():
+        if room < max(before[worker.stage], after[worker.stage]):
+            raise PlanError(f"worker {worker} has {free[worker]} bytes left for activations, one micro-batch needs"
+                            f" {max(before_b[worker.stage], after_b[worker.stage])}: lower the micro-batch size")
+    return cap, before, after, tuple(-(-size // unit) for size in message)

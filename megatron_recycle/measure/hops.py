@@ -1,0 +1,59 @@
+"""How long a transfer between stages takes, from times that both of its ends took by clocks of their own.
+
+A message's lag is its arrival minus its departure: the transfer, plus what the receiver's clock is ahead, plus what
+the machine was late. The least lag of a direction is the one with the least lateness, and in the mean of both
+directions between two workers the clocks cancel. Only lags of the same iteration are compared: clocks drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+from megatron_recycle.plan import Worker
+
+_KEPT = 12  # iterations
+
+Pair = tuple[Worker, Worker]
+"""Two workers of neighbouring stages, the earlier stage first."""
+
+
+class Hops:
+    """Times that workers have told of the messages of the latest iterations."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[int, ...], dict[str, dict[tuple[str, int], tuple[Worker, float]]]] = {}
+
+    def take(self, worker: Worker, told: Mapping[str, Any]) -> None:
+        """One worker's times: "of" what (iteration and so on), when messages ("F0.1") were "sent" and "came"."""
+        ends = self._ends.setdefault(tuple(told["of"]), {"sent": {}, "came": {}})
+        for end, other in (("sent", "B"), ("came", "F")):
+            for message, seconds in told[end].items():
+                # An activation that comes and a gradient that is sent cross the boundary to the stage before.
+                boundary = worker.stage - (message[0] == other)
+                ends[end][message, boundary] = worker, seconds
+        while len(self._ends) > _KEPT:
+            del self._ends[min(self._ends)]
+
+    def pairs(self) -> dict[Pair, float]:
+        """Seconds that a transfer takes, for each pair that was heard in both directions in some iteration."""
+        found: dict[Pair, float] = {}
+        for ends in self._ends.values():
+            least: dict[tuple[Pair, str], float] = {}
+            for (message, boundary), (receiver, came) in ends["came"].items():
+                sender, sent = ends["sent"].get((message, boundary), (receiver, came))
+                if sender == receiver:
+                    continue  # not told
+                pair = (sender, receiver) if message[0] == "F" else (receiver, sender)
+                key = pair, message[0]
+                least[key] = min(least.get(key, came - sent), came - sent)
+            for pair in {pair for pair, kind in least if kind == "F" and (pair, "B") in least}:
+                seconds = max(0.0, (least[pair, "F"] + least[pair, "B"]) / 2)
+                found[pair] = min(found.get(pair, seconds), seconds)
+        return found
+
+    def seconds(self) -> float | None:
+        """The median over all pairs, since plans know one transfer time for all boundaries; None: nothing known."""
+        found = self.pairs()
+        return median(found.values()) if found else None

@@ -1,0 +1,182 @@
+"""What the workers have measured, put together: costs and memory of the job as the planner takes them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_recycle.measure import Profile, caps, drifted
+from megatron_recycle.measure.hops import Hops
+from megatron_recycle.measure.noise import LONG, RECENT
+from megatron_recycle.membership.names import Process
+from megatron_recycle.plan import Costs, PlanError, Worker
+
+log = logging.getLogger(__name__)
+
+NOTABLE = 0.10
+"""A worker's memory has changed if it differs by more than this share."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory in the planner's units: what workers have for activations, what a micro-batch of each stage holds before
+    and after its B, and what a posted receive takes."""
+
+    room: Mapping[Worker, int]
+    before_b: tuple[int, ...]
+    after_b: tuple[int, ...]
+    message: tuple[int, ...]
+
+    def cap(self, worker: Worker, activations: int) -> int:
+        """Units that ``worker`` may hold: ``activations`` micro-batches, if there is room for so many."""
+        # One that was not there when the others were heard has its peers' memory.
+        peers = [size for other, size in self.room.items() if other.stage == worker.stage]
+        room = self.room.get(worker, min(peers, default=1))
+        return min(room, activations * max(self.before_b[worker.stage], self.after_b[worker.stage]))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of the running job; ``memory`` is None where nobody knows how much of it there is.
+
+    ``bytes`` are measured: per stage what a micro-batch holds, per worker what was held at most and is kept besides.
+    """
+
+    costs: Costs
+    memory: Memory | None = None
+    bytes: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the event."""
+        return {"costs": self.costs.to_json(), **self.bytes}
+
+
+class Measurements:
+    """What workers have told of their iterations.
+
+    Attributes:
+        live: names of the workers to wait for.
+        known: what the profiles say, None before all live workers have been heard.
+        slow: live workers, by their first processes, that take notably longer than their peers: how many times.
+    """
+
+    def __init__(self) -> None:
+        self.live: frozenset[str] = frozenset()
+        self.known: Measured | None = None
+        self.slow: Mapping[str, float] = {}
+        self._durations = Profile()
+        self._hops = Hops()
+        self._memory: dict[str, Mapping[str, Any]] = {}
+        self._incarnations: dict[str, str] = {}
+        self._processes: dict[Worker, str] = {}
+        self._heard: set[str] = set()
+        self._since = 0  # how many times all have been heard since `known` has changed
+        self._streak = 0  # how many times in a row a stage seemed to have changed
+
+    def restore(self, event: Mapping[str, Any]) -> None:
+        """Go on from what an earlier coordinator has told (`Measured.to_json`)."""
+        found = {name: event[name] for name in ("held", "kept", "room") if name in event}
+        self.known = Measured(Costs.from_json(event["costs"]), _memory(found), found)
+
+    def take(self, profile: Mapping[str, Any], incarnation: str = "") -> bool:
+        """Take in what one worker has measured since it was last heard; once all have been, whether `known` has changed
+        notably.
+
+        Args:
+            profile: its durations are in "iterations", seconds by kind for each; times of messages in "lags".
+            incarnation: of the process.
+        """
+        process = Process.parse(profile["worker"])
+        if process.part:  # a worker's parts take the same time and memory
+            return False
+        worker, name = process.worker, str(process.worker)
+        if self._incarnations.setdefault(name, incarnation) != incarnation:
+            self._durations.forget(worker)
+            self._memory.pop(name, None)
+            self.slow = {other: factor for other, factor in self.slow.items() if other != profile["worker"]}
+            self._incarnations[name] = incarnation
+        self._processes[worker] = profile["worker"]
+        for durations in profile["iterations"]:
+            taken = {kind: durations[kind] for kind in "FBW" if kind in durations}
+            self._durations.add(worker, {**taken, "S": sum(durations.get(part, 0.0) for part in ("reduce", "step"))})
+        for told in profile.get("lags", ()):
+            self._hops.take(worker, told)
+        if "held" in profile:
+            self._memory[name] = profile
+        self._heard.add(name)
+        if not self.live or not self._heard >= self.live:
+            return False
+        self._heard.clear()
+        return self._judged()
+
+    def _judged(self) -> bool:
+        live = [Worker.parse(name) for name in self.live]
+        self.slow = {self._processes[worker]: factor for worker, factor in self._durations.factors(live).items()
+                     if factor > 1}
+        found = self._bytes() or (self.known.bytes if self.known is not None else {})
+        memory = _memory(found)
+        noise, stages = self._durations.noise(live), 1 + max(worker.stage for worker in live)
+        hop = self._hops.seconds()
+        if hop is None:  # as it was: not every iteration has messages that are waited for
+            hop = self.known.costs.hop / 1e6 if self.known is not None else 0.0
+        self._since += 1
+        for window in (RECENT, LONG):
+            costs = self._durations.costs(live, stages, LONG if self.known is None else window, hop)
+            if costs is None or (window == LONG and self._since < LONG):
+                return False
+            known = Measured(costs, memory, found)
+            if (self.known is None or self._drifted(self.known.costs, costs, noise, window)
+                    or (window == RECENT and _changed(self.known, known))):
+                self.known, self._since, self._streak = known, 0, 0
+                return True
+        return False
+
+    def _drifted(self, planned: Costs, costs: Costs, noise: Mapping[str, float], window: int) -> bool:
+        """A few iterations count for a whole stage only if those after them, without them, say so too: on a busy
+        machine all of it may be late for a moment. Who is slow has been confirmed already."""
+        found = drifted(planned, costs, noise, window)
+        if window == RECENT and planned.speed == costs.speed:
+            self._streak = self._streak + 1 if found else 0
+            return self._streak > RECENT
+        return found
+
+    def _bytes(self) -> dict[str, Any]:
+        """What the live workers have measured; {} if those of a stage have not."""
+        live = {Worker.parse(name): self._memory[name] for name in self.live if name in self._memory}
+        if len(live) < len(self.live):
+            return {}
+        stages = range(1 + max(worker.stage for worker in live))
+        held = {name: [max(profile["held"][name] for worker, profile in live.items() if worker.stage == stage)
+                       for stage in stages] for name in ("before_b", "after_b", "message")}
+        if not all(held["before_b"]):
+            return {}
+        of_workers = {name: {str(worker): profile["held"].get(name) for worker, profile in sorted(live.items())}
+                      for name in ("peak", "planned")}
+        found = {"held": {**held, **of_workers},
+                 "kept": {str(worker): profile.get("kept") for worker, profile in sorted(live.items())}}
+        room = {str(worker): profile.get("room") for worker, profile in sorted(live.items())}
+        return found if None in room.values() else {**found, "room": room}
+
+
+def _memory(found: Mapping[str, Any]) -> Memory | None:
+    if "room" not in found:
+        return None
+    room = {Worker.parse(name): int(size) for name, size in found["room"].items()}
+    try:
+        return Memory(*caps(room, *(found["held"][name] for name in ("before_b", "after_b", "message"))))
+    except PlanError as error:
+        log.warning("recycle: memory does not limit the plans: %s", error)
+        return None
+
+
+def _changed(old: Measured, new: Measured) -> bool:
+    """Whether memory limits plans otherwise than before, notably; more of what is plenty changes nothing."""
+    if old.memory is None or new.memory is None:
+        return old.memory is not new.memory
+    activations = 2 * len(new.memory.before_b)  # the default cap
+    pairs = [(old.memory.cap(worker, activations), new.memory.cap(worker, activations)) for worker in new.memory.room]
+    for kind in ("before_b", "after_b"):
+        pairs += zip(old.bytes["held"][kind], new.bytes["held"][kind])
+    return any(abs(size - was) > NOTABLE * max(was, 1) for was, size in pairs)

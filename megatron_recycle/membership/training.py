@@ -1,0 +1,162 @@
+"""The part of the membership machine that follows training between two changes.
+
+Who has resumed, what is committed, which offered plan is in use. Pure, like `machine`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.membership import moving
+from megatron_recycle.membership.decisions import Decision, Emit, Improve, Note, Step, Store, Tell
+from megatron_recycle.membership.inputs import Adopted, Committed, Improved, Resumed
+from megatron_recycle.membership.names import in_order, workers_of
+from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.state import Phase, State
+
+
+def begin(state: State) -> State:
+    """The state at a go. What generation 1 starts from (a checkpoint) was not committed in this run."""
+    if state.generation > 1 or state.resume is None:
+        return state
+    target = state.resume.target
+    return state.with_(committed=target, committed_by=dict.fromkeys(state.members, target), behind=0)
+
+
+def planned_event(state: State, plan: Mapping[str, Any], plan_ms: float, now: float) -> dict[str, Any]:
+    """The line of events.jsonl about a plan, without the plan's actions."""
+    return {
+        "event": "planned",
+        "t": now,
+        "generation": state.generation,
+        "ms": state.ms(now),
+        "plan_ms": round(plan_ms, 3),
+        **{key: plan.get(key) for key in ("source", "digest", "period", "makespan", "lower_bound")},
+    }
+
+
+def reconciled_event(state: State, resume: Resume, now: float) -> dict[str, Any]:
+    return {
+        "event": "reconciled",
+        "t": now,
+        "generation": state.generation,
+        "attempt": resume.attempt,
+        "iteration": resume.next,
+        "ms": state.ms(now),
+        "target": resume.target,
+        "copies": dict(resume.copies),
+        "redone": resume.redone,
+        "joined": list(resume.joined) or None,
+    }
+
+
+def resumed(state: State, happened: Resumed, now: float) -> Step:
+    """When the last member has begun its first action, the recovery is over and the search for a better plan
+    begins: not before, because it would take processor time from the recovery."""
+    member = state.member(happened.incarnation)
+    if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
+        return state, ()
+    resume, plan = state.resume, state.plan
+    if resume is None or member.worker in state.resumed:
+        return state, ()
+    state = state.with_(resumed=put(state.resumed, member.worker, happened.t))
+    if len(state.resumed) < len(state.members):
+        return state, ()
+    last = max(state.resumed.values())
+    decisions: list[Decision] = []
+    if state.since is not None:
+        event = {
+            "event": "resumed",
+            "t": last,
+            "generation": state.generation,
+            "attempt": resume.attempt,
+            "iteration": resume.next,
+            "ms": state.ms(last),
+            "survivors": len(workers_of(state.members)),
+        }
+        record = {"kind": "resumed", "generation": state.generation, "events": [event]}
+        decisions += [Store(record, needed=False), Emit(event)]
+    reached = {name: max(state.committed_by.get(name, -1), resume.target) for name in state.members}
+    state, more = committed_by_all(state.with_(since=None, committed_by=reached), now)
+    # The plan may be missing after a coordinator has come back: nothing better is looked for then.
+    search = () if plan is None else (Improve(state.generation, state.failed, plan),)
+    return state, (*decisions, *more, *search, *moving.seek(state))
+
+
+def committed(state: State, happened: Committed, now: float) -> Step:
+    """A step that was made stays made, so its generation does not matter."""
+    member = state.member(happened.incarnation)
+    if member is None or happened.iteration <= state.committed_by.get(member.worker, -1):
+        return state, ()
+    losses = state.losses
+    if happened.loss is not None and happened.iteration > state.committed:
+        of_iteration = put(losses.get(happened.iteration, {}), member.worker, happened.loss)
+        losses = {**losses, happened.iteration: of_iteration}
+    behind = state.behind - (state.committed_by.get(member.worker, -1) <= state.committed)
+    by = put(state.committed_by, member.worker, happened.iteration)
+    state = state.with_(committed_by=by, losses=losses, behind=behind)
+    return (state, ()) if behind > 0 else committed_by_all(state, now)
+
+
+def committed_by_all(state: State, now: float) -> Step:
+    """One event for each iteration that the slowest member has now reached."""
+    reached = [state.committed_by.get(name, -1) for name in state.members]
+    slowest = min(reached, default=-1)
+    state = state.with_(behind=sum(iteration <= max(slowest, state.committed) for iteration in reached))
+    events = [Emit(_committed_event(state, k, now)) for k in range(state.committed + 1, slowest + 1)]
+    if not events:
+        return state, ()
+    losses = {iteration: by for iteration, by in state.losses.items() if iteration > slowest}
+    note = Note({"kind": "committed", "iteration": slowest})
+    return state.with_(committed=slowest, losses=losses, mended=0), (*events, note)
+
+
+def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]:
+    by = state.losses.get(iteration, {})
+    values = [by[name] for name in in_order(by)]
+    event: dict[str, Any] = {"event": "committed", "t": now, "generation": state.generation}
+    event["iteration"] = iteration
+    if values:
+        event["loss"] = values[0]
+        if any(repr(value) != repr(values[0]) for value in values):
+            event["losses"] = dict(by)
+    return event
+
+
+def improved(state: State, happened: Improved, now: float) -> Step:
+    """A better plan is offered; the workers adopt it together at a boundary. Not while a switch is on offer: that
+    begins with the best plan that is known anyway. While another plan is being adopted it waits."""
+    if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.switch:
+        return state, ()
+    if state.offered is not None:
+        return state.with_(better=happened), ()
+    number = state.offers + 1
+    offer = {"type": "offer", "generation": state.generation, "number": number, "plan": happened.plan}
+    event = planned_event(state, happened.plan, happened.plan_ms, now)
+    state = state.with_(offers=number, plan=happened.plan, adopted={}, offered=offer, better=None)
+    record = {"kind": "offer", "generation": state.generation, "number": number, "events": []}
+    return state, (Store(record), Emit(event), Tell(tuple(state.incarnations().values()), offer))
+
+
+def adopted(state: State, happened: Adopted, now: float) -> Step:
+    """One event when all members use the offered plan; then the next one, if one was found meanwhile."""
+    member = state.member(happened.incarnation)
+    if member is None or state.phase is not Phase.TRAINING or happened.generation != state.generation:
+        return state, ()
+    by = put(state.adopted, member.worker, happened.digest)
+    state = state.with_(adopted=by)
+    if len(by) < len(state.members) or len(set(by.values())) > 1:
+        return state, ()
+    event = {
+        "event": "adopted",
+        "t": now,
+        "generation": state.generation,
+        "iteration": happened.iteration,
+        "digest": happened.digest,
+    }
+    state = state.with_(offered=None)
+    state, more = (state, ()) if state.better is None else improved(state, state.better, now)
+    record = {"kind": "adopted", "generation": state.generation, "digest": happened.digest, "events": [event]}
+    return state, (Store(record, needed=False), Emit(event), *more)

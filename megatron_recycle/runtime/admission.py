@@ -1,0 +1,163 @@
+"""How a process comes into a running job, and how it is asked to go."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_recycle.config import JOINING
+from megatron_recycle.control import Agent, ask_record
+from megatron_recycle.runtime.setup_record import ALONE, Alone, SetUp, SetUpReplay, answer_from, recorder
+
+_SAME_SIGNAL = 2.0
+"""Seconds in which another SIGTERM is the same one."""
+
+
+def is_joining() -> bool:
+    """Whether this process is to join a running job."""
+    return os.environ.get(JOINING) == "1"
+
+
+def set_up() -> SetUp:
+    """From now on until training begins: what this process is told by others is recorded, for one that joins later; of
+    a process that joins a running job, what the one of its rank was told then is told it again."""
+    return stand_alone() if is_joining() else recorder()
+
+
+def stand_alone() -> SetUpReplay:
+    """Let this process build its model and its engine without peers, who are in the middle of training.
+
+    torch's default group becomes one that talks to nobody, and so do all that are made of it; the script's own
+    `init_process_group()` then does nothing, but that `is_initialized()` says so from then on and not before. What is
+    asked of these groups is answered by the record of the job's start, which the coordinator has. The training's groups
+    are made in another way. Needs RANK, WORLD_SIZE, RECYCLE_COORDINATOR and RECYCLE_TOKEN in the environment.
+
+    Raises:
+        JobEnded: the job is over, or its coordinator does not answer.
+    """
+    if isinstance(dist.init_process_group, _AlreadyThere):
+        return dist.init_process_group.replay
+    rank = int(os.environ["RANK"])
+    replay = SetUpReplay(ask_record(os.environ["RECYCLE_COORDINATOR"], os.environ["RECYCLE_TOKEN"], rank))
+    answer_from(replay)
+    dist.init_process_group(ALONE, store=dist.HashStore(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group = begun = _AlreadyThere(replay)
+    dist.is_initialized = begun.is_initialized  # a script may take another course before its own call and after it
+    dist.new_group = functools.partial(_stand_in, dist.new_group)
+    dist.broadcast_object_list = c10d.broadcast_object_list = functools.partial(_receive_objects,
+                                                                               dist.broadcast_object_list)
+    return replay
+
+
+def came_to_nothing() -> str | None:
+    """What to say at the end of the script of a process that was to join a running job, if it has not even asked to
+    come in; None if all is well."""
+    begun = dist.init_process_group
+    if not isinstance(begun, _AlreadyThere) or begun.replay.closed:
+        return None
+    return ("this process was to join a running job, but its script has come to its end without training: it must "
+            "reach its first iteration as the job's own workers did, with the same arguments. The job goes on without "
+            "it")
+
+
+class _AlreadyThere:
+    """In place of `torch.distributed.init_process_group`; remembers which backend was asked for."""
+
+    asked: str | None = None
+
+    def __init__(self, replay: SetUpReplay) -> None:
+        self.replay = replay
+        self._called = False
+
+    def __call__(self, backend: str | None = None, *args: Any, **keywords: Any) -> None:
+        self.asked, self._called = backend, True
+
+    def is_initialized(self) -> bool:
+        """In place of `torch.distributed.is_initialized`."""
+        return self._called and c10d.is_initialized()
+
+
+def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,
+              *rest: Any, **keywords: Any) -> Any:
+    """In place of `torch.distributed.new_group`: whatever backend is asked for, it would look for peers, who come only
+    once this process has been taken in."""
+    if dist.get_backend() != ALONE:
+        return stock(ranks, timeout, backend, *rest, **keywords)
+    keywords.pop("pg_options", None)
+    return stock(ranks, timeout, ALONE, *rest, **keywords)
+
+
+def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int | None = None, group: Any = None,
+                     device: Any = None, group_src: int | None = None, **keywords: Any) -> None:
+    """In place of `torch.distributed.broadcast_object_list`: who sends does not look at what it gets, but one that
+    joins must have what the sender of its rank had, and not another run's name. So it receives."""
+    where = group or dist.group.WORLD
+    others = [rank for rank in dist.get_process_group_ranks(where) if rank != dist.get_rank()]
+    if isinstance(where, Alone) and others:
+        src, group_src = others[0], None
+    stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
+
+
+def backend_for(device: torch.device) -> str:
+    """Backend of the training's groups: that of the default group, or, where that is a stand-in, the one that the
+    script asked for, or the usual one."""
+    backend = dist.get_backend()
+    if backend != ALONE:
+        return backend
+    asked: str | None = getattr(dist.init_process_group, "asked", None)
+    if asked in ("gloo", "nccl"):
+        return asked
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def leave_on_sigterm(agent: Agent) -> None:
+    """SIGTERM (a pre-emption, a spot notice) makes this worker leave the job at the next boundary.
+
+    A second one, or one when this process has no work (the job is over or has not begun, or it waits to come in), ends
+    the process at once. Within two seconds it is the same one: Slurm signals every process, and the launcher passes its
+    own on. Left alone where the script has a handler of its own, and where another launcher than ours ends the siblings
+    of a dead worker.
+    """
+    # A handler runs only between two steps of the interpreter, and the training thread may wait in the communication
+    # library for long; what the signal writes to the pipe is read at once.
+    ours = "RECYCLE_COORDINATOR" in os.environ and threading.current_thread() is threading.main_thread()
+    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    if before != -1:  # the script's own
+        signal.set_wakeup_fd(before)
+        return
+
+    def listen() -> None:
+        asked: float | None = None
+        while number := os.read(reading, 1):
+            if number[0] == signal.SIGTERM:
+                if asked is not None and time.monotonic() - asked < _SAME_SIGNAL and agent.ended is None:
+                    continue
+                asked = time.monotonic()
+                if agent.leaving or agent.ended is not None or agent.generation == 0 or agent.outside:
+                    ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # the default; Python's own is for the main thread
+                    os.kill(os.getpid(), signal.SIGTERM)
+                agent.leave()
+
+    def leave_to_default() -> None:
+        """A forked child (a data loader) dies of SIGTERM as ever, and its signals are not ours."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    os.register_at_fork(after_in_child=leave_to_default)
+    threading.Thread(target=listen, name="recycle-signals", daemon=True).start()

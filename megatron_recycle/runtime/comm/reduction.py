@@ -1,0 +1,253 @@
+"""Reduction of one stage's gradients over its live workers.
+
+Both ways divide by the nominal number of pipelines, never by the number of survivors (promise P2), at the
+place where the framework does (``Averaging``).
+
+``fast`` is one all-reduce per bucket of each worker's single sum, in the frameworks' own bucket order: without
+failures it gives stock DeepSpeed's bits: stages' gradients of a tied parameter are added up before pipelines', unless
+these stages have lost workers of different pipelines. ``exact`` sends raw pieces to an owner per slice; the owner folds
+them in logical order (blocks of a pipeline in order, then pipelines in order) and sends the result
+around, so that the bits do not depend on who computed what, nor on how many workers are left (promise P3).
+No all-reduce there: gloo's order of summation depends on the number of members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.errors import TransportAborted
+from megatron_recycle.plan import Plan, Worker, pieces
+from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.comm.tied_gradients import fold_ties, pipelines_alike
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout, Piece
+from megatron_recycle.runtime.stage import Averaging, Tie
+
+_BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
+
+class Reduction(Protocol):
+    """How a stage's gradients and losses become one."""
+
+    def place(self, pipeline: int, microbatch: int) -> tuple[Piece, int]:
+        """The sum that a micro-batch's gradient belongs to on this worker, and its block there."""
+
+    def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
+        """The stage's reduced gradient, flat, the same bits on every peer; that of ``ties`` is the sum of all their
+        stages'. Raises TransportAborted, UnsupportedError."""
+
+    def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        """This last-stage worker's addend of a vector whose sum over its peers tells the mean loss."""
+
+    def mean_loss(self, total: torch.Tensor) -> float:
+        """Mean loss of the global batch from that sum."""
+
+
+class FastReduction:
+    """All-reduce among peers; agrees to rounding whatever the membership.
+
+    Args:
+        pipelines: nominal number of pipelines.
+        microbatches: nominal micro-batches of a pipeline.
+        averaging: where the framework divides by the number of pipelines.
+    """
+
+    def __init__(self, pipelines: int, microbatches: int, averaging: Averaging = "after") -> None:
+        self._pipelines = pipelines
+        self._microbatches = microbatches
+        self._averaging = averaging
+
+    def place(self, pipeline: int, microbatch: int) -> tuple[Piece, int]:
+        return WHOLE, 0
+
+    def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
+        flat = sums.sum(WHOLE)
+        # Of each tie by itself: all of its stages have to do the same, and know nothing of each other's further ones.
+        stages_first = {tie.number for tie in ties if tie.first and pipelines_alike(tie, groups)}
+        fold_ties([tie for tie in ties if tie.number in stages_first], sums.layout, flat, groups)
+        for start, end in _buckets(sums.layout):
+            bucket = flat[start:end]
+            if self._averaging == "before":
+                bucket.mul_(1.0 / self._pipelines)
+            all_reduce(bucket, groups.stage)
+            if self._averaging == "after":
+                bucket.mul_(1.0 / self._pipelines)
+        fold_ties([tie for tie in ties if tie.number not in stages_first], sums.layout, flat, groups)
+        return flat
+
+    def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        total = torch.zeros(1)
+        for value in losses.values():
+            total += value.cpu()
+        return total.div_(self._microbatches)
+
+    def mean_loss(self, total: torch.Tensor) -> float:
+        return total.div_(self._pipelines).item()
+
+
+class ExactReduction:
+    """Fold of raw pieces in logical order; the same bits whatever the membership.
+
+    Args:
+        pipelines: nominal number of pipelines.
+        microbatches: nominal micro-batches of each pipeline.
+        block: micro-batches per block.
+        pieces: who accumulates which pieces of this stage (``plan.pieces``).
+        me: this worker.
+        averaging: "tokens" if gradients are not divided by the number of pipelines.
+    """
+
+    def __init__(self, pipelines: int, microbatches: Sequence[int], block: int,
+                 pieces: Mapping[Worker, Sequence[Piece]], me: Worker, averaging: Averaging = "after") -> None:
+        self._pipelines = pipelines
+        self._factor = 1.0 if averaging == "tokens" else 1.0 / pipelines
+        self._microbatches = tuple(microbatches)
+        self._offsets = [sum(self._microbatches[:pipeline]) for pipeline in range(pipelines)]
+        self._block = block
+        self._mine = tuple(pieces.get(me, ()))
+        self._logical = sorted((piece, worker) for worker, own in pieces.items() for piece in own)
+
+    def place(self, pipeline: int, microbatch: int) -> tuple[Piece, int]:
+        block = microbatch // self._block
+        piece = next(piece for piece in self._mine if piece[0] == pipeline and piece[1] <= block <= piece[2])
+        return piece, block
+
+    def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
+        peers = groups.peers(groups.me.stage)
+        slices = _slices(sums.layout.numel, len(peers))
+        own = slices[peers.index(groups.me)]
+        sending = []
+        for number, (piece, worker) in enumerate(self._logical):
+            if worker == groups.me:
+                flat = sums.sum(piece)
+                sending += [_send(groups.stage, flat[start:end], index, number)
+                            for index, (start, end) in enumerate(slices) if peers[index] != groups.me]
+        arriving = {}
+        for number, (_, worker) in enumerate(self._logical):
+            if worker != groups.me:
+                buffer = torch.empty(own[1] - own[0], dtype=sums.layout.dtype, device=sums.layout.device)
+                arriving[number] = (_receive(groups.stage, buffer, peers.index(worker), number), buffer)
+        ordered = []
+        for number, (piece, worker) in enumerate(self._logical):
+            if worker == groups.me:
+                ordered.append((piece, sums.sum(piece)[own[0]:own[1]]))
+            else:
+                work, buffer = arriving[number]
+                _wait(work, groups.stage)
+                ordered.append((piece, buffer))
+        result = sums.layout.empty()
+        result[own[0]:own[1]] = fold(ordered).mul_(self._factor)
+        for work in sending:
+            _wait(work, groups.stage)
+        self._share(result, slices, peers, groups)
+        fold_ties(ties, sums.layout, result, groups)
+        return result
+
+    def _share(self, result: torch.Tensor, slices: Sequence[tuple[int, int]], peers: Sequence[Worker],
+               groups: Groups) -> None:
+        """Every owner sends its slice of ``result`` to all peers."""
+        mine = peers.index(groups.me)
+        tag = len(self._logical)
+        works = [_receive(groups.stage, result[start:end], index, tag)
+                 for index, (start, end) in enumerate(slices) if index != mine]
+        start, end = slices[mine]
+        works += [_send(groups.stage, result[start:end], index, tag)
+                  for index in range(len(peers)) if index != mine]
+        for work in works:
+            _wait(work, groups.stage)
+
+    def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
+        # One slot per micro-batch, filled by the one worker that ran it: a sum with zeros is exact in any order.
+        values = torch.zeros(sum(self._microbatches), dtype=torch.float64)
+        for (pipeline, microbatch), value in losses.items():
+            values[self._offsets[pipeline] + microbatch] = value.item()
+        return values
+
+    def mean_loss(self, total: torch.Tensor) -> float:
+        per_pipeline = [sum(total[offset:offset + count].tolist()) / count
+                        for offset, count in zip(self._offsets, self._microbatches) if count]
+        return sum(per_pipeline) / self._pipelines
+
+
+def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> Reduction:
+    """How a stage that follows ``plan`` reduces."""
+    grid, block = plan.problem.grid, plan.problem.block
+    if exact:
+        return ExactReduction(grid.pipelines, grid.microbatches, block, pieces(plan, me.stage), me, averaging)
+    return FastReduction(grid.pipelines, max(grid.microbatches), averaging)
+
+
+def per_token(gradient: torch.Tensor, tokens: float) -> None:
+    """Divide a reduced ``gradient`` by the global batch's number of ``tokens``, in place.
+
+    Megatron's arithmetic: by an integer's reciprocal, on the gradient's device. Without any token nothing changes.
+    """
+    if tokens > 0:
+        gradient.mul_(1.0 / torch.tensor(int(tokens), dtype=torch.int, device=gradient.device))
+
+
+def fold(addends: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
+    """Sum of ``addends``, given in logical order: blocks inside each pipeline first, then pipelines.
+
+    Out of place: no given tensor is changed.
+    """
+    pipelines: list[torch.Tensor] = []
+    current = None
+    for (pipeline, _, _), values in addends:
+        if pipeline != current:
+            pipelines.append(values)
+            current = pipeline
+        else:
+            pipelines[-1] = pipelines[-1] + values
+    total = pipelines[0].clone()
+    for values in pipelines[1:]:
+        total += values
+    return total
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum in place over ``group``; raises TransportAborted when the generation ends meanwhile."""
+    if group.size() == 1:
+        return
+    try:
+        wait_for(group.allreduce([tensor]), group)
+    except RuntimeError as error:
+        raise TransportAborted(f"all-reduce failed: {error}") from error
+
+
+def _buckets(layout: Layout) -> list[tuple[int, int]]:
+    """DeepSpeed's rule: a bucket is closed by the parameter that takes it over the limit."""
+    buckets, start, end = [], 0, 0
+    for parameter in layout.parameters:
+        end += parameter.numel()
+        if end - start > _BUCKET_NUMEL:
+            buckets.append((start, end))
+            start = end
+    return buckets + ([(start, end)] if end > start else [])
+
+
+def _slices(numel: int, owners: int) -> list[tuple[int, int]]:
+    return [(numel * index // owners, numel * (index + 1) // owners) for index in range(owners)]
+
+
+def _send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    try:
+        return group.send([tensor], peer, tag)
+    except RuntimeError as error:
+        raise TransportAborted(f"sending a piece failed: {error}") from error
+
+
+def _receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
+    try:
+        return group.recv([tensor], peer, tag)
+    except RuntimeError as error:
+        raise TransportAborted(f"receiving a piece failed: {error}") from error
+
+
+def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
+    try:
+        wait_for(work, group)
+    except RuntimeError as error:
+        raise TransportAborted(f"reducing failed: {error}") from error

@@ -1,0 +1,85 @@
+"""Gradients of parameters that several stages keep copies of (tied embeddings).
+
+Each of these stages has its own gradient; the parameter's gradient is their sum, one value per stage,
+added in stage order, so that it does not depend on how many workers a stage has left (promise P3). A framework
+that adds up stages before pipelines is followed where that is possible, by `FastReduction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.errors import TransportAborted, UnsupportedError
+from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.compute.accumulate import Layout
+from megatron_recycle.runtime.stage import Tie
+
+# Above any number that a channel's messages reach, below the abort's own.
+_FIRST_TAG = 2**30
+
+
+def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, groups: Groups) -> None:
+    """Replace this stage's gradient of every tied parameter by the sum over all its stages, in place.
+
+    All peers of a stage have the same bits, so any of them can give: worker i of a stage gives to the other
+    stage's workers j with j mod n == i. Where stages have workers in the same pipelines, each gives to its own
+    pipeline, so that the same is done with gradients that peers have not added up yet.
+
+    Raises TransportAborted when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
+    """
+    for tie in ties:
+        trained = tie.parameter in layout
+        try:
+            flag = torch.full((1,), float(trained), device=gradient.device)
+            everywhere = [bool(value) for value in _gather(tie, flag, 2 * tie.number, groups)]
+            if len(set(everywhere)) > 1:
+                raise UnsupportedError(_apart(tie, everywhere))
+            if not trained:
+                continue
+            own = layout.view(gradient, tie.parameter)
+            values = _gather(tie, own, 2 * tie.number + 1, groups)
+        except RuntimeError as error:
+            raise TransportAborted(f"exchanging a tied gradient failed: {error}") from error
+        total = values[0].clone()
+        for value in values[1:]:
+            total += value
+        own.copy_(total)
+
+
+def pipelines_alike(tie: Tie, groups: Groups) -> bool:
+    """Whether the stages of ``tie`` have live workers in the same pipelines: the same on all of these stages."""
+    return len({tuple(peer.pipeline for peer in groups.peers(stage)) for stage in tie.stages}) == 1
+
+
+def _apart(tie: Tie, everywhere: Sequence[bool]) -> str:
+    trained = [str(stage) for stage, flag in zip(tie.stages, everywhere) if flag]
+    frozen = [str(stage) for stage, flag in zip(tie.stages, everywhere) if not flag]
+    return (f"a parameter of shape {tuple(tie.parameter.shape)} that stages {', '.join(map(str, tie.stages))} share is "
+            f"trained by stage {', '.join(trained)} and frozen by stage {', '.join(frozen)}: freeze it on all ranks")
+
+
+def _gather(tie: Tie, own: torch.Tensor, number: int, groups: Groups) -> list[torch.Tensor]:
+    """Each stage's value, in stage order."""
+    me = groups.me
+    mine = groups.peers(me.stage)
+    works: list[dist.Work] = []
+    outgoing = own.contiguous()
+    values = []
+    for stage in tie.stages:
+        if stage == me.stage:
+            values.append(own)
+            continue
+        theirs = groups.peers(stage)
+        for place, receiver in enumerate(theirs):
+            if mine[place % len(mine)] == me:
+                works.append(groups.world.send([outgoing], groups.rank(receiver), _FIRST_TAG + number))
+        buffer = torch.empty_like(outgoing)
+        giver = theirs[mine.index(me) % len(theirs)]
+        works.append(groups.world.recv([buffer], groups.rank(giver), _FIRST_TAG + number))
+        values.append(buffer)
+    for work in works:
+        wait_for(work, groups.world)
+    return values

@@ -1,0 +1,84 @@
+"""Whether the peers of a stage train the same parameters in an iteration.
+
+Which ones a script has frozen each worker sees for itself. Were they not the same everywhere, peers would add up
+gradients of different parameters, and drift apart. So a number of each worker's list goes around while micro-batches
+are computed, and is compared before anything is reduced.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_recycle.errors import TransportAborted, UnsupportedError
+from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.comm.reduction import all_reduce
+from megatron_recycle.runtime.compute.accumulate import Layout
+
+_NAMED = 3  # parameters that a message lists
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Which of a stage's parameters are trained: the names of all, 1 for each that is, and a number of that list."""
+
+    names: tuple[str, ...]
+    flags: tuple[int, ...]
+    number: int
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout) -> Trained:
+        # The class's own method: a backend may watch the model's.
+        named = list(nn.Module.named_parameters(model))
+        flags = tuple(int(parameter in layout) for _, parameter in named)
+        # Short, since its square must not overflow.
+        return cls(tuple(name for name, _ in named), flags, zlib.crc32(bytes(flags)) >> 8)
+
+
+class Agreement:
+    """One exchange among peers, begun when it is made. Raises TransportAborted."""
+
+    def __init__(self, trained: Trained, groups: Groups) -> None:
+        self._trained = trained
+        self._group = groups.stage_control
+        number, count = trained.number, len(trained.names)
+        self._own = torch.tensor([number, number**2, count, count**2])
+        self._sums = self._own.clone()
+        self._work: dist.Work | None = None
+        if self._group.size() > 1:
+            with _aborting():
+                self._work = self._group.allreduce([self._sums])
+
+    def check(self, iteration: int) -> None:
+        """Wait for the others' numbers. Raises UnsupportedError, on all peers alike, and TransportAborted."""
+        if self._work is None:
+            return
+        with _aborting():
+            wait_for(self._work, self._group)
+        size = self._group.size()
+        same = (self._sums == size * self._own).tolist()
+        if all(same):
+            return
+        found = ""
+        if all(same[2:]):
+            sums = torch.tensor(self._trained.flags)
+            all_reduce(sums, self._group)
+            named = [f"{name} by {count} of {size}" for name, count in zip(self._trained.names, sums.tolist())
+                     if 0 < count < size]
+            found = f" ({', '.join(named[:_NAMED])}{' and more' if named[_NAMED:] else ''})"
+        raise UnsupportedError(f"iteration {iteration}: the workers of one stage do not train the same parameters"
+                               f"{found}. Freeze, unfreeze or add parameters on all ranks alike, in the same iteration")
+
+
+@contextmanager
+def _aborting() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportAborted(f"comparing what is trained failed: {error}") from error

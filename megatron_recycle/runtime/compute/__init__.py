@@ -1,0 +1,1 @@
+"""The arithmetic of one stage on one worker; no communication."""

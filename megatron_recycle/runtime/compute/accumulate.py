@@ -1,0 +1,193 @@
+"""Gradients summed over micro-batches, in flat buffers, in a fixed order.
+
+``fast`` keeps one sum per worker. ``exact`` keeps one per *piece*: an unbroken run of a pipeline's blocks
+(plan.pieces), so that the reduction can fold all pieces of a stage in logical order, whoever computed
+them (promise P3). A piece's first contribution is copied, not added to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+
+import torch
+from torch import nn
+from torch._utils import _unflatten_dense_tensors
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.compute.split import AddTo, Contribution
+
+Piece = tuple[int, int, int]
+"""(pipeline, first block, last block), blocks inclusive."""
+
+WHOLE: Piece = (-1, 0, 0)
+"""The one piece of ``fast``: everything this worker computed."""
+
+
+class Layout:
+    """Where each parameter's gradient lies in a flat buffer: in the parameters' order, without gaps.
+
+    ``dtype`` is the buffer's; None: the parameters' own.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], dtype: torch.dtype | None = None) -> None:
+        self.parameters = tuple(parameters)
+        kinds = {(dtype or parameter.dtype, parameter.device) for parameter in self.parameters}
+        if len(kinds) > 1:
+            raise UnsupportedError(f"parameters of one stage differ in dtype or device: {sorted(map(str, kinds))}; "
+                                   "keep them the same")
+        self.dtype, self.device = kinds.pop() if kinds else (dtype or torch.float32, torch.device("cpu"))
+        ends = list(accumulate(parameter.numel() for parameter in self.parameters))
+        self.numel = ends[-1] if ends else 0
+        self.sums_in_place = all((getattr(parameter, "grad_dtype", None) or parameter.dtype) == self.dtype
+                                 for parameter in self.parameters)
+        """Whether autograd can add to sums: they have the type that it gives to gradients."""
+        # By identity, here and below: a tensor's own hash is a function call in Python.
+        self._range = {id(parameter): (end - parameter.numel(), end)
+                       for parameter, end in zip(self.parameters, ends)}
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def views(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Every parameter's part of a flat buffer, in the parameters' order."""
+        return _unflatten_dense_tensors(flat, self.parameters)
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._range
+
+    def view(self, flat: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+        start, end = self._range[id(parameter)]
+        return flat[start:end].view_as(parameter)
+
+
+class Accumulator:
+    """The sum of one piece: its blocks' sums, added in order.
+
+    A block is summed apart before it joins the blocks ahead of it, since that is how it is summed when it runs on
+    another worker. Each parameter keeps its own place: some get their gradients in B, some in W.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._ahead = _Sum(layout)
+        self._block = _Sum(layout)
+        self._block_of: dict[int, int] = {}
+
+    def add(self, block: int, contributions: Iterable[Contribution]) -> None:
+        """Add one micro-batch's gradients; micro-batches of a piece come in order."""
+        for parameter, gradient in contributions:
+            if self._block_of.setdefault(id(parameter), block) != block:
+                self._ahead.add(parameter, self._block.take(parameter))
+                self._block_of[id(parameter)] = block
+            self._block.add(parameter, gradient)
+
+    def running(self, block: int) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters to whose sums another gradient of ``block`` can be added in place, and those sums."""
+        return [(parameter, self._block.at(parameter)) for parameter in self._block.parameters()
+                if self._block_of[id(parameter)] == block]
+
+    def sum(self) -> torch.Tensor:
+        """The flat sum, (numel,); zero where no micro-batch gave a gradient. Nothing can be added afterwards."""
+        if not self._ahead.parameters():
+            return self._block.complete()
+        for parameter in self._block.parameters():
+            self._ahead.add(parameter, self._block.take(parameter))
+        return self._ahead.complete()
+
+
+class _Sum:
+    """A flat buffer of sums; the first addend of each parameter is copied, not added to zero."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._flat: torch.Tensor | None = None
+        self._parts: dict[int, torch.Tensor] = {}
+        """Each parameter's part of the buffer: a view costs as much as an addition."""
+        self._views: dict[int, torch.Tensor] = {}
+        """Those of them that have a sum."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that have a sum."""
+        return [parameter for parameter in self._layout.parameters if id(parameter) in self._views]
+
+    def add(self, parameter: nn.Parameter, gradient: torch.Tensor | AddTo) -> None:
+        view = self._views.get(id(parameter))
+        if view is not None:
+            if isinstance(gradient, torch.Tensor):
+                view.add_(gradient)
+            else:
+                gradient(view)
+            return
+        self._make()
+        view = self._views[id(parameter)] = self._parts[id(parameter)]
+        if isinstance(gradient, torch.Tensor):
+            view.copy_(gradient)
+        else:
+            gradient(view.zero_())
+
+    def at(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This parameter's sum."""
+        return self._views[id(parameter)]
+
+    def take(self, parameter: nn.Parameter) -> torch.Tensor:
+        """This parameter's sum, which starts anew; valid until the next addition."""
+        return self._views.pop(id(parameter))
+
+    def complete(self) -> torch.Tensor:
+        flat = self._make()
+        for number, part in self._parts.items():
+            if number not in self._views:
+                part.zero_()
+        return flat
+
+    def _make(self) -> torch.Tensor:
+        if self._flat is None:
+            self._flat = self._layout.empty()
+            self._parts = {id(parameter): part for parameter, part in
+                           zip(self._layout.parameters, self._layout.views(self._flat), strict=True)}
+        return self._flat
+
+
+class Accumulators:
+    """All sums of one worker in one attempt at an iteration.
+
+    ``place`` gives a micro-batch's piece on this worker and its block.
+    """
+
+    def __init__(self, layout: Layout, place: Callable[[int, int], tuple[Piece, int]]) -> None:
+        self.layout = layout
+        self._place = place
+        self._sums: dict[Piece, Accumulator] = {}
+
+    def add(self, pipeline: int, microbatch: int, contributions: Iterable[Contribution]) -> None:
+        piece, block = self._place(pipeline, microbatch)
+        if piece not in self._sums:
+            self._sums[piece] = Accumulator(self.layout)
+        self._sums[piece].add(block, contributions)
+
+    @contextmanager
+    def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
+        """Inside the block autograd itself adds the gradients of this micro-batch to the sums that there are already.
+
+        Left on the parameters, as without it, is only the gradient of one that has no sum yet, has a gradient already,
+        has hooks that ask for what was accumulated, or lies otherwise in memory than its sum does.
+        """
+        piece, block = self._place(pipeline, microbatch)
+        running = self._sums[piece].running(block) if piece in self._sums else []
+        lent = [(parameter, sum_) for parameter, sum_ in running
+                if parameter.grad is None and not parameter._post_accumulate_grad_hooks and parameter.is_contiguous()]
+        try:
+            for parameter, sum_ in lent:
+                parameter.grad = sum_
+            yield
+        finally:
+            for parameter, sum_ in lent:
+                grown, parameter.grad = parameter.grad, None
+                if grown is not None and grown is not sum_:  # a graph of gradients was asked for, or a hook replaced it
+                    sum_.copy_(grown.detach())
+
+    def sum(self, piece: Piece) -> torch.Tensor:
+        """The flat sum of ``piece``; zeros if nothing was added to it."""
+        return self._sums.setdefault(piece, Accumulator(self.layout)).sum()

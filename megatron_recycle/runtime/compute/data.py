@@ -1,0 +1,274 @@
+"""The training data as a function of (iteration, pipeline, micro-batch).
+
+After a failure any first- or last-stage worker may run any pipeline's micro-batch, and an iteration may
+be run again: so a batch must be found by its place, not by whose turn it is. A plain iterator cannot do
+that; a map-style dataset can, and so can a factory that gives each pipeline's iterator anew. What a dataset or
+a collate function draws at random (the masks of masked language modelling) is drawn by place too.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset, DistributedSampler, default_collate
+
+from megatron_recycle.errors import DataError
+from megatron_recycle.runtime.compute.random_state import Seeds
+
+Batch = Any
+Factory = Callable[[int], Iterator[Batch]]
+"""pipeline -> its iterator over micro-batches, giving the same sequence each time it is called."""
+
+
+class NotReadHere(DataError):
+    """This process has no data to read, or none yet."""
+
+
+class DataSource(Protocol):
+    """Micro-batches by place. ``number`` counts a pipeline's micro-batches from the start of training."""
+
+    def batch(self, pipeline: int, number: int) -> Batch: ...
+
+    def forget(self, pipeline: int, before: int) -> None:
+        """Micro-batches of ``pipeline`` before ``before`` are committed and will not be asked for again."""
+
+
+class DatasetSource:
+    """Micro-batches of a map-style dataset, in the order of DeepSpeed's own pipeline data loader:
+    a DistributedSampler without shuffling, repeated for ever.
+
+    Args:
+        dataset: has ``__len__`` and ``__getitem__``; the same on every worker.
+        pipelines: nominal number of pipelines.
+        batch_size: samples of a micro-batch.
+        collate: list of samples -> batch.
+        drop_last: leave out an epoch's last, smaller micro-batch.
+        seeds: what random numbers it is read with; None: nobody's business.
+    """
+
+    def __init__(self, dataset: Dataset, pipelines: int, batch_size: int,
+                 collate: Callable[[list], Batch] | None = None, drop_last: bool = False,
+                 seeds: Seeds | None = None) -> None:
+        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+            raise DataError("training_data must be a map-style dataset (with __len__ and __getitem__), since a batch "
+                            "may be needed again on another worker; give an iterable one as "
+                            "megatron_recycle.enable(data=lambda pipeline: iterator)")
+        self._dataset = dataset
+        self._pipelines = pipelines
+        self._batch_size = batch_size
+        self._collate = collate or default_collate
+        self._drop_last = drop_last
+        self._reading = Reading(seeds, self._dataset, self._collate)
+        self._indices: dict[int, list[int]] = {}
+
+    @property
+    def short(self) -> int | None:
+        """Number of the first micro-batch that has fewer samples than the others, an epoch's last; None if all have
+        the same number."""
+        if self._drop_last or not len(self._dataset):
+            return None
+        whole, rest = divmod(self._samples, self._batch_size)
+        return whole if whole and rest else None
+
+    @property
+    def _samples(self) -> int:
+        """Of an epoch and pipeline: the sampler fills up with samples from the beginning."""
+        return math.ceil(len(self._dataset) / self._pipelines)
+
+    def describe_short(self) -> str:
+        """What is wrong with the short micro-batch, and what to do."""
+        return (f"training_data gives {self._samples} samples to each pipeline in an epoch, so that the last "
+                f"micro-batch has {self._samples % self._batch_size} instead of {self._batch_size}, and stages pass on "
+                'micro-batches of one shape only. Set "dataloader_drop_last": true in the DeepSpeed JSON to leave it '
+                "out, or let collate_fn fill it up")
+
+    def check(self, first: int, count: int, read: Callable[[int, int], Batch] | None = None) -> None:
+        """Raises DataError if one of a pipeline's ``count`` micro-batches from number ``first`` on has fewer samples
+        than the others, and tensors of other shapes for it where ``read`` (default: `batch`) reads it."""
+        if self.short is None or (self.short - first) % (self.short + 1) >= count:
+            return
+        read = read or self.batch
+        if _shapes(read(0, self.short)) != _shapes(read(0, 0)):
+            raise DataError(self.describe_short())
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        indices = self._indices.get(pipeline)
+        if indices is None:
+            indices = self._indices[pipeline] = list(DistributedSampler(
+                self._dataset, num_replicas=self._pipelines, rank=pipeline, shuffle=False))
+        whole, rest = divmod(len(indices), self._batch_size)
+        per_epoch = whole + (1 if rest and not self._drop_last else 0)
+        if not per_epoch:
+            raise DataError(f"the dataset has {len(indices)} samples for each pipeline, fewer than one micro-batch of "
+                            f"{self._batch_size}; use more data or a smaller micro-batch")
+        start = (number % per_epoch) * self._batch_size
+        return self._reading.samples(pipeline, number, indices[start:start + self._batch_size])
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass  # any batch can be read again
+
+
+class Reading:
+    """Reads samples by index, with random numbers by place.
+
+    Args:
+        seeds: of the job's data; None: samples are read with whatever numbers come.
+        dataset: has ``__getitem__``.
+        collate: list of samples -> batch.
+    """
+
+    def __init__(self, seeds: Seeds | None, dataset: Any, collate: Callable[[list], Batch]) -> None:
+        self._seeds = seeds
+        self._dataset = dataset
+        self._collate = collate
+        self._checked = False
+
+    def samples(self, pipeline: int, number: int, indices: Sequence[int]) -> Batch:
+        """The batch of ``indices``. Raises DataError, at the first one, if the same is not read twice."""
+        if self._seeds is None:
+            return self._read(indices)
+        if not self._checked:
+            self._checked = True
+            self._check(self._seeds, indices)
+        self._seeds.set(pipeline, number)
+        return self._read(indices)
+
+    def _check(self, seeds: Seeds, indices: Sequence[int]) -> None:
+        seeds.generators.adopt("the data", self._dataset, self._collate)
+        digests = []
+        for _ in range(3):
+            # The same on all workers, for what a dataset draws once, when it is first read. That may shift what it
+            # draws for the samples, so that only the others are compared.
+            seeds.set(0, -1)
+            digests.append(digest(self._read(indices)))
+        if digests[1] != digests[2]:
+            raise DataError(
+                f"the same samples, read twice with the same random seeds, differ (indices {list(indices)[:4]}...): "
+                f"{type(self._dataset).__name__} or its collate function draws random numbers from a generator that is "
+                "out of sight, or counts how often it is read; workers would read different data. Draw from torch's, "
+                "Python's or numpy's global generators, which are set for each micro-batch, or seed by the index")
+
+    def _read(self, indices: Sequence[int]) -> Batch:
+        return self._collate([self._dataset[index] for index in indices])
+
+
+class FactorySource:
+    """Micro-batches of a user's ``factory(pipeline) -> iterator``; kept until they are committed.
+
+    ``seeds``: what random numbers they are read with; None: nobody's business.
+    """
+
+    def __init__(self, factory: Factory, seeds: Seeds | None = None) -> None:
+        self._factory = factory
+        self._seeds = seeds
+        if seeds is not None:
+            seeds.generators.adopt("the data factory", factory)
+        self._streams: dict[int, Iterator[Batch]] = {}
+        self._next: dict[int, int] = {}
+        self._floor: dict[int, int] = {}
+        self._kept: dict[tuple[int, int], Batch] = {}
+        self._failed: dict[int, str] = {}
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        if (pipeline, number) not in self._kept:
+            self._read(pipeline, number)
+        return self._kept[pipeline, number]
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self._floor[pipeline] = before
+        for key in [key for key in self._kept if key[0] == pipeline and key[1] < before]:
+            del self._kept[key]
+
+    def _read(self, pipeline: int, number: int) -> None:
+        """Read on to ``number``; what lies between may be asked for later in the same iteration and is kept."""
+        if pipeline in self._failed:
+            raise DataError(f"the data factory's iterator of pipeline {pipeline} has failed "
+                            f"({self._failed[pipeline]}), and whether it has gone past that micro-batch nobody knows: "
+                            "the job cannot leave it out and read on. Handle the error in the factory, or give a "
+                            "map-style dataset")
+        if pipeline not in self._streams:
+            self._seed(pipeline, -1)
+            self._streams[pipeline] = iter(self._factory(pipeline))
+            self._next[pipeline] = 0
+        floor = self._floor.get(pipeline, 0)
+        try:
+            while self._next[pipeline] <= number:
+                self._seed(pipeline, self._next[pipeline])
+                batch = next(self._streams[pipeline])
+                if self._next[pipeline] >= floor:
+                    self._kept[pipeline, self._next[pipeline]] = batch
+                self._next[pipeline] += 1
+        except StopIteration:
+            raise DataError(f"the data of pipeline {pipeline} ended before micro-batch {number}; the factory's "
+                            "iterator must not end before training does (deepspeed.utils.RepeatingLoader repeats "
+                            "one)") from None
+        except Exception as error:
+            self._failed[pipeline] = f"{type(error).__name__}: {error}"
+            raise
+
+    def _seed(self, pipeline: int, number: int) -> None:
+        if self._seeds is not None:
+            self._seeds.set(pipeline, number)
+
+
+class Mapped:
+    """What a function makes of another source's micro-batches, such as the one given to DeepSpeed's `set_batch_fn`.
+
+    Args:
+        source: where they are read.
+        function: gives the function of now, or None.
+        seeds: what random numbers it is run with.
+    """
+
+    def __init__(self, source: DataSource, function: Callable[[], Callable[[Batch], Batch] | None],
+                 seeds: Seeds) -> None:
+        self._source = source
+        self._function = function
+        self._seeds = seeds
+        self._known: Any = None
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        batch, function = self._source.batch(pipeline, number), self._function()
+        if function is None:
+            return batch
+        if function is not self._known:
+            self._known = function
+            self._seeds.generators.adopt("the function for batches", function)
+        self._seeds.set(pipeline, number)
+        return function(batch)
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self._source.forget(pipeline, before)
+
+
+def digest(batch: Batch) -> int:
+    """CRC-32 of every tensor, numpy array, number and text in a batch (nested lists, tuples and dicts), in order."""
+    crc = 0
+    for leaf in _leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(leaf, crc)
+    return crc
+
+
+def _shapes(batch: Batch) -> list[torch.Size]:
+    return [tensor.shape for tensor in _leaves(batch) if isinstance(tensor, torch.Tensor)]
+
+
+def _leaves(batch: Batch) -> Iterator[torch.Tensor | bytes]:
+    if isinstance(batch, torch.Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _leaves(value)
+    elif isinstance(batch, (str, bytes, int, float)):
+        yield repr(batch).encode()
+    elif isinstance(batch, Sequence):
+        for value in batch:
+            yield from _leaves(value)
+    elif hasattr(batch, "tobytes"):
+        yield batch.tobytes()

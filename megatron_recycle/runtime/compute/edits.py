@@ -1,0 +1,183 @@
+"""What the script changes between two iterations while the last step may still be undone.
+
+With staggered steps the verdict on a step arrives after training has returned to the script, and until then a failure
+may undo the step too. What is put back then is what the step had changed: a learning rate that the script has set
+meanwhile, or parameters that it has written to, would be lost. So what there was on return is compared with what there
+is when training goes on. If it differs, the script's changes are set aside until the step is final, and made again on
+what it is then.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.compute.variables import Variables
+from megatron_recycle.runtime.stage import Stage
+
+_WORDS = {1: torch.int8, 2: torch.int16}
+_ROW = 32  # words of 64 bits whose sum may come round
+_NAMED = 3  # tensors that a message lists
+_MAY_CHANGE = (
+    "after iteration {}, whose step could still be undone: with staggered steps a stage steps before it knows whether "
+    "gradients are clipped. Call engine.settle() before the change (parameters(), modules() and state_dict() of "
+    'engine.module do), or set "step": "barrier"')
+
+@dataclass(frozen=True)
+class _Left:
+    """What training left behind."""
+
+    references: Mapping[str, Any]
+    counters: Any
+    tensors: Mapping[str, tuple[int, int]]
+    sums: Mapping[str, torch.Tensor]
+    variables: Variables
+
+
+class Edits:
+    """The script's changes to one stage since training last returned to it.
+
+    Args:
+        stage: the framework's side.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._left: _Left | None = None
+        self._variables: Variables | None = None
+
+    def leave(self, open_: bool) -> None:
+        """Training returns to the script; ``open_``: its last step may still be undone."""
+        self._left = None
+        if open_:
+            tensors = self._stage.state()
+            if self._variables is None:
+                self._variables = Variables(self._stage.module, self._stage.functions)
+            self._variables.keep()
+            self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors), _sums(tensors),
+                               self._variables)
+
+    def found(self) -> bool:
+        """Whether the script has changed anything that a step changes, or is made with."""
+        left = self._left
+        return left is not None and not (
+            same(left.references, self._stage.references) and same(left.counters, self._stage.counters())
+            and not left.variables.changes() and not self._written(left))
+
+    @contextmanager
+    def apart(self, iteration: int, remake: Callable[[], None]) -> Iterator[None]:
+        """Inside the block, which makes the step of ``iteration`` final, everything is as training left it; afterwards
+        the script's changes are made again on what there is then.
+
+        Args:
+            remake: makes that step again, from what was before it.
+
+        Raises:
+            UnsupportedError: tensors were changed that were not final, and may not have been right.
+        """
+        found = self.found()
+        left, self._left = self._left, None
+        if left is None or not found:
+            yield
+            return
+        references, counters = self._stage.references, self._stage.counters()
+        changes = left.variables.changes()
+        written = self._written(left)
+        state = self._stage.state()
+        if written and (self._stage.may_guess_wrong or set(left.tensors) != set(state)):
+            named = ", ".join(written[:_NAMED]) + (f" and {len(written) - _NAMED} more" if written[_NAMED:] else "")
+            raise UnsupportedError(f"the script changed {named} {_MAY_CHANGE.format(iteration)}")
+        kept = {name: state[name].clone() for name in written}
+        self._stage.refer(left.references)
+        self._stage.set_counters(left.counters)
+        for change in changes:
+            change.undo()
+        if written:
+            remake()
+        yield
+        now = self._stage.counters()
+        self._stage.refer(references)
+        for change in changes:
+            change.redo()
+        self._stage.set_counters(merged(left.counters, counters, now))
+        with torch.no_grad():
+            state = self._stage.state()
+            for name, tensor in kept.items():
+                state[name].copy_(tensor)
+
+    def refuse_loss(self, iteration: int) -> None:
+        """Raises UnsupportedError if the parameters that the script has taken out of the model may not have been right:
+        what it has made of their values would not be either."""
+        if self._left is not None and self._stage.may_guess_wrong:
+            raise UnsupportedError(f"the script took parameters out of the model {_MAY_CHANGE.format(iteration)}")
+
+    def _written(self, left: _Left) -> list[str]:
+        """Names of the tensors that the script has written to, or put others in the place of."""
+        tensors = self._stage.state()
+        versions = _versions(tensors)
+        changed = {name for name in {**left.tensors, **versions} if left.tensors.get(name) != versions.get(name)}
+        sums = _sums(tensors)
+        both = [name for name in sums if name in left.sums]
+        if both:
+            before, now = (torch.stack([of[name] for name in both]) for of in (left.sums, sums))
+            changed |= {name for name, written in zip(both, (before != now).tolist()) if written}
+        return sorted(changed)
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
+    return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
+
+
+def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Sums of the parameters as whole numbers: what is written by way of `.data` has no version. They stay where the
+    parameters are, so that training does not wait for them before it returns to the script."""
+    return {name: _sum(tensor.reshape(-1)) for name, tensor in tensors.items() if name.startswith("parameter ")}
+
+
+def _sum(flat: torch.Tensor) -> torch.Tensor:
+    """A processor adds up 64 bits at a time five times as fast as shorter numbers, which torch widens first. But the
+    exponents of numbers that are all doubled have grown by a power of two, of which 4096 come round to nothing: so
+    first in short rows."""
+    start = flat.storage_offset() * flat.element_size()
+    if flat.nbytes % (8 * _ROW) or start % 8:
+        return flat.view(_WORDS.get(flat.element_size(), torch.int32)).sum()
+    return flat.view(torch.int64).view(-1, _ROW).sum(1).view(torch.int32).sum()
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees of dicts, lists, tuples, numbers and tensors are alike; other objects if they are one."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    try:
+        return bool(one == other) or bool(one != one and other != other)
+    except (ValueError, TypeError, RuntimeError):  # of arrays, say
+        return False
+
+
+def merged(before: Any, edited: Any, now: Any) -> Any:
+    """``now`` with what differs between ``before`` and ``edited`` as in ``edited``; all are trees as for `same`."""
+    if same(before, edited):
+        return now
+    if isinstance(edited, Mapping) and isinstance(before, Mapping) and isinstance(now, Mapping):
+        result: Any = copy.copy(edited)
+        result.update({key: merged(before[key], value, now[key]) for key, value in edited.items()
+                       if key in before and key in now})
+        return result
+    if isinstance(edited, (list, tuple)) and isinstance(before, Sequence) and isinstance(now, Sequence):
+        shared = min(len(before), len(edited), len(now))
+        return type(edited)([merged(*items) for items in zip(before[:shared], edited, now)] + list(edited[shared:]))
+    return edited

@@ -1,0 +1,138 @@
+"""Bytes that a worker's micro-batches hold, measured, and what it keeps besides (promise P7).
+
+A micro-batch holds its activations from its F to its B, and from there to its W what the delayed weight gradients
+need. The first are measured on early micro-batches: all have the same shapes. On a GPU the allocator counts them.
+On a CPU nobody counts: there every tensor that the forward made is watched, and those that are still alive when
+the backward begins are what it held, whoever holds them (autograd, a checkpoint, a module of the user's).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_recycle.runtime.compute.split import WeightQueue
+
+_MEASURED = range(1, 3)
+"""Which of this worker's forwards are measured: not the first, which also fills caches that stay."""
+Microbatch = tuple[int, int]
+
+
+class ActivationMemory:
+    """What this worker's micro-batches hold, as a running count.
+
+    Args:
+        device: where they live.
+
+    Attributes:
+        before_b: bytes that a micro-batch holds from its F to its B, 0 until they are measured.
+        after_b: most bytes that one has held from its B to its W.
+        message: bytes of the largest message that a micro-batch passes to another stage.
+        peak: most bytes held at a time in the last complete iteration.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._forwards = 0
+        self._watched: dict[Microbatch, tuple[int, list[StorageWeakRef | int]]] = {}
+        self._between: set[Microbatch] = set()
+        self._queued: dict[Microbatch, int] = {}
+        self._peak = 0
+        self.before_b = self.after_b = self.message = self.peak = 0
+
+    @property
+    def now(self) -> int:
+        """Bytes held now."""
+        return len(self._between) * self.before_b + sum(self._queued.values())
+
+    def begin(self) -> None:
+        """A new iteration; what is left of the one before was given up."""
+        self.peak, self._peak = self._peak, 0
+        self._watched.clear()
+        self._between.clear()
+        self._queued.clear()
+
+    @contextmanager
+    def forward(self, microbatch: Microbatch, inputs: Sequence[torch.Tensor] | None) -> Iterator[None]:
+        """Around the F of ``microbatch``, whose ``inputs`` came from another worker."""
+        received = nbytes(inputs or ())
+        if self._forwards not in _MEASURED:
+            yield
+        elif self._device.type == "cuda":
+            before = torch.cuda.memory_allocated(self._device)
+            yield
+            taken = torch.cuda.memory_allocated(self._device) - before
+            self._watched[microbatch] = received, [max(0, taken)]
+        else:
+            with _Watch() as watch:
+                yield
+            self._watched[microbatch] = received, list(watch.seen.values())
+        self._forwards += 1
+        self._between.add(microbatch)
+        self.message = max(self.message, received)
+        self._count()
+
+    def begin_backward(self, microbatch: Microbatch, gradients: Sequence[torch.Tensor]) -> None:
+        """Before the B of ``microbatch``, for which ``gradients`` came from another worker."""
+        self.message = max(self.message, nbytes(gradients))
+        if microbatch in self._watched:
+            received, watched = self._watched.pop(microbatch)
+            # A storage that nobody refers to any more has given its memory back.
+            self.before_b = received + sum(one if isinstance(one, int) else _size(one) for one in watched)
+            self._count()
+
+    def end_backward(self, microbatch: Microbatch, queue: WeightQueue) -> None:
+        """After the B of ``microbatch``, which left ``queue`` for its W."""
+        self._between.discard(microbatch)
+        self._queued[microbatch] = held = nbytes([
+            *(tensor for item in queue.deferred for tensor in (item.inputs, item.output_gradient)),
+            *(gradient for _, gradient in queue.formed)])
+        self.after_b = max(self.after_b, held)
+        self._count()
+
+    def weight(self, microbatch: Microbatch) -> None:
+        """After the W of ``microbatch``."""
+        del self._queued[microbatch]
+
+    def _count(self) -> None:
+        self._peak = max(self._peak, self.now)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every piece of memory that is taken for a tensor; views and in-place results take none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = set(_storages((args, kwargs)))
+        for number, storage in _storages(result).items():
+            if number not in given and number not in self.seen:
+                self.seen[number] = StorageWeakRef(storage)  # keeps the number from being used again
+        return result
+
+
+def _storages(tree: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided]
+    return {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+
+
+def _size(reference: StorageWeakRef) -> int:
+    if reference.expired():
+        return 0
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else storage.nbytes()
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory that ``tensors`` lie in, shared memory counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())

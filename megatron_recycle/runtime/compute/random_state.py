@@ -1,0 +1,266 @@
+"""Randomness that depends on what is computed, not on where (promise P4).
+
+Whatever a user's code draws from without saying where the numbers are from is set before each piece of work, from the
+job's seed and that work's place, and put back when the script's own code goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.compute.find_generators import Found, generators_in, trackers_in
+
+_ALIKE = "data-parallel-rng"  # Megatron's name for what tensor-parallel parts draw alike
+
+
+def seed_of(seed: int, *place: int | str) -> int:
+    """A 63-bit seed for the work at ``place``: of a forward (iteration, pipeline, micro-batch, stage)."""
+    key = ":".join(map(str, (seed, *place))).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+class Generators:
+    """Everything that the user's code may draw random numbers from on this worker.
+
+    These are torch's generators of the CPU and of ``device``, Python's and numpy's global ones, and those that `adopt`
+    and `adopt_trackers` have found.
+
+    Args:
+        device: the worker's.
+        part: tensor-parallel part, which draws other numbers than its siblings from named generators.
+    """
+
+    def __init__(self, device: torch.device, part: int = 0) -> None:
+        self._part = part
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[index])
+        self._torch: list[_Source] = [_Torch(generator) for generator in generators]
+        self._others: list[_Source] = [_Python(random), _GlobalNumpy()]
+        self._known = {id(generator) for generator in generators}
+
+    def adopt(self, name: str, *holders: Any) -> None:
+        """Generators that ``holders`` keep (a model, a dataset, a function) are set as well; messages name them by
+        ``name`` and where they were found. Raises UnsupportedError if one cannot be set."""
+        self._take((f"{name}: {path}", generator) for holder in holders for path, generator in generators_in(holder))
+
+    def adopt_trackers(self) -> None:
+        """Named generators as Megatron, and what descends from it, keeps in modules are set as well, if there are any.
+
+        Raises UnsupportedError if one cannot be set.
+        """
+        self._take(trackers_in(sys.modules))
+
+    def seed(self, number: int, first: int | None = None) -> None:
+        """Set all of them; torch's own to ``first``, if given."""
+        # Not torch.manual_seed(): for every kind of device that was never used it formats a stack trace and keeps it,
+        # milliseconds and memory for each forward.
+        for source in self._torch:
+            source.seed(number if first is None else first)
+        for source in self._others:
+            source.seed(number)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """After the block they are as they were before it."""
+        before = [(source, source.state()) for source in (*self._torch, *self._others)]
+        try:
+            yield
+        finally:
+            for source, state in before:
+                source.restore(state)
+
+    @contextmanager
+    def at(self, number: int) -> Iterator[None]:
+        """Run the block with all of them set to ``number``; put them back afterwards."""
+        with self.kept():
+            self.seed(number)
+            yield
+
+    def _take(self, found: Iterable[Found]) -> None:
+        for name, generator in found:
+            if id(generator) in self._known:
+                continue
+            source = _source_of(name, generator, self._part)
+            try:
+                with self.kept():
+                    state = source.state()
+                    source.seed(1)
+                    source.restore(state)
+            except Exception as error:
+                raise UnsupportedError(
+                    f"{name} ({type(generator).__name__}) cannot be set to numbers that depend on the micro-batch only "
+                    f"({type(error).__name__}: {error}): what it gives would depend on where a micro-batch runs. Draw "
+                    "from torch's, Python's or numpy's global generators instead") from error
+            self._known.add(id(generator))
+            self._others.append(source)
+
+
+class Seeds:
+    """Sets ``generators`` for reading data.
+
+    Args:
+        generators: of the worker.
+        seed: of the job.
+        purpose: keeps what is read for training apart from what is read for evaluation.
+    """
+
+    def __init__(self, generators: Generators, seed: int, purpose: str = "data") -> None:
+        self.generators = generators
+        self._seed = seed
+        self._purpose = purpose
+
+    def set(self, pipeline: int, number: int) -> None:
+        """For micro-batch ``number`` of ``pipeline``, counted from the start of training; -1: before the first."""
+        self.generators.seed(seed_of(self._seed, self._purpose, pipeline, number))
+
+
+class _Source(Protocol):
+    """One generator, or a set of them."""
+
+    def state(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
+    def seed(self, number: int) -> None: ...
+
+
+class _Torch:
+    def __init__(self, generator: torch.Generator) -> None:
+        self.state, self.restore, self.seed = generator.get_state, generator.set_state, generator.manual_seed
+
+
+class _Python:
+    """A random.Random, or the module, which has the same functions for the global one."""
+
+    def __init__(self, generator: Any) -> None:
+        self.state, self.restore, self.seed = generator.getstate, generator.setstate, generator.seed
+
+
+class _Numpy:
+    """A numpy.random.Generator or RandomState, of any kind of bits."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state(self) -> Any:
+        return self._generator.bit_generator.state
+
+    def restore(self, state: Any) -> None:
+        self._generator.bit_generator.state = state
+
+    def seed(self, number: int) -> None:
+        bits = self._generator.bit_generator
+        bits.state = type(bits)(number).state
+
+
+class _LegacyNumpy:
+    """A RandomState, or numpy.random, which has the same functions for the global one: it also keeps every second
+    normal number for the next time."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state(self) -> Any:
+        return self._generator.get_state(legacy=False)
+
+    def restore(self, state: Any) -> None:
+        self._generator.set_state(state)
+
+    def seed(self, number: int) -> None:
+        try:
+            self._generator.seed(number % 2**32)
+        except TypeError:  # of other bits than the usual ones
+            state = self.state()
+            kind = getattr(sys.modules["numpy.random"], state["bit_generator"])
+            self._generator.set_state({**kind(number).state, "has_gauss": 0, "gauss": 0.0})
+
+
+class _GlobalNumpy:
+    """numpy's, from when it is loaded on."""
+
+    def state(self) -> Any:
+        numpy = sys.modules.get("numpy.random")
+        return None if numpy is None else _LegacyNumpy(numpy).state()
+
+    def restore(self, state: Any) -> None:
+        if state is not None:
+            _LegacyNumpy(sys.modules["numpy.random"]).restore(state)
+
+    def seed(self, number: int) -> None:
+        numpy = sys.modules.get("numpy.random")
+        if numpy is not None:
+            _LegacyNumpy(numpy).seed(number)
+
+
+class _Tracker:
+    """Named generators, as states that are put into a device's generator while one of them is used."""
+
+    def __init__(self, name: str, tracker: Any, part: int) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._part = part
+        self._makers: dict[tuple[str, int], torch.Generator] = {}
+
+    def state(self) -> Any:
+        return {name: _state_of(state) for name, state in self._tracker.get_states().items()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._set(state)
+
+    def seed(self, number: int) -> None:
+        states: dict[str, Any] = {}
+        for name, state in self._tracker.get_states().items():
+            # As in stock, tensor-parallel parts differ in all of them but one.
+            key = name if self._part == 0 or name == _ALIKE else f"{name} {self._part}"
+            own = (number + zlib.crc32(key.encode())) % 2**63
+            states[name] = self._made(state).manual_seed(own).get_state()
+        self._set(states)
+
+    def _made(self, state: Any) -> torch.Generator:
+        """A generator whose states are of the same kind as ``state``."""
+        if isinstance(state, torch.Generator):
+            key = "generator", state.device.index or 0
+            return self._makers.setdefault(key, torch.Generator(state.device))
+        for device in ("cpu", "cuda"):
+            if (device, state.numel()) not in self._makers and (device == "cpu" or torch.cuda.is_available()):
+                maker = torch.Generator(device)
+                self._makers[device, maker.get_state().numel()] = maker
+            if (device, state.numel()) in self._makers:
+                return self._makers[device, state.numel()]
+        raise TypeError(f"a state of {state.numel()} bytes is of no generator that torch has here")
+
+    def _set(self, states: Mapping[str, Any]) -> None:
+        # Not tracker.add(), which takes the state of the device's generator away and back for each name.
+        now, plain = self._tracker.get_states(), {}
+        for name, state in states.items():
+            if isinstance(now.get(name), torch.Generator):
+                now[name].set_state(state)
+                plain[name] = now[name]
+            else:
+                plain[name] = state
+        self._tracker.set_states(plain)
+
+
+def _state_of(state: Any) -> Any:
+    return state.get_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+def _source_of(name: str, generator: Any, part: int) -> _Source:
+    if isinstance(generator, torch.Generator):
+        return _Torch(generator)
+    if isinstance(generator, random.Random):
+        return _Python(generator)
+    if hasattr(generator, "get_states"):
+        return _Tracker(name, generator, part)
+    return _Numpy(generator) if hasattr(generator, "bit_generator") else _LegacyNumpy(generator)

@@ -1,0 +1,122 @@
+"""Evaluation: forwards only, through failures.
+
+A pass over one global batch changes nothing but a table of numbers, so a failure in it costs the pass. It counts
+as done where the exchange of that table, which takes every worker, has ended; a failure may let it end at
+some workers only. Those are at most one pass ahead, and give the others the table in the recovery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_recycle.errors import TransportAborted
+from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by, reads
+from megatron_recycle.runtime.comm.activations import Message, Transport
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.reduction import all_reduce
+from megatron_recycle.runtime.compute.data import DataSource
+from megatron_recycle.runtime.compute.random_state import seed_of
+
+if TYPE_CHECKING:
+    from megatron_recycle.runtime.worker import StageWorker
+
+Reports = dict[tuple[int, int], tuple[float, ...]]
+"""(pipeline, micro-batch) -> what the last stage reports of it."""
+
+
+class Evaluations:
+    """How many passes are done, and what the last one reported.
+
+    Args:
+        grid: of the job.
+        width: numbers that the last stage reports of each micro-batch.
+
+    Attributes:
+        done: passes that are done everywhere, as far as this worker knows.
+        table: (total micro-batches, width) float64, of the last of them, the same on all workers.
+    """
+
+    def __init__(self, grid: Grid, width: int) -> None:
+        self._grid = grid
+        self.done = 0
+        self.table = torch.zeros(grid.total, width, dtype=torch.float64)
+
+    def complete(self, reports: Reports, groups: Groups) -> None:
+        """All forwards of this worker have run: exchange what they reported, and count the pass as done.
+
+        Raises TransportAborted.
+        """
+        table = torch.zeros_like(self.table)
+        reports = reports if groups.part == 0 else {}  # a worker's parts report the same
+        for position, place in enumerate(self._grid.items()):
+            if place in reports:
+                table[position] = torch.tensor(reports[place], dtype=torch.float64)
+        # One slot per micro-batch, filled by the one worker that ran it: exact in any order.
+        all_reduce(table, groups.control)
+        self.table = table
+        self.done += 1
+
+    def reconcile(self, groups: Groups) -> None:
+        """Bring workers that a failure kept from the end of a pass level with the others. Raises TransportAborted."""
+        counts = torch.zeros(groups.control.size(), dtype=torch.float64)
+        me = groups.control.rank()
+        counts[me] = self.done
+        all_reduce(counts, groups.control)
+        newest = int(counts.max())
+        if bool((counts == newest).all()):
+            return
+        giver = counts.tolist().index(newest)
+        table = self.table.clone() if me == giver else torch.zeros_like(self.table)
+        all_reduce(table, groups.control)
+        self.table, self.done = table, newest
+
+
+def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number: int) -> None:
+    """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards.
+
+    ``transport`` is between two iterations, and is so again afterwards. Raises TransportAborted.
+    """
+    plan, reports = worker.plan, Reports()
+    transport.use(_forward_channels(plan), [read for read in reads(plan, worker.place.me) if read[1].kind == "F"])
+    transport.begin()
+    with torch.no_grad():
+        for action in plan.actions(worker.place.me):
+            if action.kind == "F":
+                if worker.interrupted():
+                    raise TransportAborted(f"the generation ended before the evaluation's {action}")
+                worker.observe("evaluate", worker.ledger.iteration, action)
+                _forward(worker, transport, data, number, action, reports)
+                transport.post()
+    with worker.waiting("the evaluation's end"):
+        worker.evaluations.complete(reports, worker.current_groups())
+    transport.use(channels(plan), reads(plan, worker.place.me), read_by(plan, worker.place.me))
+
+
+def _forward(worker: StageWorker, transport: Transport, data: DataSource, number: int, action: Action,
+             reports: Reports) -> None:
+    _, pipeline, microbatch = action
+    place = worker.place
+    batch, inputs = None, None
+    if place.first or place.last:
+        worker.activity.work("data")
+        batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
+    if not place.first:
+        with worker.waiting("an activation"):
+            inputs = tuple(transport.receive(("F", pipeline, microbatch)))
+    worker.activity.work("evaluate")
+    worker.generators.seed(seed_of(worker.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage))
+    with worker.current_groups().together():
+        forward = worker.stage.forward(inputs, batch)
+    if place.last:
+        reports[pipeline, microbatch] = forward.report
+    else:
+        transport.send(("F", pipeline, microbatch), forward.outputs)
+
+
+def _forward_channels(plan: Plan) -> dict[tuple[Worker, Worker], Sequence[Message]]:
+    """The plan's channels without gradients."""
+    kept = {pair: [message for message in messages if message[0] == "F"] for pair, messages in channels(plan).items()}
+    return {pair: messages for pair, messages in kept.items() if messages}

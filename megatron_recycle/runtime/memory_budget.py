@@ -1,0 +1,113 @@
+"""What a worker uses its memory for besides activations, and what is left for them (promise P7)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Worker, pieces
+from megatron_recycle.plan.replay import peak
+from megatron_recycle.runtime.compute.accumulate import Piece
+from megatron_recycle.runtime.compute.memory import nbytes
+
+if TYPE_CHECKING:
+    from megatron_recycle.runtime.worker import StageWorker
+
+_USABLE = 0.9
+"""Share of a GPU's free memory that is promised to activations; the allocator loses some between its blocks."""
+_MIB, _GIB = 2**20, 2**30
+
+
+def sum_buffers(sums: Sequence[Piece]) -> int:
+    """Flat buffers that the sums of these pieces fill: one for a single block, two for a run of them (the block that is
+    being summed lies apart); one where nothing is kept apart."""
+    return sum(1 if first == last else 2 for _, first, last in sums) or 1
+
+
+def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Sequence[Piece], peers: int,
+               messages: int) -> dict[str, int]:
+    """Bytes that a worker uses whatever its micro-batches hold, by name. ``spare`` is not in use most of the time.
+
+    Args:
+        state: parameters and optimizer state.
+        undo: bytes of the copy to undo a step.
+        gradient: bytes of one flat gradient.
+        sums: the pieces that this worker keeps sums of; none with the fast reduction.
+        peers: live workers of this stage.
+        messages: bytes of the receives that are posted ahead; what a plan needs beyond the usual ones is in its caps.
+    """
+    buffers = sum_buffers(sums)
+    # A peer's death brings another block, and the exact reduction takes in its slice of everybody's pieces.
+    spare = gradient * (1 + -(-(buffers + 1) // peers)) if sums else 0
+    return {"state": nbytes(state), "undo": undo, "gradient": gradient, "sums": buffers * gradient,
+            "spare": spare + messages}
+
+
+def room_on(device: torch.device, limit: float | None, kept: dict[str, int], held: int) -> int | None:
+    """Bytes that a worker has for activations; None if nobody has said, and the device does not know.
+
+    Args:
+        device: where they live.
+        limit: GiB that the worker may use in all; None: what the device has.
+        kept: what else it uses.
+        held: bytes of activations right now.
+    """
+    if limit is not None:
+        return max(0, int(limit * _GIB) - sum(kept.values()))
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return max(0, int(_USABLE * (free + unused)) + held - kept["spare"])
+
+
+def announce(worker: StageWorker) -> None:
+    """Say at the start what is kept for undo and commit."""
+    kept = _kept(worker)
+    text = f"{kept['gradient'] / _MIB:.1f} MiB of reduced gradient until each commit"
+    if worker.config.reduction == "exact":
+        text += f", {kept['sums'] / _MIB:.1f} MiB of gradients summed apart for the exact reduction"
+    if worker.config.step == "staggered":
+        parameters = nbytes(worker.layout.parameters)
+        text += f", and a copy of parameters ({parameters / _MIB:.1f} MiB) and optimizer state to undo a step"
+    get_logger().info("megatron-recycle: worker %s keeps %s", worker.place.me, text)
+
+
+def profile(worker: StageWorker) -> dict[str, Any]:
+    """What the planner is told: bytes that a micro-batch holds before and after its B (``held``) with the most that was
+    held at a time and what the plan foresees, bytes left for activations (``room``), bytes used otherwise (``kept``).
+    """
+    memory, plan, me = worker.memory, worker.plan, worker.place.me
+    stages = plan.problem.grid.stages
+    weighed = replace(plan.problem, before_b=(memory.before_b,) * stages, after_b=(memory.after_b,) * stages)
+    held = {"before_b": memory.before_b, "after_b": memory.after_b, "message": memory.message, "peak": memory.peak,
+            "planned": peak(weighed, me, plan.actions(me))}
+    kept = _kept(worker)
+    return {"held": held, "kept": kept, "room": room_on(worker.stage.device, worker.config.memory, kept, memory.now)}
+
+
+def announce_profile(me: Worker, found: dict[str, Any]) -> None:
+    """Log what `profile` found."""
+    held, room = found["held"], found["room"]
+    if room is not None and room < max(held["before_b"], held["after_b"]):
+        get_logger().warning(
+            "megatron-recycle: worker %s has %.2f MiB left for activations, less than one micro-batch needs; plans "
+            "take no notice of memory then: give more by `memory`, or make micro-batches smaller", me, room / _MIB)
+    get_logger().info(
+        "megatron-recycle: worker %s: a micro-batch holds %.2f MiB from its forward to its backward, and %.2f MiB from "
+        "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s", me,
+        held["before_b"] / _MIB, held["after_b"] / _MIB, held["peak"] / _MIB, held["planned"] / _MIB,
+        "" if room is None else f", {room / _MIB:.2f} are there")
+
+
+def _kept(worker: StageWorker) -> dict[str, int]:
+    plan, me = worker.plan, worker.place.me
+    exact = worker.config.reduction == "exact"
+    gradient = worker.layout.numel * worker.layout.dtype.itemsize
+    return kept_bytes(worker.stage.state().values(), worker.stepper.undo.nbytes, gradient,
+                      pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
+                      plan.problem.receives(me.stage) * worker.memory.message)

@@ -1,0 +1,65 @@
+"""Connects a training process to its job's coordinator."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import uuid
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import Agent
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.admission import is_joining, leave_on_sigterm
+from megatron_recycle.runtime.place import Place
+
+_KEY = "recycle/coordinator"
+
+Embed = Callable[[RecycleConfig], tuple[str, str]]
+"""Starts a coordinator as a child of this process; returns its address and the job's token."""
+
+
+def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: Callable[[int], None]) -> Agent:
+    """Start this process's agent.
+
+    ``on_stop`` gets the new generation's number in the agent's thread, or a number above all of them at the
+    end of the job. Under `recycle run` the launcher's coordinator is used. Under any other launcher rank 0
+    starts one and the others learn its address from torch's store.
+    """
+    _check_moves(place, config)
+    address, token = _find_coordinator(config, embed)
+    agent = Agent(address=address, token=token, worker=place.name, rank=dist.get_rank(),
+                  incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
+                  on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize),
+                  joining=is_joining(), host=os.environ.get("RECYCLE_HOST"),
+                  patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)
+    agent.start()
+    leave_on_sigterm(agent)
+    return agent
+
+
+def _check_moves(place: Place, config: RecycleConfig) -> None:
+    """Raises UnsupportedError if the job wants moves that nobody could make."""
+    if config.moves and place.parts > 1:
+        raise UnsupportedError("with tensor parallelism no worker can move to another stage: leave `moves` out")
+    if config.moves and "RECYCLE_COORDINATOR" not in os.environ:
+        raise UnsupportedError("this job was not started by `recycle run`, so that nobody starts the process of a "
+                               "worker that moves to another stage: start it so, or leave `moves` out")
+
+
+def _find_coordinator(config: RecycleConfig, embed: Embed | None) -> tuple[str, str]:
+    if "RECYCLE_COORDINATOR" in os.environ:
+        return os.environ["RECYCLE_COORDINATOR"], os.environ["RECYCLE_TOKEN"]
+    assert embed is not None
+    store = c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set(_KEY, json.dumps(embed(config)))
+        get_logger().warning("megatron-recycle: this launcher ends the other workers when one dies, so that nothing "
+                             "is left to go on; start the job with `recycle run` to survive failures")
+    address, token = json.loads(store.get(_KEY))
+    return address, token

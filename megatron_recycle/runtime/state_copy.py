@@ -1,0 +1,216 @@
+"""The whole state of a stage, from its workers to one that comes in.
+
+Raw tensors and JSON travel, no pickle. The stage's tensors, laid end to end, are cut into pieces; each giving peer
+sends an equal share of them, and the CRC-32 of each piece after it. The first one sends what else there is: names,
+shapes and counters. Everything lands in spare buffers and is switched in when all of it is there and right; half a
+copy is none.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.errors import TransferError, TransportAborted
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.stage import Stage
+
+PIECE = 16 * 2**20
+"""Bytes that have one checksum."""
+_SIZE_TAG, _FACTS_TAG, _SUMS_TAG, _FIRST_TAG = 1, 2, 3, 4
+_SCALARS = (type(None), bool, int, float, str)
+
+
+@dataclass(frozen=True)
+class Received:
+    """A copy that arrived: its bytes, and milliseconds from the first to the last."""
+
+    bytes: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes ``start`` to ``stop`` of the tensor ``name``, sent by giver number ``giver``."""
+
+    name: str
+    start: int
+    stop: int
+    giver: int
+
+
+def pieces(sizes: Mapping[str, int], givers: int, limit: int = PIECE) -> list[Piece]:
+    """Tensors of these ``sizes`` in bytes, cut into pieces of at most ``limit``, shared out evenly."""
+    cuts = [(name, start, min(start + limit, size)) for name, size in sizes.items() for start in range(0, size, limit)]
+    total, before, found = sum(sizes.values()), 0, []
+    for name, start, stop in cuts:
+        found.append(Piece(name, start, stop, min(givers - 1, before * givers // max(1, total))))
+        before += stop - start
+    return found
+
+
+def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.Tensor], facts: Any) -> None:
+    """Send all ``tensors`` and ``facts`` of this stage to those of ``joined`` that are of it.
+
+    ``facts`` is anything made of numbers, text, None, lists, tuples, dicts, counters and tensors.
+
+    Raises:
+        TransportAborted: a newer generation begins.
+    """
+    peers = groups.peers(groups.me.stage)
+    takers = [worker for worker in peers if worker in joined]
+    givers = [worker for worker in peers if worker not in joined]
+    if not takers or groups.me not in givers:
+        return
+    own = {**tensors}
+    written = json.dumps({"facts": _written(facts, own), "tensors": [_described(name, own[name]) for name in own]})
+    mine = [piece for piece in pieces({name: tensor.nbytes for name, tensor in own.items()}, len(givers))
+            if givers[piece.giver] == groups.me]
+    flat = {name: _bytes_of(tensor) for name, tensor in own.items()}
+    with _aborting("giving the state to a worker that comes in"):
+        control = groups.stage_control
+        works: list[tuple[dist.Work, dist.ProcessGroup]] = []
+        text = torch.frombuffer(bytearray(written.encode()), dtype=torch.uint8)
+        size = torch.tensor([text.numel()])
+        for taker in map(peers.index, takers):
+            if givers[0] == groups.me:
+                works += [(control.send([size], taker, _SIZE_TAG), control),
+                          (control.send([text], taker, _FACTS_TAG), control)]
+            for number, piece in enumerate(mine):
+                part = flat[piece.name][piece.start:piece.stop]
+                group = _group(groups, part)
+                works.append((group.send([part], taker, _FIRST_TAG + number), group))
+        # While they travel.
+        sums = torch.tensor([_checksum(flat[piece.name][piece.start:piece.stop]) for piece in mine] or [0])
+        works += [(control.send([sums], taker, _SUMS_TAG), control) for taker in map(peers.index, takers)]
+        for work, group in works:
+            wait_for(work, group)
+
+
+def take(groups: Groups, joined: Sequence[Worker],
+         device: torch.device) -> tuple[dict[str, torch.Tensor], Any, Received]:
+    """Receive what `give` sends, into new buffers.
+
+    Returns:
+        tensors, facts, and what it took.
+
+    Raises:
+        TransferError: what arrived is not what was sent.
+        TransportAborted: a newer generation begins.
+    """
+    peers = groups.peers(groups.me.stage)
+    givers = [peers.index(worker) for worker in peers if worker not in joined]
+    with _aborting("receiving the state of this stage"):
+        size = torch.zeros(1, dtype=torch.int64)
+        wait_for(groups.stage_control.recv([size], givers[0], _SIZE_TAG), groups.stage_control)
+        began = time.monotonic()
+        text = torch.empty(int(size), dtype=torch.uint8)
+        wait_for(groups.stage_control.recv([text], givers[0], _FACTS_TAG), groups.stage_control)
+        told = json.loads(text.numpy().tobytes())
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
+                   for name, kind, shape, on_cpu in told["tensors"]}
+        flat = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
+        cut = pieces({name: tensor.nbytes for name, tensor in tensors.items()}, len(givers))
+        _receive(groups, givers, cut, flat)
+    received = Received(sum(tensor.nbytes for tensor in tensors.values()), 1000 * (time.monotonic() - began))
+    return tensors, _read(told["facts"], tensors), received
+
+
+def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Piece], flat: Mapping[str, torch.Tensor]) -> None:
+    """All pieces from all givers, each compared with the giver's checksum of it."""
+    shares = [[piece for piece in cut if piece.giver == number] for number in range(len(givers))]
+    works = []
+    for giver, share in zip(givers, shares):
+        parts = [flat[piece.name][piece.start:piece.stop] for piece in share]
+        works.append([_group(groups, part).recv([part], giver, _FIRST_TAG + number)
+                      for number, part in enumerate(parts)])
+    found = []
+    for share, arriving in zip(shares, works):
+        for piece, work in zip(share, arriving):
+            part = flat[piece.name][piece.start:piece.stop]
+            wait_for(work, _group(groups, part))
+            found.append((piece, _checksum(part)))
+    sent = []
+    for giver, share in zip(givers, shares):
+        sums = torch.zeros(max(1, len(share)), dtype=torch.int64)
+        wait_for(groups.stage_control.recv([sums], giver, _SUMS_TAG), groups.stage_control)
+        sent += sums.tolist()[:len(share)]
+    wrong = sorted({piece.name for (piece, own), theirs in zip(found, sent, strict=True) if own != theirs})
+    if wrong:
+        raise TransferError(f"the state of stage {groups.me.stage} arrived damaged ({', '.join(wrong[:5])}): its "
+                            "checksums differ from the sender's. Start this worker again; if it comes back, check "
+                            "the network and this host's memory")
+
+
+def stage_tensors(stage: Stage) -> dict[str, torch.Tensor]:
+    """Everything that a worker of this stage must have as its peers do."""
+    return {**stage.state(), **stage.fixed()}
+
+
+def _group(groups: Groups, tensor: torch.Tensor) -> dist.ProcessGroup:
+    return groups.stage_control if tensor.device.type == "cpu" else groups.stage
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory as (nbytes,) uint8; a copy if it is not contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _checksum(part: torch.Tensor) -> int:
+    return zlib.crc32(part.cpu().numpy())
+
+
+def _described(name: str, tensor: torch.Tensor) -> list[Any]:
+    return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu"]
+
+
+def _written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` for JSON; tensors in it go to ``tensors``. `_read` gives it back, equal and of the same types."""
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, torch.Tensor):
+        name = f"fact {len(tensors)}"
+        tensors[name] = value
+        return ["tensor", name]
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return [type(value).__name__, *(_written(item, tensors) for item in value)]
+    if type(value) in (dict, Counter):
+        items = [[_written(key, tensors), _written(item, tensors)] for key, item in value.items()]
+        return [type(value).__name__, *items]
+    # A giver must not fail: the one that wants to come in is told, and refuses.
+    return ["unknown", f"{type(value).__module__}.{type(value).__qualname__}"]
+
+
+def _read(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, *items = value
+    if kind == "tensor":
+        return tensors.pop(items[0])
+    if kind == "unknown":
+        raise TransferError(f"the job's counters (optimizer, schedule) hold a {items[0]}, which cannot be passed on: a "
+                            "worker cannot come back to this job")
+    if kind in ("dict", "Counter"):
+        pairs = [(_read(key, tensors), _read(item, tensors)) for key, item in items]
+        return dict(pairs) if kind == "dict" else Counter(dict(pairs))
+    read = [_read(item, tensors) for item in items]
+    return tuple(read) if kind == "tuple" else read
+
+
+@contextmanager
+def _aborting(what: str) -> Iterator[None]:
+    """What a broken transfer raises becomes TransportAborted."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportAborted(f"{what} failed: {error}") from error
