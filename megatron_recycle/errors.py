@@ -36,12 +36,16 @@ class TransferError(RecycleError):
     """The state of a stage did not arrive, or does not fit; the worker that was to get it cannot come in."""
 
 
-class TransportAborted(RecycleError):
-    """A pending transfer was given up because its generation ended.
+class GenerationOver(RecycleError):
+    """The generation cannot go on here: it was ended, or a transfer in it has failed.
 
-    Raised in the training thread when the coordinator has stopped the generation; the runtime answers with a
-    report and waits for the next generation. A user sees it only if it escapes, which is a bug.
+    Raised in the training thread by `runtime.comm`, for whatever the communication library says, and by the runtime
+    when the coordinator has stopped the generation. The answer is a report, and a wait for the next generation. A user
+    sees it only if it escapes, which is a bug.
     """
+
+
+TransportAborted = GenerationOver
 
 
 class JobEnded(RecycleError):

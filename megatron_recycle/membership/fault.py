@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_recycle.errors import JobEnded, RecycleError, TransportAborted
+from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
 from megatron_recycle.observe.text import one_line
 
 _LONGEST = {"error": 120, "text": 1500, "action": 40}
@@ -45,7 +45,7 @@ class Fault:
         kind = type(error)
         own = kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("megatron_recycle.")
         name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
-        refused = isinstance(error, RecycleError) and not isinstance(error, (TransportAborted, JobEnded))
+        refused = isinstance(error, RecycleError) and not isinstance(error, (GenerationOver, JobEnded))
         try:
             text = str(error)
         except Exception as worse:  # noqa: BLE001 - the script's own type may fail here too

@@ -108,7 +108,7 @@ class Actions:
         self._share_losses_if_complete()
 
     def run(self, action: Action) -> None:
-        """One F, B, W or FB. Raises TransportAborted."""
+        """One F, B, W or FB. Raises GenerationOver."""
         self.running = action
         self._handlers[action.kind](action)
         self.running = None
@@ -149,7 +149,7 @@ class Actions:
         self._share_losses_if_complete()
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
-        """The tensors of ``message``, waiting for them if need be. Raises TransportAborted."""
+        """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
         kind, pipeline, microbatch = message
         with self._activity.during(WAITING, f"{kind}{pipeline}.{microbatch}"):
             return self._transport.receive(message)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_recycle.errors import DataError, TransportAborted, VerificationError
+from megatron_recycle.errors import DataError, GenerationOver, VerificationError
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
@@ -130,14 +130,14 @@ class Commit:
         self._group = groups.control
         self._slots = grid.stages * groups.parts
         self._notify = notify
-        self._error: TransportAborted | None = None
+        self._error: GenerationOver | None = None
         self._vector = _contribution(held, grid, groups, guess, offer, plan)
 
     def run(self) -> None:
         """Take part; returns when it is done, whichever way."""
         try:
             add_up(self._vector, self._group, _TAG + self.iteration % (_TAG // 2))
-        except TransportAborted as error:
+        except GenerationOver as error:
             self._error = error
         self.done.set()
         self._notify(self)
@@ -151,7 +151,7 @@ class Commit:
         """The verdict, and whether every worker has the offer; call when `done` is set.
 
         Raises:
-            TransportAborted: the generation ended before all workers held the iteration, as far as this one knows.
+            GenerationOver: the generation ended before all workers held the iteration, as far as this one knows.
             DataError: the first and the last stage read different data.
             VerificationError: workers followed different plans.
         """

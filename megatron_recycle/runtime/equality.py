@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def verify_recovery(worker: StageWorker) -> None:
-    """After a recovery, and at the start. Raises VerificationError and TransportAborted."""
+    """After a recovery, and at the start. Raises VerificationError and GenerationOver."""
     if worker.config.verify == "peers" or worker.config.verify_every:
         _verify(worker, heal=worker.generation > 1)
         worker.verified = worker.ledger.committed + 1
@@ -36,7 +36,7 @@ def verify_recovery(worker: StageWorker) -> None:
 def verify_boundary(worker: StageWorker, iteration: int) -> None:
     """Before ``iteration`` begins, if it is one of every `verify_every`; all peers do so at the same one.
 
-    Raises VerificationError, TransportAborted, WrongGuess.
+    Raises VerificationError, GenerationOver, WrongGuess.
     """
     every = worker.config.verify_every
     if not every or iteration % every or worker.verified == iteration:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.comm.activations import Message, Transport
 from megatron_recycle.runtime.comm.handles import Groups
@@ -47,7 +47,7 @@ class Evaluations:
     def complete(self, reports: Reports, groups: Groups) -> None:
         """All forwards of this worker have run: exchange what they reported, and count the pass as done.
 
-        Raises TransportAborted.
+        Raises GenerationOver.
         """
         table = torch.zeros_like(self.table)
         reports = reports if groups.part == 0 else {}  # a worker's parts report the same
@@ -60,7 +60,7 @@ class Evaluations:
         self.done += 1
 
     def reconcile(self, groups: Groups) -> None:
-        """Bring workers that a failure kept from the end of a pass level with the others. Raises TransportAborted."""
+        """Bring workers that a failure kept from the end of a pass level with the others. Raises GenerationOver."""
         counts = torch.zeros(groups.control.size(), dtype=torch.float64)
         me = groups.control.rank()
         counts[me] = self.done
@@ -77,7 +77,7 @@ class Evaluations:
 def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number: int) -> None:
     """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards.
 
-    ``transport`` is between two iterations, and is so again afterwards. Raises TransportAborted.
+    ``transport`` is between two iterations, and is so again afterwards. Raises GenerationOver.
     """
     plan, reports = worker.plan, Reports()
     transport.use(_forward_channels(plan), [read for read in reads(plan, worker.place.me) if read[1].kind == "F"])
@@ -86,7 +86,7 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
         for action in plan.actions(worker.place.me):
             if action.kind == "F":
                 if worker.interrupted():
-                    raise TransportAborted(f"the generation ended before the evaluation's {action}")
+                    raise GenerationOver(f"the generation ended before the evaluation's {action}")
                 worker.observe("evaluate", worker.ledger.iteration, action)
                 _forward(worker, transport, data, number, action, reports)
                 transport.post()

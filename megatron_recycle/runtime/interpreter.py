@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Action
 
 PHASES = {"F": "forward", "B": "backward", "W": "weight", "FB": "backward", "S": "reduce"}
@@ -28,10 +28,10 @@ def execute(actions: Sequence[Action], handlers: Mapping[str, Callable[[Action],
             observe: Callable[[str, int, Action | None], None], interrupted: Callable[[], bool]) -> None:
     """Run ``actions`` through ``handlers`` (by kind: "F", "B", "W", "FB", "S").
 
-    Raises TransportAborted before the next action once ``interrupted()`` is true, and whatever a handler raises.
+    Raises GenerationOver before the next action once ``interrupted()`` is true, and whatever a handler raises.
     """
     for action in actions:
         if interrupted():
-            raise TransportAborted(f"the generation ended before {action} of iteration {iteration}")
+            raise GenerationOver(f"the generation ended before {action} of iteration {iteration}")
         observe(PHASES[action.kind], iteration, action)
         handlers[action.kind](action)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
-from megatron_recycle.errors import DataError, JobEnded, RecycleError, TransportAborted
+from megatron_recycle.errors import DataError, GenerationOver, JobEnded, RecycleError
 from megatron_recycle.membership import workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
@@ -53,7 +53,7 @@ def enter(worker: StageWorker) -> Go | None:
     return worker.agent.wait_taken_in()
 
 
-def recover(worker: StageWorker, error: TransportAborted) -> None:
+def recover(worker: StageWorker, error: GenerationOver) -> None:
     """Bring this worker from a broken generation to the next one that holds.
 
     Raises JobEnded if training cannot go on, and ``error`` if nobody declared a failure for it.
@@ -85,13 +85,13 @@ def _follow(worker: StageWorker, go: Go | None) -> None:
                     close_down(worker, go)
                 resume(worker, go)
                 return
-        except TransportAborted as error:
+        except GenerationOver as error:
             await_stop(worker, error)
             stand_still(worker)
         go = report(worker)
 
 
-def await_stop(worker: StageWorker, error: TransportAborted) -> None:
+def await_stop(worker: StageWorker, error: GenerationOver) -> None:
     """1-2. Wait until the coordinator has ended the generation in force.
 
     A communication error is only a hint: it never names the culprit. If no decision follows within the time
@@ -120,8 +120,8 @@ def comes_of_failure(worker: StageWorker, error: RuntimeError) -> bool:
     if not is_broken(error):
         return False
     try:
-        await_stop(worker, TransportAborted(str(error)))
-    except TransportAborted:
+        await_stop(worker, GenerationOver(str(error)))
+    except GenerationOver:
         return False
     return True
 
@@ -255,7 +255,7 @@ def _copying(worker: StageWorker) -> AbstractContextManager[None]:
 def close_down(worker: StageWorker, go: Go) -> NoReturn:
     """7, at the end of a job that cannot go on: save what stands now, the same on all peers, and wait for the end.
 
-    Raises JobEnded, or TransportAborted if another member is lost before all have said that they have saved.
+    Raises JobEnded, or GenerationOver if another member is lost before all have said that they have saved.
     """
     get_logger().error("megatron-recycle: the job ends after a last checkpoint: %s", go.closing)
     place = error = ""
@@ -263,14 +263,14 @@ def close_down(worker: StageWorker, go: Go) -> NoReturn:
         try:
             assert worker.save_last is not None, "this worker has said that it can save"
             place = worker.save_last()
-        except TransportAborted:
+        except GenerationOver:
             raise
         except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
             ours = isinstance(failure, RecycleError)
             error = str(failure) if ours else f"{type(failure).__name__}: {failure}"
             get_logger().error("megatron-recycle: no last checkpoint: %s", error, exc_info=None if ours else failure)
     worker.agent.saved(go.generation, place, error)
-    raise TransportAborted("another member was lost before all had saved")
+    raise GenerationOver("another member was lost before all had saved")
 
 
 def resume(worker: StageWorker, go: Go) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransferError, TransportAborted
+from megatron_recycle.errors import GenerationOver, TransferError
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.stage import Stage
@@ -65,7 +65,7 @@ def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.T
     ``facts`` is anything made of numbers, text, None, lists, tuples, dicts, counters and tensors.
 
     Raises:
-        TransportAborted: a newer generation begins.
+        GenerationOver: a newer generation begins.
     """
     peers = groups.peers(groups.me.stage)
     takers = [worker for worker in peers if worker in joined]
@@ -106,7 +106,7 @@ def take(groups: Groups, joined: Sequence[Worker],
 
     Raises:
         TransferError: what arrived is not what was sent.
-        TransportAborted: a newer generation begins.
+        GenerationOver: a newer generation begins.
     """
     peers = groups.peers(groups.me.stage)
     givers = [peers.index(worker) for worker in peers if worker not in joined]
@@ -209,8 +209,8 @@ def _read(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
 
 @contextmanager
 def _aborting(what: str) -> Iterator[None]:
-    """What a broken transfer raises becomes TransportAborted."""
+    """What a broken transfer raises becomes GenerationOver."""
     try:
         yield
     except RuntimeError as error:
-        raise TransportAborted(f"{what} failed: {error}") from error
+        raise GenerationOver(f"{what} failed: {error}") from error

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import RecycleError, TransportAborted
+from megatron_recycle.errors import GenerationOver, RecycleError
 from megatron_recycle.membership import Process, Resume
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
@@ -101,7 +101,7 @@ class Stepper:
     def hold(self, held: Held, groups: Groups, offer: int, plan: int) -> None:
         """The stage's gradient is complete: begin the commit, and step, now or when the verdict is known.
 
-        Raises TransportAborted if the generation ends before that.
+        Raises GenerationOver if the generation ends before that.
         """
         self.held, self.ledger.holds = held, held.iteration
         self.listener.observe("reduced", held.iteration)
@@ -125,7 +125,7 @@ class Stepper:
     def wait(self) -> None:
         """Wait for the verdict on the last step, if that is still out, and make the step final.
 
-        Raises WrongGuess, TransportAborted (the generation ended), DataError, VerificationError.
+        Raises WrongGuess, GenerationOver (the generation ended), DataError, VerificationError.
         """
         if self.pending is not None:
             with self.listener.waiting("a verdict"):
@@ -225,7 +225,7 @@ class Stepper:
     def reconcile(self, resume: Resume, groups: Groups) -> None:
         """Bring this worker to the end of ``resume.target``, committed.
 
-        Raises TransportAborted if yet another generation begins.
+        Raises GenerationOver if yet another generation begins.
         """
         target, ledger = resume.target, self.ledger
         if ledger.stepped > target:
@@ -290,4 +290,4 @@ def _move(group: dist.ProcessGroup, outward: bool, tensor: torch.Tensor, peer: i
     try:
         wait_for((group.send if outward else group.recv)([tensor], peer, 0), group)
     except RuntimeError as error:
-        raise TransportAborted(f"copying the reduced gradient failed: {error}") from error
+        raise GenerationOver(f"copying the reduced gradient failed: {error}") from error

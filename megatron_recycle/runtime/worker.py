@@ -15,7 +15,7 @@ import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
-from megatron_recycle.errors import JobEnded, TransportAborted, UnsupportedError
+from megatron_recycle.errors import GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.membership import THE_END, Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
@@ -321,7 +321,7 @@ class StageWorker:
             try:
                 with self._telling():
                     if kept is not None:
-                        self._recover(TransportAborted(str(kept)))
+                        self._recover(GenerationOver(str(kept)))
                     return self._through_generations(run)
             except _Kept as again:
                 kept = again
@@ -332,10 +332,10 @@ class StageWorker:
                 return run()
             except WrongGuess:
                 self._roll_back()
-            except TransportAborted as error:
+            except GenerationOver as error:
                 self._leave_generation(error)
 
-    def _leave_generation(self, error: TransportAborted) -> None:
+    def _leave_generation(self, error: GenerationOver) -> None:
         """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""
         commit = self.stepper.pending
         with self.waiting("a verdict"):
@@ -349,7 +349,7 @@ class StageWorker:
         else:
             self._recover(error)
 
-    def _recover(self, error: TransportAborted) -> None:
+    def _recover(self, error: GenerationOver) -> None:
         with self.waiting(RECOVERY):
             recover(self, error)
 
@@ -364,7 +364,7 @@ class StageWorker:
         try:
             with self.waiting(HANDLES):
                 renew(self)
-        except TransportAborted as error:
+        except GenerationOver as error:
             self._recover(error)
 
     def _try(self, iteration: int) -> None:
@@ -397,7 +397,7 @@ class StageWorker:
         self.agent.boundary(self.generation, iteration)
         with self.waiting("a switch"):
             self.agent.wait_stop(self.generation)
-        raise TransportAborted(f"generation {self.generation} ends before iteration {iteration}, as agreed")
+        raise GenerationOver(f"generation {self.generation} ends before iteration {iteration}, as agreed")
 
     def interrupted(self) -> bool:
         """Whether a newer generation than the one in force has been announced, or the end of the job."""
@@ -495,7 +495,7 @@ class StageWorker:
     def install(self, groups: Groups, plan: Plan) -> None:
         """Use the handles of a new generation, and its plan.
 
-        Raises TransportAborted if a still newer generation was announced meanwhile.
+        Raises GenerationOver if a still newer generation was announced meanwhile.
         """
         self._plan = plan
         self._offers.forget()
@@ -511,7 +511,7 @@ class StageWorker:
         self._world.become(groups.everybody)
         self.stage.regroup(groups)
         if self.interrupted():
-            raise TransportAborted("a newer generation was announced while this one was being installed")
+            raise GenerationOver("a newer generation was announced while this one was being installed")
 
     def uninstall(self) -> None:
         """Take the handles of the old generation out of use and tear them down."""

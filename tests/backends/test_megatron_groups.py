@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_recycle.backends.megatron import groups as megatron_groups
-from megatron_recycle.errors import TransportAborted, VerificationError
+from megatron_recycle.errors import GenerationOver, VerificationError
 
 
 def test_who_learns_of_a_failure_when_the_new_groups_stand_does_not_go_on_with_them(monkeypatch):
@@ -25,7 +25,7 @@ def test_who_learns_of_a_failure_when_the_new_groups_stand_does_not_go_on_with_t
         return {}
 
     monkeypatch.setattr(megatron_groups, "_spanning", stand)
-    with pytest.raises(TransportAborted), detached.attached("g2", lambda: bool(stopped)):
+    with pytest.raises(GenerationOver), detached.attached("g2", lambda: bool(stopped)):
         pytest.fail("waits for the dead")
 
 

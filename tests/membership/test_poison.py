@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_recycle.control.wire import WireError
-from megatron_recycle.errors import DataError, JobEnded, TransportAborted, UnsupportedError
+from megatron_recycle.errors import DataError, GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
@@ -45,7 +45,7 @@ def test_a_text_that_cannot_be_made_does_not_hide_the_error():
 
 
 @pytest.mark.parametrize(("error", "refused"), [(UnsupportedError("a"), True), (DataError("a"), True),
-                                                (TransportAborted("a"), False), (JobEnded("a"), False),
+                                                (GenerationOver("a"), False), (JobEnded("a"), False),
                                                 (ValueError("a"), False)])
 def test_refusals_of_this_package_are_known_from_errors_of_the_script(error: Exception, refused: bool):
     assert Fault.of(error).refused == refused

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control.agent import Ended
-from megatron_recycle.errors import JobEnded, TransportAborted
+from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.comm.handles import CONNECTING, meet, unless_interrupted
@@ -38,15 +38,15 @@ def worker(ended: Ended | None) -> Any:
 def test_a_worker_that_waits_for_a_dead_one_to_connect_learns_that_the_job_has_ended():
     """The last copy of a stage that dies while the others rebuild: no generation follows, only the end."""
     over = worker(Ended(1, "stage 1 has lost its last worker"))
-    with pytest.raises(TransportAborted) as aborted:
+    with pytest.raises(GenerationOver) as aborted:
         meet(HashStore(), Worker(0, 0), [Worker(0, 0), Worker(0, 1)], over.interrupted)
     with pytest.raises(JobEnded, match="stage 1 has lost its last worker"):
         await_stop(over, aborted.value)
 
 
 def test_an_error_that_nobody_declares_a_failure_for_is_raised():
-    with pytest.raises(TransportAborted, match="broken"):
-        await_stop(worker(None), TransportAborted("broken"))
+    with pytest.raises(GenerationOver, match="broken"):
+        await_stop(worker(None), GenerationOver("broken"))
 
 
 def test_time_without_a_coordinator_does_not_count_against_it_for_a_while():
@@ -60,7 +60,7 @@ def test_time_without_a_coordinator_does_not_count_against_it_for_a_while():
 
     timer = threading.Timer(0.6, comes_back)
     timer.start()
-    await_stop(waits, TransportAborted("broken"))
+    await_stop(waits, GenerationOver("broken"))
     timer.join()
 
 
@@ -68,8 +68,8 @@ def test_a_coordinator_that_never_comes_back_is_not_waited_for_for_ever():
     alone = worker(None)
     alone.agent.out_of_reach = True
     begun = time.monotonic()
-    with pytest.raises(TransportAborted, match="broken"):
-        await_stop(alone, TransportAborted("broken"))
+    with pytest.raises(GenerationOver, match="broken"):
+        await_stop(alone, GenerationOver("broken"))
     assert 1.0 < time.monotonic() - begun < 10.0
 
 
@@ -85,7 +85,7 @@ def test_what_is_still_connecting_when_the_generation_ends_is_left_behind_and_th
         told.append(over())
         return "handles"
 
-    with pytest.raises(TransportAborted):
+    with pytest.raises(GenerationOver):
         unless_interrupted(ends.is_set, connect, lambda handles: thrown_away.set())
     ends.clear()
     answers.set()
@@ -140,7 +140,7 @@ def test_one_key_that_is_deleted_between_two_arrivals_holds_up_nobody():
 
 
 def test_who_does_not_come_to_the_store_ends_the_wait_by_name_and_the_generation_is_tried_again():
-    with pytest.raises(TransportAborted, match="rank 1, 3 did not come to torch's store within 0 s"):
+    with pytest.raises(GenerationOver, match="rank 1, 3 did not come to torch's store within 0 s"):
         store = HashStore()
         store.set("met/2", "1")
         meet(store, 0, [0, 1, 2, 3], lambda: False, 0.1)

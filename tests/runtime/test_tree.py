@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
 
 
@@ -64,5 +64,5 @@ def test_everybody_gets_the_sum_with_few_messages(size: int):
 def test_a_closed_connection_ends_the_wait():
     one, _ = wires(2)
     one.boxes[1, 0, 3].put(None)
-    with pytest.raises(TransportAborted, match="pair closed"):
+    with pytest.raises(GenerationOver, match="pair closed"):
         add_up(torch.zeros(1), one, 3)

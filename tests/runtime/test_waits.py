@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.handles import abort_group, wait_for
 from megatron_recycle.runtime.comm.reduction import all_reduce
 
@@ -42,7 +42,7 @@ def waiting(call) -> tuple[threading.Thread, list[str]]:
     def run() -> None:
         try:
             call()
-        except (RuntimeError, TransportAborted) as error:
+        except (RuntimeError, GenerationOver) as error:
             said.append(str(error))
 
     thread = threading.Thread(target=run, daemon=True)

@@ -51,7 +51,7 @@ class LastCheckpoint:
         if another worker could not write its own.
 
         Raises RecycleError where the job has no folder for it, OSError and what else torch raises where this worker
-        cannot write, TransportAborted if another one is lost meanwhile.
+        cannot write, GenerationOver if another one is lost meanwhile.
         """
         folder, steps = self._wanted or self._folder, self._engine.global_steps
         tag = f"global_step{steps}"

@@ -19,7 +19,7 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.handles import abort_group, meet, new_group, rendezvous, retire, unless_interrupted
 from megatron_recycle.runtime.place import Place
 
@@ -58,7 +58,7 @@ class Detached:
     def attached(self, prefix: str, interrupted: Callable[[], bool]) -> Iterator[None]:
         """Inside the block Megatron's groups span all workers again, who must all be there and come here.
 
-        ``prefix`` is the generation's. Raises TransportAborted if a newer one begins first, else what torch raises.
+        ``prefix`` is the generation's. Raises GenerationOver if a newer one begins first, else what torch raises.
         """
         if not self._first and self._prefix != prefix:
             # What spanned all before is of no use since one of them died, or came.
@@ -69,7 +69,7 @@ class Detached:
                 interrupted, lambda over: _spanning(self._place, prefix, over), _retire)
             self._prefix = prefix
             if interrupted():  # too early for `abort` to have found these groups
-                raise TransportAborted("a newer generation was announced while Megatron's groups were being made")
+                raise GenerationOver("a newer generation was announced while Megatron's groups were being made")
         _use(self._spanning)
         try:
             yield

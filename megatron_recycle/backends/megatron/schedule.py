@@ -183,7 +183,7 @@ class RecycleSchedule:
             return comes_of_failure(self._worker, error)
 
     def attached(self) -> AbstractContextManager[None]:
-        """Inside the block Megatron's groups span all workers. Raises TransportAborted, or as torch does."""
+        """Inside the block Megatron's groups span all workers. Raises GenerationOver, or as torch does."""
         assert self._worker is not None and self._detached is not None
         return self._detached.attached(self._worker.prefix, self._worker.interrupted)
 

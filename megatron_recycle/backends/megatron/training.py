@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP, apply, message
-from megatron_recycle.errors import TransportAborted, UnsupportedError
+from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 
 LOOP = "megatron.training.training"
@@ -37,7 +37,7 @@ class Schedule(Protocol):
         """Whether an operation over all ranks failed since one of them is gone."""
 
     def attached(self) -> AbstractContextManager[None]:
-        """Inside the block Megatron's groups span all workers. Raises TransportAborted, or as torch does."""
+        """Inside the block Megatron's groups span all workers. Raises GenerationOver, or as torch does."""
 
     def missing(self) -> list[str]:
         """Workers that are not there any more."""
@@ -106,7 +106,7 @@ def take_over(schedule: Schedule) -> None:
                 written = save(iteration, *arguments, **keywords)
             saved.add(iteration)
             return written
-        except (RuntimeError, TransportAborted) as error:
+        except (RuntimeError, GenerationOver) as error:
             if isinstance(error, RuntimeError) and not schedule.comes_of_failure(error):
                 raise
             get_logger().error("megatron-recycle: the checkpoint of iteration %d was cut short by a failure (%s): what "

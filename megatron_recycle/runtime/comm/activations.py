@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransportAborted, UnsupportedError
+from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.plan import AHEAD, Worker
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.compute.transfer_times import Label, Lags
@@ -182,7 +182,7 @@ class Transport:
     def receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be.
 
-        Raises TransportAborted when the generation ends while waiting.
+        Raises GenerationOver when the generation ends while waiting.
         """
         channel = self._inbound[self._source[message]]
         if message not in channel.pending:
@@ -218,7 +218,7 @@ class Transport:
         try:
             work = self._groups.world.send([tensor], self._groups.rank(target), channel.number)
         except RuntimeError as error:
-            raise TransportAborted(f"sending to {target} failed: {error}") from error
+            raise GenerationOver(f"sending to {target} failed: {error}") from error
         channel.number += 1
         return work, tensor
 
@@ -226,7 +226,7 @@ class Transport:
         try:
             work = self._groups.world.recv([tensor], self._groups.rank(source), channel.number)
         except RuntimeError as error:
-            raise TransportAborted(f"receiving from {source} failed: {error}") from error
+            raise GenerationOver(f"receiving from {source} failed: {error}") from error
         channel.number += 1
         return work
 
@@ -259,7 +259,7 @@ class Transport:
         try:
             wait_for(work, self._groups.world)
         except RuntimeError as error:
-            raise TransportAborted(f"a transfer of generation {self._groups.generation} failed: {error}") from error
+            raise GenerationOver(f"a transfer of generation {self._groups.generation} failed: {error}") from error
 
 
 def _shapes(meta: Meta | None) -> str:

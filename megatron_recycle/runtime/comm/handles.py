@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.waits import wait_unless
@@ -172,13 +172,13 @@ class Groups:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Inside the block this worker's parts compute together: that one of them is gone ends the generation, as a
-        broken transfer does. Raises TransportAborted."""
+        broken transfer does. Raises GenerationOver."""
         try:
             yield
         except RuntimeError as error:
             if self.siblings is None or not (self._aborted or is_broken(error)):
                 raise
-            raise TransportAborted(f"a collective of the parts of worker {self.me} failed: {error}") from error
+            raise GenerationOver(f"a collective of the parts of worker {self.me} failed: {error}") from error
 
     def retire(self) -> None:
         """Tear the handles down in the background: it takes gloo up to a second, and nobody needs it done."""
@@ -206,7 +206,7 @@ def _destroy(groups: Sequence[dist.ProcessGroup]) -> None:
 
 def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Callable[[], bool]], Connected],
                        discard: Callable[[Connected], None]) -> Connected:
-    """What ``connect`` returns, or TransportAborted as soon as ``interrupted()`` becomes true.
+    """What ``connect`` returns, or GenerationOver as soon as ``interrupted()`` becomes true.
 
     gloo cannot be interrupted while it connects, and waits up to five times its limit for a peer that has died, or is
     frozen, just after it had said where it listens. So ``connect`` runs in a thread of its own, which is left behind
@@ -231,7 +231,7 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Calla
         if interrupted():
             left_behind.set()
             outcome.add_done_callback(throw_away)
-            raise TransportAborted("a newer generation was announced while this one was being built")
+            raise GenerationOver("a newer generation was announced while this one was being built")
     return outcome.result()
 
 
@@ -252,7 +252,7 @@ def build_groups(*, generation: int, prefix: str, place: Place, members: Sequenc
     ``prefix`` is unique per generation and membership.
 
     Raises:
-        TransportAborted: ``interrupted()`` became true, or a member vanished or was too slow.
+        GenerationOver: ``interrupted()`` became true, or a member vanished or was too slow.
     """
     return unless_interrupted(interrupted, lambda over: _build_groups(
         generation, prefix, place, members, limits, over), Groups.retire)
@@ -268,7 +268,7 @@ def _build_groups(generation: int, prefix: str, place: Place, members: Sequence[
         store = dist.PrefixStore(f"recycle/{prefix}", rendezvous(limits.connect, interrupted))
         meet(store, ranks_of[me][part], everyone, interrupted, limits.meet)
     except (RuntimeError, OSError) as error:
-        raise TransportAborted(f"generation {generation}: the rendezvous store failed: {error}") from error
+        raise GenerationOver(f"generation {generation}: the rendezvous store failed: {error}") from error
 
     built: list[dist.ProcessGroup] = []
 
@@ -294,14 +294,14 @@ def _build_groups(generation: int, prefix: str, place: Place, members: Sequence[
             stage_control=stage if place.backend == "gloo" else group(f"stage{me.stage}.{part}-control", peers, "gloo"))
     except RuntimeError as error:
         retire(built)  # those that stood before one failed
-        raise TransportAborted(f"generation {generation}: connecting failed: {error}") from error
+        raise GenerationOver(f"generation {generation}: connecting failed: {error}") from error
 
 
 def rendezvous(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
     """A new connection to the job's store: the one that torch opened at the start is dead if the store was started
     again meanwhile. One that is being started again, which takes as long as torch does to load, is waited for.
 
-    Raises TransportAborted when interrupted, and RuntimeError.
+    Raises GenerationOver when interrupted, and RuntimeError.
     """
     if "MASTER_ADDR" not in os.environ:  # a job that met some other way, without a coordinator that comes back
         return c10d._get_default_store()
@@ -312,7 +312,7 @@ def rendezvous(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
                                  timeout=timedelta(seconds=timeout), wait_for_workers=False)
         except RuntimeError:
             if interrupted():
-                raise TransportAborted("a newer generation was announced while the store was sought") from None
+                raise GenerationOver("a newer generation was announced while the store was sought") from None
             if time.monotonic() > limit:
                 raise
         time.sleep(_POLL_SECONDS)
@@ -325,17 +325,17 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
     Anybody who reaches the store can delete what is in it. So each says that it is here again and again while it waits,
     and once more when it has seen all others, each of which has to be seen once only.
 
-    Raises TransportAborted when interrupted, or when some have not come within ``limit`` seconds: in a new generation
+    Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: in a new generation
     everybody tries again.
     """
     here, missing = f"met/{me}", list(members)
     begun = again = time.monotonic()
     while missing and not store.check([f"met/{rank}" for rank in missing]):
         if interrupted():
-            raise TransportAborted("a newer generation was announced while this one was being built")
+            raise GenerationOver("a newer generation was announced while this one was being built")
         now = time.monotonic()
         if now - begun > limit:
-            raise TransportAborted(f"rank {', '.join(map(str, missing))} did not come to torch's store within "
+            raise GenerationOver(f"rank {', '.join(map(str, missing))} did not come to torch's store within "
                                    f"{limit:.0f} s, or what they wrote there is gone")
         if now >= again:
             store.set(here, "1")

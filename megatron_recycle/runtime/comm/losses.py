@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.comm.reduction import Reduction
@@ -76,7 +76,7 @@ class LossRelay:
     def wait(self) -> tuple[float, float]:
         """The mean loss, and the global batch's sum of the first number reported (0 for none).
 
-        Raises TransportAborted when the generation ends before they are known.
+        Raises GenerationOver when the generation ends before they are known.
         """
         if self._known is None and self._at_last:
             self._finish()
@@ -94,7 +94,7 @@ class LossRelay:
             try:
                 self._adding.append(group.allreduce([vector]))
             except RuntimeError as error:
-                raise TransportAborted(f"adding up the losses failed: {error}") from error
+                raise GenerationOver(f"adding up the losses failed: {error}") from error
 
     def _finish(self) -> None:
         assert self._sum is not None
@@ -109,11 +109,11 @@ class LossRelay:
         try:
             return start([self._value], self._groups.control_ranks[worker], self._tag)
         except RuntimeError as error:
-            raise TransportAborted(f"passing on the loss failed: {error}") from error
+            raise GenerationOver(f"passing on the loss failed: {error}") from error
 
 
 def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
     try:
         wait_for(work, group)
     except RuntimeError as error:
-        raise TransportAborted(f"passing on the loss failed: {error}") from error
+        raise GenerationOver(f"passing on the loss failed: {error}") from error

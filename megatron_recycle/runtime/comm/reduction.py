@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Plan, Worker, pieces
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.comm.tied_gradients import fold_ties, pipelines_alike
@@ -36,7 +36,7 @@ class Reduction(Protocol):
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         """The stage's reduced gradient, flat, the same bits on every peer; that of ``ties`` is the sum of all their
-        stages'. Raises TransportAborted, UnsupportedError."""
+        stages'. Raises GenerationOver, UnsupportedError."""
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         """This last-stage worker's addend of a vector whose sum over its peers tells the mean loss."""
@@ -208,13 +208,13 @@ def fold(addends: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum in place over ``group``; raises TransportAborted when the generation ends meanwhile."""
+    """Sum in place over ``group``; raises GenerationOver when the generation ends meanwhile."""
     if group.size() == 1:
         return
     try:
         wait_for(group.allreduce([tensor]), group)
     except RuntimeError as error:
-        raise TransportAborted(f"all-reduce failed: {error}") from error
+        raise GenerationOver(f"all-reduce failed: {error}") from error
 
 
 def _buckets(layout: Layout) -> list[tuple[int, int]]:
@@ -236,18 +236,18 @@ def _send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -
     try:
         return group.send([tensor], peer, tag)
     except RuntimeError as error:
-        raise TransportAborted(f"sending a piece failed: {error}") from error
+        raise GenerationOver(f"sending a piece failed: {error}") from error
 
 
 def _receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
     try:
         return group.recv([tensor], peer, tag)
     except RuntimeError as error:
-        raise TransportAborted(f"receiving a piece failed: {error}") from error
+        raise GenerationOver(f"receiving a piece failed: {error}") from error
 
 
 def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
     try:
         wait_for(work, group)
     except RuntimeError as error:
-        raise TransportAborted(f"reducing failed: {error}") from error
+        raise GenerationOver(f"reducing failed: {error}") from error

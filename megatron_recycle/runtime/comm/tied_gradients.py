@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransportAborted, UnsupportedError
+from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.stage import Tie
@@ -28,7 +28,7 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
     stage's workers j with j mod n == i. Where stages have workers in the same pipelines, each gives to its own
     pipeline, so that the same is done with gradients that peers have not added up yet.
 
-    Raises TransportAborted when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
+    Raises GenerationOver when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
     """
     for tie in ties:
         trained = tie.parameter in layout
@@ -42,7 +42,7 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
             own = layout.view(gradient, tie.parameter)
             values = _gather(tie, own, 2 * tie.number + 1, groups)
         except RuntimeError as error:
-            raise TransportAborted(f"exchanging a tied gradient failed: {error}") from error
+            raise GenerationOver(f"exchanging a tied gradient failed: {error}") from error
         total = values[0].clone()
         for value in values[1:]:
             total += value

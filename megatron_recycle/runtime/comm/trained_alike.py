@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_recycle.errors import TransportAborted, UnsupportedError
+from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.comm.reduction import all_reduce
 from megatron_recycle.runtime.compute.accumulate import Layout
@@ -42,7 +42,7 @@ class Trained:
 
 
 class Agreement:
-    """One exchange among peers, begun when it is made. Raises TransportAborted."""
+    """One exchange among peers, begun when it is made. Raises GenerationOver."""
 
     def __init__(self, trained: Trained, groups: Groups) -> None:
         self._trained = trained
@@ -56,7 +56,7 @@ class Agreement:
                 self._work = self._group.allreduce([self._sums])
 
     def check(self, iteration: int) -> None:
-        """Wait for the others' numbers. Raises UnsupportedError, on all peers alike, and TransportAborted."""
+        """Wait for the others' numbers. Raises UnsupportedError, on all peers alike, and GenerationOver."""
         if self._work is None:
             return
         with _aborting():
@@ -81,4 +81,4 @@ def _aborting() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise TransportAborted(f"comparing what is trained failed: {error}") from error
+        raise GenerationOver(f"comparing what is trained failed: {error}") from error

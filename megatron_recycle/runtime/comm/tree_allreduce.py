@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import TransportAborted
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.handles import wait_for
 
 
@@ -18,7 +18,7 @@ def add_up(tensor: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
     """Sum ``tensor`` in place over ``group``, the same bits on all members; nobody has it before all have given theirs.
 
     The order of the additions depends on the group's size. ``tag`` names the messages; whoever uses it again on the
-    same handles must have this sum first. Raises TransportAborted when the generation ends meanwhile.
+    same handles must have this sum first. Raises GenerationOver when the generation ends meanwhile.
     """
     me, size = group.rank(), group.size()
     children = [child for child in (2 * me + 1, 2 * me + 2) if child < size]
@@ -38,4 +38,4 @@ def add_up(tensor: torch.Tensor, group: dist.ProcessGroup, tag: int) -> None:
         for work in [group.send([tensor], child, tag) for child in children]:
             wait_for(work, group)
     except RuntimeError as error:
-        raise TransportAborted(f"adding up over all workers failed: {error}") from error
+        raise GenerationOver(f"adding up over all workers failed: {error}") from error
