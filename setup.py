@@ -33,6 +33,8 @@ setup(
         "dev": [
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.6",
+            "networkx>=3",
             "hypothesis>=6.100",
             "ruff>=0.6",
             "mypy>=1.10",

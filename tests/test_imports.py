@@ -1,14 +1,17 @@
-"""Imports go one way (what may import what is below), read from the syntax trees of all modules."""
+"""Imports go one way (what may import what is below) and never in a circle; `membership` is pure. All of it is read
+from the syntax trees of all modules."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import networkx
 import pytest
 
 PACKAGE = "megatron_recycle"
@@ -53,6 +56,29 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
 }
 """Third-party package -> packages or modules that may import it."""
 
+PURE = frozenset({
+    "__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "functools", "hashlib", "heapq",
+    "itertools", "json", "math", "operator", "re", "signal", "statistics", "string", "types", "typing", "zlib",
+})
+"""All of the standard library that `membership` may import: no clock, socket, file, thread, process or chance (of
+`signal` it takes the names). Its functions give the same answer to the same question, in a simulator as in a job."""
+
+PURE_LEAVES = frozenset({"errors", "observe.text"})
+"""The leaves that `membership` may import: the others read variables and files."""
+
+IMPURE: dict[str, frozenset[str]] = {"membership.notices": frozenset({"pathlib"})}
+"""Module of `membership` -> what it imports all the same. This list may only become shorter."""
+
+CIRCLES: frozenset[frozenset[str]] = frozenset({
+    frozenset({"membership.inputs", "membership.state"}),
+    frozenset({"backends.deepspeed.between", "backends.deepspeed.engine", "backends.deepspeed.stage"}),
+    frozenset({
+        "runtime.description", "runtime.equality", "runtime.evaluation", "runtime.memory_budget", "runtime.profiling",
+        "runtime.recovery", "runtime.worker",
+    }),
+})
+"""Modules that import each other in a circle. This list may only become shorter."""
+
 
 @dataclass(frozen=True)
 class Import:
@@ -62,6 +88,8 @@ class Import:
     target: str
     line: int
     lazy: bool
+    checking: bool
+    """Whether it is there for type checkers alone."""
 
     def __str__(self) -> str:
         return f"{self.importer}, line {self.line}: imports {self.target}"
@@ -73,9 +101,9 @@ def dotted(path: Path) -> str:
 
 
 def imports_of(source: str, module: str, is_package: bool) -> Iterator[Import]:
-    """Every import in a module's source, also inside functions, but not those for type checkers alone."""
+    """Every import in a module's source, also inside functions and for type checkers alone."""
     tree = ast.parse(source)
-    ignored = {
+    checking = {
         inner
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
@@ -89,20 +117,19 @@ def imports_of(source: str, module: str, is_package: bool) -> Iterator[Import]:
     }
     home = [PACKAGE, *(module.split(".") if module else [])]
     for node in ast.walk(tree):
-        if node in ignored:
-            continue
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield Import(module, alias.name, node.lineno, node in deferred)
+                yield Import(module, alias.name, node.lineno, node in deferred, node in checking)
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 up = home if is_package else home[:-1]
                 base = ".".join([*up[: len(up) - node.level + 1], *([base] if base else [])])
             for alias in node.names:
-                yield Import(module, f"{base}.{alias.name}", node.lineno, node in deferred)
+                yield Import(module, f"{base}.{alias.name}", node.lineno, node in deferred, node in checking)
 
 
+@functools.cache
 def all_imports() -> list[Import]:
     return [
         found
@@ -119,6 +146,10 @@ def covers(names: Iterable[str], module: str) -> bool:
 def fault(found: Import) -> str | None:
     """What is wrong with an import, or None."""
     home, (first, _, rest) = found.importer.split(".")[0], found.target.partition(".")
+    if home == "membership" and (text := impure(found)):
+        return text
+    if found.checking:
+        return None
     if first != PACKAGE:
         if home == "plan" and first not in sys.stdlib_module_names and first != "__future__":
             return f"{found}: plan imports the standard library only"
@@ -135,9 +166,61 @@ def fault(found: Import) -> str | None:
     return f"{found}: {home} may import {', '.join(sorted(ALLOWED[home])) or 'nothing of the package'}"
 
 
+def impure(found: Import) -> str | None:
+    """What is wrong with an import of `membership`, or None."""
+    first, _, rest = found.target.partition(".")
+    pure = rest.split(".")[0] in ("plan", "membership") or covers(PURE_LEAVES, rest) if first == PACKAGE else (
+        first in PURE)
+    if pure or first in IMPURE.get(found.importer, ()):
+        return None
+    return f"{found}: membership is pure; what needs {found.target} belongs to control"
+
+
+def circles(found: Iterable[Import]) -> list[frozenset[str]]:
+    """Sets of modules in which each imports, over others, each; imports for type checkers and inside functions count.
+    An import of a name counts for the module that is nearest to it."""
+    found = list(found)
+    modules = {dotted(path) for path in ROOT.rglob("*.py")} | {one.importer for one in found}
+
+    def nearest(target: str) -> str:
+        name = target.removeprefix(PACKAGE).lstrip(".")
+        while name not in modules:
+            name = name.rpartition(".")[0]
+        return name
+
+    graph = networkx.DiGraph((one.importer, nearest(one.target)) for one in found
+                             if one.target.split(".")[0] == PACKAGE)
+    return [frozenset(one) for one in networkx.strongly_connected_components(graph) if len(one) > 1]
+
+
 def test_imports_go_one_way():
     faults = [text for found in all_imports() if (text := fault(found))]
     assert not faults, "\n".join(faults)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    """Not for type checkers either: modules of a circle are read as one."""
+    left = circles(all_imports())
+    new = [sorted(one) for one in left if not any(one <= known for known in CIRCLES)]
+    assert not new, f"new circles: {new}; move what both need below them"
+    gone = [sorted(known) for known in CIRCLES if not any(one <= known for one in left)]
+    assert not gone, f"no circle any more, take them out of CIRCLES: {gone}"
+
+
+def test_what_is_allowed_to_be_impure_still_is():
+    used = {(found.importer, found.target.split(".")[0]) for found in all_imports()}
+    gone = [(module, name) for module, names in IMPURE.items() for name in names if (module, name) not in used]
+    assert not gone, f"not imported any more, take them out of IMPURE: {gone}"
+
+
+def test_a_circle_would_be_found():
+    """Through a package's own names and for type checkers too."""
+    sources = {"plan.one": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .two import Two",
+               "plan.two": "def f():\n    from megatron_recycle.plan import three",
+               "plan.three": "import megatron_recycle.plan.one"}
+    found = [one for module, source in sources.items() for one in imports_of(source, module, False)]
+    assert circles(found) == [frozenset(sources)]
+    assert circles(found[:-1]) == []
 
 
 @pytest.mark.parametrize(
@@ -153,6 +236,12 @@ def test_imports_go_one_way():
         ("runtime.step", "from megatron_recycle.backends.deepspeed.engine import Engine"),
         ("control.agent", "import torch"),
         ("membership.machine", "from megatron_recycle.control import Agent"),
+        ("membership.machine", "import time"),
+        ("membership.machine", "from threading import Lock"),
+        ("membership.machine", "def f():\n    import os"),
+        ("membership.machine", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import socket"),
+        ("membership.machine", "from megatron_recycle.observe.log import get_logger"),
+        ("membership.machine", "from megatron_recycle.config import RecycleConfig"),
         ("planner.greedy", "from megatron_recycle.measure import Profile"),
         ("observe.events", "from megatron_recycle.plan import Plan"),
         ("observe.events", "from megatron_recycle.observe.timeline import draw"),
@@ -171,6 +260,7 @@ def test_a_wrong_import_would_be_found(module: str, source: str):
     [
         ("plan.grid", "import json\nfrom .errors import PlanError"),
         ("planner.cpsat", "from ortools.sat.python import cp_model"),
+        ("membership.machine", "from signal import Signals\nfrom megatron_recycle.observe.text import one_line"),
         ("control.coordinator", "from megatron_recycle.observe.events import EventLog"),
         ("control.coordinator", "from megatron_recycle.observe import EventLog"),
         ("runtime.step", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deepspeed"),
