@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_recycle.chaos import holds, network
 from megatron_recycle.chaos.holds import Hold
-from megatron_recycle.chaos.job import ChaosError, Process, TargetJob
+from megatron_recycle.chaos.job import ChaosError, TargetJob, TargetProcess
 from megatron_recycle.chaos.orders import Order
 from megatron_recycle.chaos.pacer import Pacer
 
@@ -148,7 +148,7 @@ class Act:
         else:
             self._network()
 
-    def _said(self, process: Process, **fields: Any) -> None:
+    def _said(self, process: TargetProcess, **fields: Any) -> None:
         moment = self.order.moment
         self._tell(self.order.act, worker=process.worker, pid=process.pid, rank=process.rank, phase=moment.phase,
                    iteration=self._job.committed + 1 if moment.iteration is None else moment.iteration, **fields)

@@ -31,7 +31,7 @@ class ChaosError(RecycleError):
 
 
 @dataclass(frozen=True)
-class Process:
+class TargetProcess:
     """A worker as the job's events name it, `t` (Unix seconds) being when they did."""
 
     worker: str
@@ -53,7 +53,7 @@ class TargetJob:
     """
 
     run_dir: Path
-    workers: dict[str, Process] = field(default_factory=dict)
+    workers: dict[str, TargetProcess] = field(default_factory=dict)
     out: set[str] = field(default_factory=set)
     committed: int = -1
     ended: bool = False
@@ -79,10 +79,10 @@ class TargetJob:
             self.grid = event["grid"]
             hosts = event.get("hosts", {})
             for worker, pid in event["pids"].items():
-                self.workers[worker] = Process(worker, event["ranks"][worker], pid, event["t"], hosts.get(worker))
+                self.workers[worker] = TargetProcess(worker, event["ranks"][worker], pid, event["t"], hosts.get(worker))
         elif name == "joined" and "pid" in event:
             worker = event["worker"]
-            self.workers[worker] = Process(worker, event["rank"], event["pid"], event["t"], event.get("host"))
+            self.workers[worker] = TargetProcess(worker, event["rank"], event["pid"], event["t"], event.get("host"))
             self.out.discard(worker)
         elif name == "left" or (name == "suspected" and event.get("removed", True)):
             self.out.add(event["worker"])
@@ -91,7 +91,7 @@ class TargetJob:
         elif name == "finished":
             self.ended = True
 
-    def process(self, worker: str) -> Process:
+    def process(self, worker: str) -> TargetProcess:
         """Where `worker` runs. Raises ChaosError: there is none, or the job has ended."""
         if self.ended:
             raise ChaosError(f"the job in {self.run_dir} has ended")
@@ -119,7 +119,7 @@ class TargetJob:
         finally:
             os.close(descriptor)
 
-    def _stranger(self, process: Process) -> str | None:
+    def _stranger(self, process: TargetProcess) -> str | None:
         """Why `process.pid` is not that worker any more; None if it is."""
         try:
             started, environ = started_at(process.pid), environment(process.pid)
@@ -153,7 +153,7 @@ class TargetJob:
                 continue  # it has ended meanwhile, or is another user's
         raise ChaosError(f"the job in {self.run_dir} has no coordinator on this host")
 
-    def signal(self, workers: Iterable[str], number: signal.Signals) -> list[Process]:
+    def signal(self, workers: Iterable[str], number: signal.Signals) -> list[TargetProcess]:
         """Send a signal to the processes of `workers`, all together, and to no other. Raises ChaosError."""
         with ExitStack() as stack:
             descriptors = {worker: stack.enter_context(self.held(worker)) for worker in workers}

@@ -15,7 +15,6 @@ PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped
           "recovering", "joining")
 """What an observer is told of (`runtime.interpreter.Observer`)."""
 HEAL = "heal"
-ACTS = ("kill", "freeze", "thaw", "stall", "slow", "coordinator", "partition", HEAL)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,12 @@ period."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 #: ``step(times, scale) -> (ends, origins)``: with group ``g`` released at ``times[g]`` and every duration
-#: multiplied by
-#: ``scale``, the end of each group's step, and the group whose release decided it.
+#: multiplied by ``scale``, the end of each group's step, and the group whose release decided it.
 Step = Callable[[Sequence[int], int], tuple[Sequence[int], Sequence[int]]]
 
 
@@ -33,9 +33,7 @@ def cycle_mean(groups: int, step: Step) -> Fraction:
     potential = [max(Fraction(0), p - low) for p in potential]
     parents = [-1] * groups
     while True:
-        scale = mean.denominator
-        for p in potential:
-            scale = scale * p.denominator // _gcd(scale, p.denominator)
+        scale = math.lcm(mean.denominator, *(p.denominator for p in potential))
         ends, origin = step([int(p * scale) for p in potential], scale)
         fresh = [Fraction(end, scale) - mean for end in ends]
         moved = [g for g in range(groups) if fresh[g] > potential[g]]
@@ -50,12 +48,6 @@ def cycle_mean(groups: int, step: Step) -> Fraction:
         if found is not None and found > mean:
             mean = found
             parents = [-1] * groups
-
-
-def _gcd(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
 
 
 def _best_cycle(parents: Sequence[int], weight: Sequence[Fraction]) -> Fraction | None:

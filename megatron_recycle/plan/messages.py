@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .action import PASSES_ON
@@ -21,9 +21,6 @@ class Message(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind}{self.pipeline}.{self.microbatch}"
-
-
-Channels = Mapping[tuple[Worker, Worker], tuple[Message, ...]]
 
 
 def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:

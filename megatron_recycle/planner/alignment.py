@@ -23,7 +23,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Alignment:
     """``home[s][d]``: worker that stands for logical pipeline ``d`` at stage ``s``, -1 for none.
     ``crews[d]``: the units that logical pipeline ``d`` runs. ``at[s]``: the workers that may run anything.
     ``label[j]``: the logical pipeline of a job."""
@@ -34,7 +34,7 @@ class Layout:
     label: list[int]
 
 
-def aligned(instance: Instance) -> Layout:
+def aligned(instance: Instance) -> Alignment:
     """Failures gathered into as few logical pipelines as possible, and those missing everywhere peeled off."""
     grid = instance.problem.grid
     lost = [sum(1 for s in range(grid.stages) if instance.home[s][d] < 0) for d in range(grid.pipelines)]
@@ -47,23 +47,23 @@ def aligned(instance: Instance) -> Layout:
         missing = max(0, grid.pipelines - len(instance.at[s]))
         gone = set(holes[:missing])
         kept = {w for d, w in enumerate(row) if w >= 0 and d not in gone}
-        spare = [w for w in instance.at[s] if w not in kept]
+        others = [w for w in instance.at[s] if w not in kept]
         fresh = []
         for d, w in enumerate(row):
             if d in gone:
                 fresh.append(-1)
             else:
-                fresh.append(w if w >= 0 else spare.pop(0))
+                fresh.append(w if w >= 0 else others.pop(0))
         home.append(fresh)
     return _peeled(instance, home, instance.at)
 
 
-def natural(instance: Instance) -> Layout:
+def natural(instance: Instance) -> Alignment:
     """Every worker stands for its own pipeline."""
     return _peeled(instance, instance.home, instance.at)
 
 
-def dropped(instance: Instance) -> Layout:
+def dropped(instance: Instance) -> Alignment:
     """Every pipeline that lost a worker is left out whole (the baseline). Raises PlanError if none is left."""
     pipelines = instance.problem.grid.pipelines
     hit = {d for row in instance.home for d in range(pipelines) if row[d] < 0}
@@ -73,7 +73,7 @@ def dropped(instance: Instance) -> Layout:
     return _peeled(instance, home, [[w for w in row if w >= 0] for row in home])
 
 
-def _peeled(instance: Instance, home: list[list[int]], at: list[list[int]]) -> Layout:
+def _peeled(instance: Instance, home: list[list[int]], at: list[list[int]]) -> Alignment:
     pipelines = instance.problem.grid.pipelines
     crews = units(instance)
     missing = [d for d in range(pipelines) if all(row[d] < 0 for row in home)]
@@ -94,7 +94,7 @@ def _peeled(instance: Instance, home: list[list[int]], at: list[list[int]]) -> L
         for unit in crew:
             for j in unit.jobs:
                 label[j] = d
-    return Layout(home, at, crews, label)
+    return Alignment(home, at, crews, label)
 
 
 def units(instance: Instance) -> list[list[Unit]]:

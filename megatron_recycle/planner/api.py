@@ -56,12 +56,12 @@ def _one_by_one(problem: Problem, begin: float, seed: int) -> Plan:
 def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: int) -> Plan:
     """The better one of a few greedy schedules, with memory ``kept`` for messages that are sent early."""
     instance = build(problem, kept)
-    layout = aligned(instance)
-    table = route(instance, layout)
-    guests = table != [home[d] for home in layout.home for d in layout.label]
+    alignment = aligned(instance)
+    table = route(instance, alignment)
+    guests = table != [home[d] for home in alignment.home for d in alignment.label]
     best: Schedule | None = None
     for template in TEMPLATES[:2 if guests and instance.actions <= TWICE else 1]:
-        trace = listed(instance, table, filled(instance, layout, table, template))
+        trace = listed(instance, table, filled(instance, alignment, table, template))
         if best is None:
             first = time.perf_counter() - begin
         found = Schedule(table, trace, *figures(instance, table, trace))

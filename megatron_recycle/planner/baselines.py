@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from megatron_recycle.planner.alignment import Layout, aligned, dropped
+from megatron_recycle.planner.alignment import Alignment, aligned, dropped
 
 from ..plan import Plan, Problem, lower_bound, overfull
 from .adjoin import adjoined
@@ -44,22 +44,22 @@ def drop(problem: Problem) -> Plan:
     Raises PlanError if no pipeline is whole.
     """
     instance = build(problem)
-    layout = dropped(instance)
+    alignment = dropped(instance)
     best: Schedule | None = None
     for template in TEMPLATES[:8]:  # the baseline is scheduled as well as our own plans are
-        found = run(instance, template, layout)
+        found = run(instance, template, alignment)
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
-    return _within_caps(instance, layout, adjoined(instance, best), "drop")
+    return _within_caps(instance, alignment, adjoined(instance, best), "drop")
 
 
-def _within_caps(instance: Instance, layout: Layout, schedule: Schedule, source: str) -> Plan:
+def _within_caps(instance: Instance, alignment: Alignment, schedule: Schedule, source: str) -> Plan:
     """The schedule as a plan, or micro-batches one by one if messages that it sends early take more memory than there
     is, as they may where a slow worker's micro-batches are others' guests."""
     bound = lower_bound(instance.problem)
     plan = plan_of(instance, schedule, bound, source)
-    return plan_of(instance, one_by_one(instance, layout), bound, source) if overfull(plan) else plan
+    return plan_of(instance, one_by_one(instance, alignment), bound, source) if overfull(plan) else plan
 
 
 def planned(problem: Problem, technique: str, budget_s: float, seed: int,

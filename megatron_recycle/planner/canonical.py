@@ -55,9 +55,9 @@ def canonical(problem: Problem) -> Canonical:
         at_home = {w.pipeline: w for w in crew}
         kept = {i: at_home[d] for i, d in enumerate(order) if i >= missing and d in at_home}
         taken = set(kept.values())
-        spare = [w for w in crew if w not in taken]
+        others = [w for w in crew if w not in taken]
         for i in range(missing, grid.pipelines):
-            back[Worker(i, s)] = kept[i] if i in kept else spare.pop(0)
+            back[Worker(i, s)] = kept[i] if i in kept else others.pop(0)
     own = {worker: place for place, worker in back.items()}
     costs = problem.costs
     speed = {own[w]: f for w, f in costs.speed.items() if w in own}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from megatron_recycle.planner.alignment import Layout
+from megatron_recycle.planner.alignment import Alignment
 
 from .instance import Instance
 
@@ -19,7 +19,7 @@ class Rules:
     ``forward_first``: a forward before a backward whenever memory allows. ``drain``: a weight gradient first
     when a forward waits for memory. ``wait_b``/``wait_f``: leave a worker idle, rather than start a W, when a
     B (an F) arrives within this percentage of W's duration. ``backlog``: a weight gradient first when this
-    many wait (0: never). ``spare``: memory units per worker left unused.
+    many wait (0: never). ``reserve``: memory units per worker left unused.
     """
 
     forward_first: int = 0
@@ -29,7 +29,7 @@ class Rules:
     give_way: int = 0
     ways: int = 0
     backlog: int = 0
-    spare: int = 0
+    reserve: int = 0
 
 
 def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
@@ -48,10 +48,10 @@ def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
     return trace
 
 
-def guests(instance: Instance, layout: Layout, route: list[int]) -> set[int]:
+def guests(instance: Instance, alignment: Alignment, route: list[int]) -> set[int]:
     """Jobs that visit a worker other than their logical pipeline's at some stage."""
-    count, label = len(instance.jobs), layout.label
-    return {j for s, home in enumerate(layout.home) for j in range(count) if route[s * count + j] != home[label[j]]}
+    count, label = len(instance.jobs), alignment.label
+    return {j for s, home in enumerate(alignment.home) for j in range(count) if route[s * count + j] != home[label[j]]}
 
 
 def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
@@ -100,7 +100,7 @@ class _Board:
                  keys: tuple[list[int], list[int]], strict: bool) -> None:
         workers, nodes = len(instance.workers), len(route)
         mine = [rules[s] for s in instance.stage]
-        self.left = [max(cap - rule.spare, hold)
+        self.left = [max(cap - rule.reserve, hold)
                      for cap, hold, rule in zip(instance.cap, instance.hold, mine)]
         self.freed = [hold - keep for hold, keep in zip(instance.hold, instance.keep)]
         self.gated = instance.ordered or strict

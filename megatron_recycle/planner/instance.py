@@ -109,7 +109,6 @@ class Schedule:
     trace: list[int]
     period: float
     makespan: int
-    note: str = ""
 
 
 def plan_of(instance: Instance, schedule: Schedule, bound: float, source: str,

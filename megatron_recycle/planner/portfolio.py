@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megatron_recycle.planner.alignment import Layout, aligned, natural
+from megatron_recycle.planner.alignment import Alignment, aligned, natural
 from megatron_recycle.planner.routing import DEALS, PICKS, cost, route
 from megatron_recycle.planner.timing import makespan_of, period_of
 
@@ -54,7 +54,7 @@ TEMPLATES = (
 _DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("forward_first", (0, 1)), ("drain", (0, 1)), ("wait_b", (0, 50, 100)), ("wait_f", (0, 50, 100)),
     ("give_way", (0, 50, 75, 100)), ("ways", (1, 2, 3, 1000)), ("backlog", (0, 1, 2, 3, 4, 6, 8)),
-    ("spare", (0, 1, 2, 4)),
+    ("reserve", (0, 1, 2, 4)),
 )
 _LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
 
@@ -62,17 +62,17 @@ _LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
 #: level
 LEVELS, MOST_PER_LEVEL = 3, 50_000
 #: True when the search should end now (the clock's safety net, or a newer membership)
-Stop = Callable[[], bool]
+Cancelled = Callable[[], bool]
 
 
 @dataclass(frozen=True)
 class Choice:
-    """One point of the search: layout, deal, spare and pick of slow workers, leads of guest jobs, and rules
-    per stage."""
+    """One point of the search: alignment, deal, how many micro-batches ``fewer`` slow workers keep and which they give
+    away (``pick``), leads of guest jobs, and rules per stage."""
 
-    layout: int
+    alignment: int
     deal: str
-    spare: int
+    fewer: int
     pick: str
     lead_f: int
     lead_b: int
@@ -100,7 +100,7 @@ def goal(problem: Problem, schedule: Schedule) -> float:
     return schedule.makespan if problem.objective == "makespan" else schedule.period
 
 
-def search(instance: Instance, work: int, seed: int = 0, stop: Stop = lambda: False,
+def search(instance: Instance, work: int, seed: int = 0, cancelled: Cancelled = lambda: False,
            better: Callable[[Schedule], None] | None = None) -> Found:
     """Search every cap level within ``work`` scheduled actions per level; the given caps' level comes
     first."""
@@ -113,7 +113,7 @@ def search(instance: Instance, work: int, seed: int = 0, stop: Stop = lambda: Fa
             continue
         climb = _Climb(level, max(len(TEMPLATES), work // instance.actions), seed, floor)
         for choice_value, found in climb.run():
-            if stop():
+            if cancelled():
                 cut = True
                 break
             if best is None or choice_value < target:
@@ -149,14 +149,15 @@ class _Climb:
     def __init__(self, instance: Instance, limit: int, seed: int, floor: int) -> None:
         self.instance, self.limit, self.floor = instance, limit, floor
         self.random = random.Random(seed)
-        self.layouts: list[Layout] = [aligned(instance)]
+        self.alignments: list[Alignment] = [aligned(instance)]
         other = natural(instance)
-        if other.home != self.layouts[0].home:
-            self.layouts.append(other)
+        if other.home != self.alignments[0].home:
+            self.alignments.append(other)
         self.uneven = any(len({cost(instance, w) for w in row}) > 1 for row in instance.at)
         self.routes: dict[tuple[int, str, int, str], tuple[list[int], set[int]]] = {}
         self.seen: set[Choice] = set()
         self.trials = 0
+        self.idle = 0  # choices in a row that were tried before
 
     def run(self) -> Iterator[tuple[float, tuple[list[int], list[int]]]]:
         """Value and (route, trace) of every trial that is as good as the best so far."""
@@ -183,18 +184,16 @@ class _Climb:
             if best <= self.floor:
                 return
 
-    idle = 0
-
     def _choices(self) -> Iterator[Choice]:
         """The starting points, a fixed list whose length the limit may cut."""
         for template in TEMPLATES:
             for deal in DEALS[:2]:
-                for spare in (0, 1, 2) if self.uneven else (0,):
-                    for layout in range(len(self.layouts)):
+                for fewer in (0, 1, 2) if self.uneven else (0,):
+                    for alignment in range(len(self.alignments)):
                         if self.trials < self.limit:
-                            table, _ = self._route(layout, deal, spare, PICKS[0])
-                            rules = filled(self.instance, self.layouts[layout], table, template)
-                            yield Choice(layout, deal, spare, PICKS[0], 0, 0, rules)
+                            table, _ = self._route(alignment, deal, fewer, PICKS[0])
+                            rules = filled(self.instance, self.alignments[alignment], table, template)
+                            yield Choice(alignment, deal, fewer, PICKS[0], 0, 0, rules)
 
     def _change(self, at: Choice) -> Choice:
         draw = self.random
@@ -202,8 +201,8 @@ class _Climb:
         if kind < 0.2:
             at = replace(at, deal=draw.choice(DEALS), lead_f=draw.choice(_LEADS), lead_b=draw.choice(_LEADS))
             if kind < 0.05:
-                at = replace(at, layout=draw.randrange(len(self.layouts)),
-                             spare=draw.choice((0, 1, 2, 3)) if self.uneven else 0)
+                at = replace(at, alignment=draw.randrange(len(self.alignments)),
+                             fewer=draw.choice((0, 1, 2, 3)) if self.uneven else 0)
             if kind < 0.1 and self.uneven:
                 at = replace(at, pick=draw.choice(PICKS))
         rules = list(at.rules)
@@ -218,13 +217,13 @@ class _Climb:
                 rules[s] = replace(rules[s], **{name: draw.choice(domain)})
         return replace(at, rules=tuple(rules))
 
-    def _route(self, number: int, deal: str, spare: int, pick: str) -> tuple[list[int], set[int]]:
-        """The route of a layout, and its guest jobs."""
-        key = (number, deal, spare, pick)
+    def _route(self, number: int, deal: str, fewer: int, pick: str) -> tuple[list[int], set[int]]:
+        """The route of an alignment, and its guest jobs."""
+        key = (number, deal, fewer, pick)
         if key not in self.routes:
-            layout = self.layouts[number]
-            table = route(self.instance, layout, deal, spare, pick)
-            self.routes[key] = table, guests(self.instance, layout, table)
+            alignment = self.alignments[number]
+            table = route(self.instance, alignment, deal, fewer, pick)
+            self.routes[key] = table, guests(self.instance, alignment, table)
         return self.routes[key]
 
     def _try(self, choice: Choice) -> tuple[float, tuple[list[int], list[int]]] | None:
@@ -236,38 +235,38 @@ class _Climb:
         self.seen.add(choice)
         self.trials += 1
         instance = self.instance
-        table, away = self._route(choice.layout, choice.deal, choice.spare, choice.pick)
+        table, away = self._route(choice.alignment, choice.deal, choice.fewer, choice.pick)
         keys = leading(instance, away, choice.lead_f), leading(instance, away, choice.lead_b)
         trace = schedule(instance, table, choice.rules, keys)
         return value(instance, table, trace), (table, trace)
 
 
-def filled(instance: Instance, layout: Layout, table: list[int], template: Template) -> tuple[Rules, ...]:
+def filled(instance: Instance, alignment: Alignment, table: list[int], template: Template) -> tuple[Rules, ...]:
     """A template's rules for every stage of a route."""
     count = len(instance.jobs)
     rules = []
-    for s, home in enumerate(layout.home):
-        homes = [home[d] for d in layout.label]
+    for s, home in enumerate(alignment.home):
+        homes = [home[d] for d in alignment.label]
         if not template.hot or table[s * count:(s + 1) * count] == homes:
             rules.append(template.base)
             continue
-        cap = min(instance.cap[w] // max(1, instance.hold[w]) for w in layout.at[s])
+        cap = min(instance.cap[w] // max(1, instance.hold[w]) for w in alignment.at[s])
         backlog = max(1, min(cap, count) * template.hot // 6)
         rules.append(replace(template.base, forward_first=1, backlog=backlog))
     return tuple(rules)
 
 
-def run(instance: Instance, template: Template, layout: Layout | None = None) -> Schedule:
+def run(instance: Instance, template: Template, alignment: Alignment | None = None) -> Schedule:
     """One greedy schedule by a template."""
-    layout = layout or aligned(instance)
-    table = route(instance, layout)
-    trace = schedule(instance, table, filled(instance, layout, table, template))
+    alignment = alignment or aligned(instance)
+    table = route(instance, alignment)
+    trace = schedule(instance, table, filled(instance, alignment, table, template))
     return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))
 
 
-def one_by_one(instance: Instance, layout: Layout | None = None) -> Schedule:
+def one_by_one(instance: Instance, alignment: Alignment | None = None) -> Schedule:
     """No worker holds more than one micro-batch at a time, and all take them in the same order: none is sent early, so
     that every cap that holds a micro-batch suffices."""
-    table = route(instance, layout or aligned(instance))
-    trace = schedule(instance, table, [Rules(spare=NO_CAP)] * instance.stages, strict=True)
+    table = route(instance, alignment or aligned(instance))
+    trace = schedule(instance, table, [Rules(reserve=NO_CAP)] * instance.stages, strict=True)
     return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))

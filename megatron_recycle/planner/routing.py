@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from megatron_recycle.planner.alignment import Layout, Unit
+from megatron_recycle.planner.alignment import Alignment, Unit
 
 from .instance import Instance
 
@@ -14,21 +14,21 @@ DEALS = ("spread", "runs", "late")
 PICKS = ("even", "first", "last")
 
 
-def route(instance: Instance, layout: Layout, deal: str = "spread", spare: int = 0,
+def route(instance: Instance, alignment: Alignment, deal: str = "spread", fewer: int = 0,
           pick: str = "even") -> list[int]:
-    """The worker of every node. ``spare``: how many micro-batches fewer than possible a slower worker
+    """The worker of every node. ``fewer``: how many micro-batches fewer than possible a slower worker
     keeps."""
     count = len(instance.jobs)
     table = [-1] * (count * instance.stages)
-    sizes = [sum(len(unit.jobs) for unit in crew) for crew in layout.crews]
+    sizes = [sum(len(unit.jobs) for unit in crew) for crew in alignment.crews]
     for s in range(instance.stages):
         base = s * count
-        if _even(instance, layout, s, sizes):
-            homes = layout.home[s]
-            for j, d in enumerate(layout.label):
+        if _even(instance, alignment, s, sizes):
+            homes = alignment.home[s]
+            for j, d in enumerate(alignment.label):
                 table[base + j] = homes[d]
             continue
-        for unit, w in _stage(instance, layout, s, sizes, deal, spare, pick):
+        for unit, w in _stage(instance, alignment, s, sizes, deal, fewer, pick):
             for j in unit.jobs:
                 table[base + j] = w
     return table
@@ -39,24 +39,24 @@ def cost(instance: Instance, w: int) -> int:
     return instance.forward[w] + instance.backward[w] + instance.weight[w]
 
 
-def _even(instance: Instance, layout: Layout, s: int, sizes: list[int]) -> bool:
+def _even(instance: Instance, alignment: Alignment, s: int, sizes: list[int]) -> bool:
     """Whether every micro-batch is best served at home: all homes live, alike, and their work level."""
-    homes = [w for d, w in enumerate(layout.home[s]) if sizes[d]]
+    homes = [w for d, w in enumerate(alignment.home[s]) if sizes[d]]
     level = [n for n in sizes if n]
-    if -1 in homes or len(layout.at[s]) != len(homes) or max(level) - min(level) > 1:
+    if -1 in homes or len(alignment.at[s]) != len(homes) or max(level) - min(level) > 1:
         return False
     return len({cost(instance, w) for w in homes}) == 1
 
 
-def _stage(instance: Instance, layout: Layout, s: int, sizes: list[int], deal: str,
-           spare: int, pick: str) -> list[tuple[Unit, int]]:
+def _stage(instance: Instance, alignment: Alignment, s: int, sizes: list[int], deal: str,
+           fewer: int, pick: str) -> list[tuple[Unit, int]]:
     """Units of a stage with their workers: homes keep what the best possible slowest load allows."""
-    keep = _targets(instance, layout, s, spare)
+    keep = _targets(instance, alignment, s, fewer)
     placed: list[tuple[Unit, int]] = []
     guests: list[Unit] = []
-    load = dict.fromkeys(layout.at[s], 0)
-    for d, own in enumerate(layout.crews):
-        w = layout.home[s][d]
+    load = dict.fromkeys(alignment.at[s], 0)
+    for d, own in enumerate(alignment.crews):
+        w = alignment.home[s][d]
         if w < 0:
             guests.extend(own)
             continue
@@ -84,9 +84,9 @@ def _away(own: list[Unit], surplus: int, pick: str) -> set[int]:
     return {(2 * i + 1) * len(own) // (2 * leave) for i in range(leave)}
 
 
-def _targets(instance: Instance, layout: Layout, s: int, spare: int) -> dict[int, int]:
+def _targets(instance: Instance, alignment: Alignment, s: int, fewer: int) -> dict[int, int]:
     """Most micro-batches each worker of a stage may run when the slowest load is as small as it can be."""
-    workers = layout.at[s]
+    workers = alignment.at[s]
     each = {w: max(1, cost(instance, w)) for w in workers}
     total = len(instance.jobs)
     low, high = 0, total * max(each.values())
@@ -97,7 +97,7 @@ def _targets(instance: Instance, layout: Layout, s: int, spare: int) -> dict[int
         else:
             low = middle + 1
     quickest = min(each.values())
-    return {w: max(0, low // each[w] - (spare if each[w] > quickest else 0)) for w in workers}
+    return {w: max(0, low // each[w] - (fewer if each[w] > quickest else 0)) for w in workers}
 
 
 def _deal(instance: Instance, guests: list[Unit], load: dict[int, int], deal: str) -> list[tuple[Unit, int]]:

@@ -1,30 +1,46 @@
-"""The parent's side of a search in a process of its own: start it, read what it finds, end it hard at its
-limit."""
+"""A search in a process of its own, both ends of its pipe: ``run`` for the process that plans, ``serve`` for the one
+that searches.
+
+The request is one line of JSON, and so is each better schedule, written at once: a kill loses nothing that was found.
+The searching process is niced, and an alarm of its own ends it where the solver listens to nobody; its parent kills it
+besides.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-#: how the interpreter is told to run the search
-COMMAND = ("-m", "megatron_recycle.planner.search_child")
+from ..plan import Problem, lower_bound
+from . import cpsat
+from .instance import Instance, Schedule, build
+from .portfolio import Found, search, value
+
+#: arguments of the interpreter that make it serve one search
+COMMAND = ("-c", "from megatron_recycle.planner.search_process import serve; serve()")
 #: seconds kept back for reading and validating, at the least and per action of the plan
 RESERVE, RESERVE_PER_ACTION = 0.05, 8e-6
+#: actions scheduled and timed per second, well below what one core does: work ends a search before the clock does
+RATE = 400_000
+#: plans with more actions are left to the portfolio
+CPSAT_ACTIONS = 1_600
 
 
 def run(request: dict[str, Any], actions: int, budget_s: float,
         cancelled: Callable[[], bool]) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The last schedule that the child found (or None) and its closing statistics.
+    """The last schedule that the searching process found (or None) and its closing statistics.
 
-    Returns within ``budget_s`` seconds, whatever the child does; ``killed`` in the statistics says that it
-    had to be ended. ``cancelled`` is asked about ten times a second.
+    Returns within ``budget_s`` seconds, whatever that process does; ``killed`` in the statistics says that it had to
+    be ended. ``cancelled`` is asked about ten times a second.
     """
     begin = time.monotonic()
     limit = max(0.1, budget_s - RESERVE - RESERVE_PER_ACTION * actions)
@@ -70,7 +86,7 @@ def _ask(child: subprocess.Popen[bytes], request: dict[str, Any], end: float) ->
                 return
 
 
-def _lines(child: subprocess.Popen[bytes], end: float, cancelled: Callable[[], bool]):
+def _lines(child: subprocess.Popen[bytes], end: float, cancelled: Callable[[], bool]) -> Iterator[dict[str, Any]]:
     """Messages of the child until it ends, the time is over, or nobody wants them any more."""
     assert child.stdout is not None
     rest = b""
@@ -89,3 +105,76 @@ def _lines(child: subprocess.Popen[bytes], end: float, cancelled: Callable[[], b
                 except json.JSONDecodeError:
                     return
                 yield message
+
+
+def serve() -> None:
+    """Answer one request from standard input on standard output: schedules, each better than the one before, then the
+    statistics."""
+    os.nice(10)
+    request = json.loads(sys.stdin.readline())
+    begin = time.monotonic()
+    wall = float(request["wall"])
+    signal.setitimer(signal.ITIMER_REAL, wall + 1.0)  # the default action ends the process, whatever runs
+    _Search(build(Problem.from_json(request["problem"])), request, begin + wall).run()
+
+
+class _Search:
+    """Portfolio, then CP-SAT where the plan is small enough; only schedules that beat the incumbent are reported."""
+
+    def __init__(self, instance: Instance, request: dict[str, Any], end: float) -> None:
+        self.instance, self.end = instance, end
+        self.budget, self.seed = float(request["budget"]), int(request["seed"])
+        self.floor = lower_bound(instance.problem)
+        self.route: list[int] = request["route"]
+        self.trace: list[int] = request["trace"]
+        self.best = value(instance, self.route, self.trace)
+        self.stats: dict[str, Any] = {"trials": 0, "cut": False}
+
+    def run(self) -> None:
+        """Search until the bound is met, the work is done or the clock says so."""
+        small = self.instance.actions <= CPSAT_ACTIONS
+        if self.best > self.floor:
+            share = 0.4 if small else 0.5
+            found = search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep)
+            self._note(found)
+        if self.best > self.floor and small and not self._over():
+            self._exact()
+        self._say({"done": True, **self.stats})
+
+    def _exact(self) -> None:
+        if not cpsat.available():
+            self.stats["cpsat"] = "missing"
+            return
+        limits = cpsat.Limits(work=self.budget * 0.3, wall=max(0.1, self.end - time.monotonic()), seed=self.seed)
+        polish = replace(limits, work=self.budget * 0.1, interleave=False, merge_only=True)
+        for chosen in (polish, limits):
+            if self.best <= self.floor or self._over():
+                break
+            outcome = cpsat.solve(self.instance, self.route, self.trace, self.floor, chosen,
+                                  lambda trace: self._offer(self.route, trace, "cpsat"))
+            self.stats["cpsat_work"] = round(self.stats.get("cpsat_work", 0.0) + outcome.work, 3)
+            self.stats["cut"] = self.stats["cut"] or outcome.cut
+            if not chosen.merge_only:
+                self.stats.update(cpsat_bound=outcome.bound, cpsat_proven=outcome.proven)
+
+    def _note(self, found: Found) -> None:
+        self.stats["trials"] = found.trials
+        self.stats["cut"] = found.cut
+
+    def _over(self) -> bool:
+        return time.monotonic() > self.end
+
+    def _keep(self, schedule: Schedule) -> None:
+        self._offer(schedule.route, schedule.trace, "portfolio")
+
+    def _offer(self, route: list[int], trace: list[int], source: str) -> None:
+        result = value(self.instance, route, trace)
+        if result >= self.best:
+            return
+        self.best, self.route, self.trace = result, route, trace
+        self._say({"route": route, "trace": trace, "source": source})
+
+    @staticmethod
+    def _say(message: dict[str, Any]) -> None:
+        sys.stdout.write(json.dumps(message) + "\n")
+        sys.stdout.flush()

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.chaos.dice import Dice
-from megatron_recycle.chaos.job import Process, TargetJob
+from megatron_recycle.chaos.job import TargetJob, TargetProcess
 from megatron_recycle.chaos.orders import Order
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> TargetJob:
     made = TargetJob(tmp_path)
-    made.workers = {f"{d}:{s}": Process(f"{d}:{s}", 2 * d + s, 100 + 2 * d + s, 0.0) for d in range(3) for s in (0, 1)}
+    places = [(d, s) for d in range(3) for s in (0, 1)]
+    made.workers = {f"{d}:{s}": TargetProcess(f"{d}:{s}", 2 * d + s, 100 + 2 * d + s, 0.0) for d, s in places}
     return made
 
 
@@ -33,7 +34,7 @@ def test_a_worker_that_has_come_back_can_be_hit_again_and_again(job: TargetJob) 
         assert len(hit) == 4 and {worker[-1] for worker in hit} == {"0", "1"}, "one of each stage is left"
         for worker in hit:  # they are started again, and joined
             old = job.workers[worker]
-            job.workers[worker] = Process(worker, old.rank, old.pid + 1000, float(life))
+            job.workers[worker] = TargetProcess(worker, old.rank, old.pid + 1000, float(life))
             job.out.discard(worker)
 
 
