@@ -3,6 +3,7 @@ library only."""
 
 from megatron_recycle.plan.blocks import pieces
 from megatron_recycle.plan.messages import Message, channels, read_by, reads, receives, surplus
+from megatron_recycle.plan.transfers import Transfer, postings, transfers
 
 from .action import STEP, Action
 from .bounds import lower_bound
@@ -16,6 +17,6 @@ from .validate import check, overfull, violations
 
 __all__ = [
     "AHEAD", "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Plan", "PlanError", "Problem",
-    "Timeline", "Worker", "channels", "check", "lower_bound", "overfull", "pieces", "read_by", "reads", "receives",
-    "replay", "surplus", "violations",
+    "Timeline", "Transfer", "Worker", "channels", "check", "lower_bound", "overfull", "pieces", "postings", "read_by",
+    "reads", "receives", "replay", "surplus", "transfers", "violations",
 ]

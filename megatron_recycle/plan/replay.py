@@ -79,6 +79,23 @@ def replay(plan: Plan) -> Timeline:
         peak={name: peak(problem, name, orders[w]) for w, name in enumerate(names)})
 
 
+def in_order_of_ends(plan: Plan) -> list[tuple[Worker, Action]]:
+    """All actions of one iteration by their planned ends, each after whatever it needs, also where durations are 0.
+
+    The same on all workers. Raises DeadlockError.
+    """
+    problem = plan.problem
+    names = sorted(plan.workers)
+    network = _order(problem, names, [plan.workers[name] for name in names])
+    groups = problem.groups()
+    group_of_stage = {stage: g for g, group in enumerate(groups) for stage in group}
+    _, ends = _times(network, len(names), [group_of_stage[name.stage] for name in names],
+                     [problem.costs.step[name.stage] for name in names], [0] * len(names), 1)
+    # Entries of the network come after what they need, and no end comes before that of what it needs.
+    return [(names[network.owner[i]], plan.workers[names[network.owner[i]]][network.position[i]])
+            for i in sorted(range(len(ends)), key=lambda i: (ends[i], i))]
+
+
 def peak(problem: Problem, worker: Worker, actions: Sequence[Action]) -> int:
     """Most memory units ``worker`` holds when it runs ``actions`` in order."""
     stage = worker.stage

@@ -1,0 +1,52 @@
+"""One order of all transfers of an iteration, for libraries that run a communicator's operations one after the other.
+
+NCCL queues what a process starts on a communicator: a receive that is posted too early keeps back every later send.
+Two workers that post in different orders wait for each other for ever. So all workers follow one order, the planned
+ends of the actions that make the messages: a worker posts its transfers as they come in it. That order is consistent
+with the workers' own (a message is read by an action that ends later than the one that made it, and each worker's
+actions end one after the other), so the first transfer that has not taken place is always at the head of both of its
+queues, and both of its workers come to it. A plan that can be replayed can therefore not deadlock, however its
+communicators are cut, whether or not small messages are buffered, and whether or not first uses block.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_recycle.plan.messages import Message
+
+from .action import PASSES_ON
+from .grid import Worker
+from .plan import Plan
+from .replay import in_order_of_ends
+
+
+class Transfer(NamedTuple):
+    """``message`` goes from ``source`` to ``target``."""
+
+    source: Worker
+    target: Worker
+    message: Message
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.source}>{self.target}"
+
+
+def transfers(plan: Plan) -> tuple[Transfer, ...]:
+    """All transfers of one iteration, in the order in which they are to be posted; the same on all workers.
+
+    Raises DeadlockError: an action of the plan can never start.
+    """
+    route, found = plan._route, []
+    for worker, (kind, d, m) in in_order_of_ends(plan):
+        passed = PASSES_ON.get(kind)
+        to = route.get((d, m, worker.stage + (1 if passed == "F" else -1))) if passed else None
+        if passed and to is not None and to != worker:
+            found.append(Transfer(worker, to, Message(passed, d, m)))
+    return tuple(found)
+
+
+def postings(order: tuple[Transfer, ...], me: Worker) -> tuple[Transfer, ...]:
+    """The transfers of ``me``, in the order in which it posts them: all that come before a send are posted before it,
+    all that come before a message are posted before that is waited for."""
+    return tuple(transfer for transfer in order if me in (transfer.source, transfer.target))
