@@ -7,8 +7,9 @@ what a name needs is imported when it is used.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
+
+from megatron_recycle.environment import Launched
 
 __version__ = "0.1.0"
 
@@ -47,10 +48,11 @@ def enable(
     """
     from megatron_recycle import backends
 
-    if observer is None and os.environ.get("RECYCLE_CHAOS"):
-        from megatron_recycle.chaos.observer import from_environment
+    launched = Launched.read()
+    if observer is None and launched.chaos:
+        from megatron_recycle.chaos.observer import observer_for
 
-        observer = from_environment(os.environ)
+        observer = observer_for(launched)
 
     def embed(settings: RecycleConfig) -> tuple[str, str]:
         from megatron_recycle.launch import embedded

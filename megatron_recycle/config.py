@@ -1,9 +1,9 @@
 """Settings of the plugin: the one source of JSON keys, flags, environment variables and their documentation.
 
 A setting is a field of `RecycleConfig`. Key `x_y` of the JSON section `"recycle"` is flag `--recycle-x-y`
-and variable `RECYCLE_X_Y`; a flag beats a variable, a variable beats JSON, JSON beats the default. What is
-unknown or impossible is refused at the start, with the remedy in the message. This module imports no other
-part of the package except its errors; `python -m megatron_recycle.config` prints the documentation's table.
+and variable `RECYCLE_X_Y`; a flag beats a variable, a variable beats JSON, JSON beats the default. Unknown keys and
+impossible values are refused at the start, with the remedy in the message. `python -m megatron_recycle.config` prints
+the documentation's table.
 """
 
 from __future__ import annotations
@@ -18,26 +18,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
+from megatron_recycle.environment import HANDED_OVER
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.option import Option, attribute, flag, shown, variable
 
 SECTION = "recycle"
 """Name of the section in the DeepSpeed JSON file."""
 
-SHORTEST_TOKEN = 16
-"""Characters. Every connection is greeted by a message that lets whoever hears it try tokens at leisure."""
-
-JOINING = "RECYCLE_JOIN"
-"""Variable that is 1 in the environment of a process that is to join a running job."""
-
-RESERVED_VARIABLES = frozenset(
-    {"RECYCLE_COORDINATOR", "RECYCLE_TOKEN", JOINING, "RECYCLE_HOST", "RECYCLE_CHAOS"}
-)
-"""Variables that the launcher hands to its workers; they are not settings."""
-
 _COSTS = re.compile(r"TRIPLE(;TRIPLE)*".replace("TRIPLE", r" *\d+ *, *\d+ *, *\d+ *"))
-
-AUTO = "auto"
-"""Word for `None` in flags and variables (in JSON: `null` or `"auto"`)."""
 
 
 def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), unit: str = "") -> Any:
@@ -182,7 +170,7 @@ class RecycleConfig:
 
     def __post_init__(self) -> None:
         for option in options():
-            object.__setattr__(self, option.name, _checked(option, getattr(self, option.name), option.name))
+            object.__setattr__(self, option.name, option.check(getattr(self, option.name), option.name))
         self._check_ranges()
         self._check_timeouts()
         if self.costs is not None and not _COSTS.fullmatch(self.costs):
@@ -228,13 +216,13 @@ class RecycleConfig:
             by_flag = getattr(flags, attribute(name), None)
             if by_flag is not None:
                 sources[name] = flag(name)
-                values[name] = _parsed(option, by_flag, sources[name])
+                values[name] = option.parse(by_flag, sources[name])
             elif variable(name) in environ:
                 sources[name] = variable(name)
-                values[name] = _parsed(option, environ[sources[name]], sources[name])
+                values[name] = option.parse(environ[sources[name]], sources[name])
             elif section is not None and name in section:
                 sources[name] = f'"{name}" in the JSON section "{SECTION}"'
-                values[name] = _checked(option, section[name], sources[name])
+                values[name] = option.check(section[name], sources[name])
         return cls(**values, sources=sources)
 
     def block_size(self, pipelines: int, microbatches: int) -> int:
@@ -256,9 +244,8 @@ class RecycleConfig:
         """The text printed once at the start: one line per setting, with its source."""
         lines = ["megatron-recycle settings:"]
         for option in options():
-            shown = _shown(getattr(self, option.name))
             source = self.sources.get(option.name, "default")
-            lines.append(f"  {option.name + ' ':.<22} {shown:<12} {source}")
+            lines.append(f"  {option.name + ' ':.<22} {shown(getattr(self, option.name)):<12} {source}")
         return "\n".join(lines)
 
     def _check_ranges(self) -> None:
@@ -302,21 +289,6 @@ class RecycleConfig:
             )
 
 
-@dataclass(frozen=True)
-class Option:
-    """One setting, as flags, messages and documentation see it."""
-
-    name: str
-    kind: type
-    """bool, int, float or str."""
-    optional: bool
-    """Whether None (`auto`) is allowed."""
-    default: Any
-    help: str
-    choices: tuple[str, ...]
-    unit: str
-
-
 def options() -> tuple[Option, ...]:
     """All settings in the order of their declaration."""
     hints = get_type_hints(RecycleConfig)
@@ -327,21 +299,6 @@ def options() -> tuple[Option, ...]:
         kinds = get_args(hints[item.name]) or (hints[item.name],)
         found.append(Option(item.name, kinds[0], type(None) in kinds, item.default, **item.metadata))
     return tuple(found)
-
-
-def flag(name: str) -> str:
-    """Flag of setting `name`: `x_y` is `--recycle-x-y`."""
-    return "--recycle-" + name.replace("_", "-")
-
-
-def attribute(name: str) -> str:
-    """Attribute of setting `name` in the parsed namespace: `x_y` is `recycle_x_y`."""
-    return "recycle_" + name
-
-
-def variable(name: str) -> str:
-    """Environment variable of setting `name`: `x_y` is `RECYCLE_X_Y`."""
-    return "RECYCLE_" + name.upper()
 
 
 def add_arguments(
@@ -376,8 +333,8 @@ def add_arguments(
             flag(option.name),
             dest=attribute(option.name),
             default=None,
-            metavar=_values(option),
-            help=f"{option.help} (default {_shown(option.default)})".replace("%", "%%"),
+            metavar=option.values(),
+            help=f"{option.help} (default {shown(option.default)})".replace("%", "%%"),
         )
 
 
@@ -385,10 +342,10 @@ def docs_table() -> str:
     """All settings as a Markdown table."""
     rows = ["| JSON key | flag | variable | values | default | what it does |", "| --- " * 6 + "|"]
     for option in options():
-        values = _values(option).replace("|", " or ")
+        values = option.values().replace("|", " or ")
         rows.append(
             f"| `{option.name}` | `{flag(option.name)}` | `{variable(option.name)}` | {values} "
-            f"| `{_shown(option.default)}` | {option.help} |"
+            f"| `{shown(option.default)}` | {option.help} |"
         )
     return "\n".join(rows)
 
@@ -406,7 +363,7 @@ def _refuse_unknown(section: Mapping[str, Any] | None, environ: Mapping[str, str
             )
     known = [variable(name) for name in names]
     for key in environ:
-        if not key.startswith("RECYCLE_") or key in known or key in RESERVED_VARIABLES:
+        if not key.startswith("RECYCLE_") or key in known or key in HANDED_OVER:
             continue
         # The prefix is not ours alone: only what looks like a slip of one of our names is refused.
         close = difflib.get_close_matches(key[len("RECYCLE_") :].lower(), names, n=1, cutoff=0.7)
@@ -415,70 +372,9 @@ def _refuse_unknown(section: Mapping[str, Any] | None, environ: Mapping[str, str
             raise ConfigError(f"unknown environment variable {key}; the nearest known one is {near}")
 
 
-def _parsed(option: Option, text: Any, source: str) -> Any:
-    """The value that the text of a flag or variable stands for."""
-    if not isinstance(text, str):
-        return _checked(option, text, source)
-    word = text.strip()
-    if option.optional and word.lower() in (AUTO, "none", ""):
-        return None
-    if option.kind is bool:
-        if word.lower() in ("true", "1", "yes", "on"):
-            return True
-        if word.lower() in ("false", "0", "no", "off"):
-            return False
-    elif option.kind is str:
-        return _checked(option, word, source)
-    else:
-        try:
-            return option.kind(word)
-        except ValueError:
-            pass  # refused below with the allowed values
-    raise ConfigError(f"{source} is {text!r}; give {_wanted(option)}")
-
-
-def _checked(option: Option, value: Any, source: str) -> Any:
-    """`value` if its type and choice are allowed, integers widened to float where a float is wanted."""
-    if option.optional and (value is None or value == AUTO):
-        return None
-    if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    fits = isinstance(value, option.kind) and (option.kind is bool or not isinstance(value, bool))
-    if fits and option.choices and value not in option.choices:
-        near = difflib.get_close_matches(str(value), option.choices, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{source} is {value!r}; give {_wanted(option)}{hint}")
-    if not fits:
-        raise ConfigError(f"{source} is {value!r}; give {_wanted(option)}")
-    return value
-
-
 def _where(config: RecycleConfig, name: str) -> str:
     source = config.sources.get(name)
     return name if source is None else f"{name} (from {source})"
-
-
-def _values(option: Option) -> str:
-    """The allowed values in one word, as `--help` and the documentation show them."""
-    kinds = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}
-    values = "|".join(option.choices) or ("SECONDS" if option.unit == "s" else kinds[option.kind])
-    return values + (f"|{AUTO}" if option.optional else "")
-
-
-def _wanted(option: Option) -> str:
-    """The allowed values in words, for a message."""
-    kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-    values = " or ".join(option.choices) or kinds[option.kind] + (" of seconds" if option.unit == "s" else "")
-    return values + (f" or {AUTO}" if option.optional else "")
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return AUTO
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
 
 if __name__ == "__main__":
     print(docs_table())

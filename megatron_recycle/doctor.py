@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle import config
-from megatron_recycle.config import SHORTEST_TOKEN, RecycleConfig
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.environment import SHORTEST_TOKEN, Launched
 from megatron_recycle.errors import ConfigError
 
 PACKAGES = ("torch", "ortools", "deepspeed", "megatron-core")
@@ -156,7 +157,7 @@ def check_name(settings: RecycleConfig) -> list[Check]:
 
 def check_token(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> list[Check]:
     """Whether the token in the environment, if there is one, would be taken."""
-    token = (os.environ if environ is None else environ).get("RECYCLE_TOKEN", "")
+    token = Launched.read(environ).token
     if not token:
         return [Check("token", "ok", "RECYCLE_TOKEN is not set: a job on one host, or under Slurm, makes its own")]
     if len(token) < SHORTEST_TOKEN:

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 LEAVES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
-    "config": frozenset({"errors"}),
+    "environment": frozenset(),
+    "option": frozenset({"errors"}),
+    "config": frozenset({"errors", "environment", "option"}),
     "observe.log": frozenset(),
     "observe.text": frozenset(),
     "observe.disk": frozenset(),

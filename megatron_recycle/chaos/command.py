@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from megatron_recycle.chaos.dice import KINDS, Dice
 from megatron_recycle.chaos.director import Director
 from megatron_recycle.chaos.job import ChaosError, newest
 from megatron_recycle.chaos.orders import add_acts, order_of, read_script
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import ConfigError
 
 
@@ -77,7 +77,7 @@ def _random(director: Director, args: argparse.Namespace) -> int:
 
 
 def _run_dir(given: Path | None) -> Path:
-    named = given or os.environ.get("RECYCLE_RUN_DIR")
+    named = given or Launched.read().run_dir
     folder = Path(named).absolute() if named else newest(Path("runs")).absolute()
     if not folder.is_dir():
         raise ChaosError(f"there is no run directory {folder}")

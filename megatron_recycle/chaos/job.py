@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import RecycleError
 
 _PROC = Path("/proc")
@@ -122,18 +123,17 @@ class TargetJob:
     def _stranger(self, process: TargetProcess) -> str | None:
         """Why `process.pid` is not that worker any more; None if it is."""
         try:
-            started, environ = started_at(process.pid), environment(process.pid)
+            started, launched = started_at(process.pid), launched_as(process.pid)
         except PermissionError:
             return "it belongs to another user"
         except (OSError, IndexError):
             return "it has ended"
         if started > process.t + _CLOCK_SLACK:
             return f"it started {started - process.t:.0f} s after the job's worker had been there"
-        named = environ.get("RECYCLE_RUN_DIR")
-        if named is not None and not self._is_ours(process.pid, named):
-            return f"it belongs to the job in {named}"
-        rank = environ.get("RANK")
-        return None if rank in (None, str(process.rank)) else f"it is rank {rank}, not {process.rank}"
+        if launched.run_dir is not None and not self._is_ours(process.pid, launched.run_dir):
+            return f"it belongs to the job in {launched.run_dir}"
+        rank = launched.rank
+        return None if rank in (None, process.rank) else f"it is rank {rank}, not {process.rank}"
 
     def _is_ours(self, pid: int, named: str) -> bool:
         folder = Path(os.readlink(_PROC / str(pid) / "cwd")) / named
@@ -168,7 +168,7 @@ class TargetJob:
 def _host_of(pid: int) -> str | None:
     """The host's name as the process was told it."""
     try:
-        return environment(pid).get("RECYCLE_HOST")
+        return launched_as(pid).host
     except OSError:
         return None
 
@@ -190,7 +190,7 @@ def started_at(pid: int) -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
-def environment(pid: int) -> dict[str, str]:
-    """The environment that a process was started with. Raises OSError."""
+def launched_as(pid: int) -> Launched:
+    """The start of another process, from its environment. Raises OSError."""
     text = (_PROC / str(pid) / "environ").read_bytes().decode(errors="replace")
-    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+    return Launched.read(dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry))

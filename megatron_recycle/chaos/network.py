@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.chaos.job import ChaosError, TargetJob, environment
+from megatron_recycle.chaos.job import ChaosError, TargetJob, launched_as
 from megatron_recycle.chaos.orders import Order
 from megatron_recycle.observe.events import read_events
 
@@ -180,7 +180,7 @@ def _control_address(job: TargetJob, hosts: Iterable[str], known: Iterable[str])
     for worker in job.workers:
         try:
             with job.held(worker):
-                control = environment(job.workers[worker].pid).get("RECYCLE_COORDINATOR", "")
+                control = launched_as(job.workers[worker].pid).control or ""
         except (ChaosError, OSError):
             continue
         host = control.rpartition(":")[0]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_recycle.chaos import holds
 from megatron_recycle.chaos.holds import ARMED, MISSED, REACHED, Hold
+from megatron_recycle.environment import Launched
 from megatron_recycle.plan import Action
 
-VARIABLE = "RECYCLE_CHAOS"
 _KEPT = 2
 """Iterations that are still in flight beside the one a worker has begun."""
 
@@ -70,9 +69,8 @@ def _matches(hold: Hold, phase: str, iteration: int, nth: int) -> bool:
     return hold.phase is None or (hold.phase, hold.nth) == (phase, nth)
 
 
-def from_environment(environ: Mapping[str, str]) -> ChaosObserver | None:
+def observer_for(launched: Launched) -> ChaosObserver | None:
     """This worker's observer if its launcher was told `--chaos`; None if not."""
-    if not environ.get(VARIABLE):
+    if not launched.chaos or launched.run_dir is None or launched.rank is None:
         return None
-    run_dir = Path(environ["RECYCLE_RUN_DIR"])
-    return ChaosObserver(holds.folder_of(run_dir, int(environ["RANK"]), os.getpid()))
+    return ChaosObserver(holds.folder_of(Path(launched.run_dir), launched.rank, os.getpid()))

@@ -8,10 +8,9 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_recycle.config import SHORTEST_TOKEN
+from megatron_recycle.environment import SHORTEST_TOKEN, TOKEN
 from megatron_recycle.errors import ConfigError
 
-VARIABLE = "RECYCLE_TOKEN"
 _HOW = "make one with `openssl rand -hex 16`"
 
 
@@ -22,7 +21,7 @@ def given(environ: Mapping[str, str], file: Path | None = None) -> str | None:
         ConfigError: the file cannot be read, or the token is too short to be a secret.
     """
     if file is None:
-        return _checked(environ[VARIABLE], VARIABLE) if environ.get(VARIABLE) else None
+        return _checked(environ[TOKEN], TOKEN) if environ.get(TOKEN) else None
     try:
         token = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -41,12 +40,12 @@ def new() -> str:
 
 def without(environ: Mapping[str, str]) -> dict[str, str]:
     """An environment for a process that has no use for the token."""
-    return {name: text for name, text in environ.items() if name != VARIABLE}
+    return {name: text for name, text in environ.items() if name != TOKEN}
 
 
 def take(environ: os._Environ[str]) -> str:
     """This process's token, which those that it starts do not inherit."""
-    return environ.pop(VARIABLE)
+    return environ.pop(TOKEN)
 
 
 def _checked(token: str, source: str) -> str:

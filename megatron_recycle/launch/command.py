@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import tokens
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm
@@ -141,15 +142,10 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
         else:
             found = _follow(args, hosts, run_dir, token, nproc, say)
         environ = torchrun_environment(os.environ, found.host, max(found.store_port, 0), hosts.count, hosts.rank)
-        environ |= {
-            "RECYCLE_COORDINATOR": found.control,
-            tokens.VARIABLE: found.token,
-            "RECYCLE_RUN_DIR": str(run_dir),
-        }
+        environ |= Launched(control=found.control, token=found.token, run_dir=str(run_dir),
+                            chaos=args.chaos is not None).variables()
         if hosts.count > 1 and (interface := interface_towards(found.host)) is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if args.chaos is not None:
-            environ["RECYCLE_CHAOS"] = "1"
         job = Job(
             command=command,
             environ=environ,
@@ -215,7 +211,8 @@ def _lead(
     prepare(run_dir)
     try:
         if hosts.name:
-            host = args.master_addr or os.environ.get("RECYCLE_INTERFACE") or own_address(slurm.towards(os.environ))
+            given = config.interface if "interface" in config.sources else None
+            host = args.master_addr or given or own_address(slurm.towards(os.environ))
             if host is None:
                 raise ConfigError("this host has no address but loopback, so that no other host can reach it: give one "
                                   "in --master-addr")
@@ -288,7 +285,7 @@ def _join(
     host, _, port = found.store.rpartition(":")
     # Hosts are told apart by their number: no other one has this.
     environ = torchrun_environment({**os.environ, **found.environ}, host, int(port), 1, found.size + found.ranks[0])
-    environ |= {"RECYCLE_COORDINATOR": control, tokens.VARIABLE: token, "RECYCLE_RUN_DIR": str(run_dir)}
+    environ |= Launched(control=control, token=token, run_dir=str(run_dir)).variables()
     job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
               _grace(config), leader=False)
     ranks = ", ".join(map(str, found.ranks))

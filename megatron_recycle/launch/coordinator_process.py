@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_recycle.environment import TOKEN
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.deaths import Deaths
@@ -106,7 +107,7 @@ def start(order: Order) -> Service:
 
 
 def _spawn(order: Order) -> Child:
-    environ = {**order.environ, "RECYCLE_TOKEN": order.token, "OMP_NUM_THREADS": "1"}
+    environ = {**order.environ, TOKEN: order.token, "OMP_NUM_THREADS": "1"}
     log = order.run_dir / "coordinator.log"
     return Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied, deaf=True)
 

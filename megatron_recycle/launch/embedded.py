@@ -9,8 +9,9 @@ import os
 import time
 from pathlib import Path
 
-from megatron_recycle.config import RecycleConfig
+from megatron_recycle.config import RecycleConfig, variable
 from megatron_recycle.control import tokens
+from megatron_recycle.environment import Launched
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch.run_folder import prepare
 
@@ -21,18 +22,15 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
     It is not tied to this process, which may be the one that dies, and ends by itself when the job is over.
     Needs WORLD_SIZE in the environment. Raises ConfigError for a token that is too short, or an unfit run folder.
     """
+    size = Launched.read().size
+    assert size is not None, "torch's process group has been made"
     token = tokens.given(os.environ) or tokens.new()
     run_dir = Path(settings.run_dir or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     prepare(run_dir)
-    environ = {
-        **os.environ,
-        "RECYCLE_HEARTBEAT_INTERVAL": str(settings.heartbeat_interval),
-        "RECYCLE_HEARTBEAT_TIMEOUT": str(settings.heartbeat_timeout),
-        "RECYCLE_TRANSPORT_TIMEOUT": str(settings.transport_timeout),
-        "RECYCLE_REPORT_TIMEOUT": str(settings.report_timeout),
-    }
+    timeouts = ("heartbeat_interval", "heartbeat_timeout", "transport_timeout", "report_timeout")
+    environ = {**os.environ, **{variable(name): str(getattr(settings, name)) for name in timeouts}}
     order = service.Order(
-        size=int(os.environ["WORLD_SIZE"]),
+        size=size,
         run_dir=run_dir,
         token=token,
         interface=settings.interface,

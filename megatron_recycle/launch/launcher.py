@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.config import JOINING
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.moves import Starts
 from megatron_recycle.control.wire import Message
+from megatron_recycle.environment import HOST, JOINING
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.coordinator_process import Service
@@ -209,7 +209,7 @@ class Launcher:
             "LOCAL_RANK": str(self._starts.devices[rank]),
             "WORLD_SIZE": str(self.job.size),
             "LOCAL_WORLD_SIZE": str(len(self.job.ranks)),
-            "RECYCLE_HOST": self._host(),
+            HOST: self._host(),
         }
         if out is not None:
             environ[JOINING] = "1"

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_recycle.config import JOINING
 from megatron_recycle.control import Agent, ask_record
+from megatron_recycle.environment import Launched
 from megatron_recycle.runtime.setup_record import ALONE, Alone, SetUp, SetUpReplay, answer_from, recorder
 
 _SAME_SIGNAL = 2.0
@@ -25,7 +25,7 @@ _SAME_SIGNAL = 2.0
 
 def is_joining() -> bool:
     """Whether this process is to join a running job."""
-    return os.environ.get(JOINING) == "1"
+    return Launched.read().joining
 
 
 def set_up() -> SetUp:
@@ -40,17 +40,18 @@ def stand_alone() -> SetUpReplay:
     torch's default group becomes one that talks to nobody, and so do all that are made of it; the script's own
     `init_process_group()` then does nothing, but that `is_initialized()` says so from then on and not before. What is
     asked of these groups is answered by the record of the job's start, which the coordinator has. The training's groups
-    are made in another way. Needs RANK, WORLD_SIZE, RECYCLE_COORDINATOR and RECYCLE_TOKEN in the environment.
+    are made in another way. Needs a launcher of ours, and RANK and WORLD_SIZE in the environment.
 
     Raises:
         JobEnded: the job is over, or its coordinator does not answer.
     """
     if isinstance(dist.init_process_group, _AlreadyThere):
         return dist.init_process_group.replay
-    rank = int(os.environ["RANK"])
-    replay = SetUpReplay(ask_record(os.environ["RECYCLE_COORDINATOR"], os.environ["RECYCLE_TOKEN"], rank))
+    launched = Launched.read()
+    assert launched.control is not None and launched.rank is not None and launched.size is not None
+    replay = SetUpReplay(ask_record(launched.control, launched.token, launched.rank))
     answer_from(replay)
-    dist.init_process_group(ALONE, store=dist.HashStore(), rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(ALONE, store=dist.HashStore(), rank=launched.rank, world_size=launched.size)
     dist.init_process_group = begun = _AlreadyThere(replay)
     dist.is_initialized = begun.is_initialized  # a script may take another course before its own call and after it
     dist.new_group = functools.partial(_stand_in, dist.new_group)
@@ -125,13 +126,13 @@ def leave_on_sigterm(agent: Agent) -> None:
 
     A second one, or one when this process has no work (the job is over or has not begun, or it waits to come in), ends
     the process at once. Within two seconds it is the same one: Slurm signals every process, and the launcher passes its
-    own on. Left alone where the script has a handler of its own, and where another launcher than ours ends the siblings
-    of a dead worker.
+    own on. Left alone where the script has a handler of its own. For workers of `recycle run` only: another launcher
+    ends the siblings of a worker that has left.
     """
     # A handler runs only between two steps of the interpreter, and the training thread may wait in the communication
     # library for long; what the signal writes to the pipe is read at once.
-    ours = "RECYCLE_COORDINATOR" in os.environ and threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
 
     reading, writing = os.pipe2(os.O_CLOEXEC)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -13,9 +12,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.runtime.admission import is_joining, leave_on_sigterm
+from megatron_recycle.runtime.admission import leave_on_sigterm
 from megatron_recycle.runtime.place import Place
 
 _KEY = "recycle/coordinator"
@@ -31,30 +31,32 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     end of the job. Under `recycle run` the launcher's coordinator is used. Under any other launcher rank 0
     starts one and the others learn its address from torch's store.
     """
-    _check_moves(place, config)
-    address, token = _find_coordinator(config, embed)
+    launched = Launched.read()
+    _check_moves(place, config, launched)
+    address, token = _find_coordinator(config, embed, launched)
     agent = Agent(address=address, token=token, worker=place.name, rank=dist.get_rank(),
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
                   on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize),
-                  joining=is_joining(), host=os.environ.get("RECYCLE_HOST"),
+                  joining=launched.joining, host=launched.host,
                   patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)
     agent.start()
-    leave_on_sigterm(agent)
+    if launched.by_recycle_run:
+        leave_on_sigterm(agent)
     return agent
 
 
-def _check_moves(place: Place, config: RecycleConfig) -> None:
+def _check_moves(place: Place, config: RecycleConfig, launched: Launched) -> None:
     """Raises UnsupportedError if the job wants moves that nobody could make."""
     if config.moves and place.parts > 1:
         raise UnsupportedError("with tensor parallelism no worker can move to another stage: leave `moves` out")
-    if config.moves and "RECYCLE_COORDINATOR" not in os.environ:
+    if config.moves and not launched.by_recycle_run:
         raise UnsupportedError("this job was not started by `recycle run`, so that nobody starts the process of a "
                                "worker that moves to another stage: start it so, or leave `moves` out")
 
 
-def _find_coordinator(config: RecycleConfig, embed: Embed | None) -> tuple[str, str]:
-    if "RECYCLE_COORDINATOR" in os.environ:
-        return os.environ["RECYCLE_COORDINATOR"], os.environ["RECYCLE_TOKEN"]
+def _find_coordinator(config: RecycleConfig, embed: Embed | None, launched: Launched) -> tuple[str, str]:
+    if launched.control is not None:
+        return launched.control, launched.token
     assert embed is not None
     store = c10d._get_default_store()
     if dist.get_rank() == 0:

@@ -14,7 +14,8 @@ import pytest
 
 from megatron_recycle.chaos import holds
 from megatron_recycle.chaos.holds import Hold
-from megatron_recycle.chaos.observer import ChaosObserver, from_environment
+from megatron_recycle.chaos.observer import ChaosObserver, observer_for
+from megatron_recycle.environment import Launched
 
 LIMIT = 10.0
 
@@ -76,8 +77,8 @@ def test_a_tool_that_has_died_holds_nobody(tmp_path: Path):
 
 def test_without_the_variable_there_is_no_observer(tmp_path: Path):
     job = {"RECYCLE_RUN_DIR": str(tmp_path), "RANK": "3"}
-    assert from_environment(job) is None
-    assert from_environment({**job, "RECYCLE_CHAOS": "1"}) is not None
+    assert observer_for(Launched.read(job)) is None
+    assert observer_for(Launched.read({**job, "RECYCLE_CHAOS": "1"})) is not None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"owner": null, "planet": 3}'])

@@ -17,8 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.chaos.observer import from_environment
+from megatron_recycle.chaos.observer import observer_for
 from megatron_recycle.control import Agent, Go, Stop
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import JobEnded
 
 STAGES = 2
@@ -34,7 +35,7 @@ class FakeWorker:
         # Not rank = d * S + s: the launcher must not assume an order.
         self.name = f"{self.rank % pipelines}:{self.rank // pipelines}"
         self.holds = self.done = -1
-        self.observer = from_environment(os.environ)
+        self.observer = observer_for(Launched.read())
         self.agent = Agent(
             os.environ["RECYCLE_COORDINATOR"],
             os.environ["RECYCLE_TOKEN"],

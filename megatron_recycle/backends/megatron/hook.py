@@ -7,7 +7,6 @@ of Megatron is imported here, and the backend itself only when a schedule is ask
 from __future__ import annotations
 
 import functools
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_recycle.backends.options import Options
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.admission import is_joining
@@ -75,16 +75,17 @@ def watch_arguments(options: Options) -> None:
 def _judge(arguments: Any) -> None:
     from megatron_recycle.backends.megatron.training import check_arguments
     from megatron_recycle.backends.megatron.version import check_version
+    launched = Launched.read()
     try:
         check_version()
         lines = check_arguments(arguments)
     except UnsupportedError as error:
-        if "RECYCLE_RUN_DIR" in os.environ or os.environ.get("LOCAL_RANK", "0") == "0":
+        if launched.run_dir is not None or not launched.local_rank:
             print(error, file=sys.stderr, flush=True)
         else:
             time.sleep(_HEARD)
         raise SystemExit(_REFUSED) from None  # no traceback: nothing is wrong with the script
-    if os.environ.get("RANK", "0") == "0" and not is_joining():
+    if not launched.rank and not is_joining():
         for line in lines:
             get_logger().info("megatron-recycle: %s", line)
 

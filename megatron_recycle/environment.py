@@ -1,0 +1,85 @@
+"""The environment of a worker: variables that its launcher sets, written and read side by side.
+
+torch's own names are torchrun's, and every launcher sets them; those that begin with RECYCLE_ come from `recycle run`
+alone. Settings are not among them: see `config`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+COORDINATOR = "RECYCLE_COORDINATOR"
+TOKEN = "RECYCLE_TOKEN"
+SHORTEST_TOKEN = 16
+"""Characters. Every connection is greeted by a message with which anybody who hears it can try tokens at leisure."""
+RUN_DIR = "RECYCLE_RUN_DIR"
+"""The run's folder; a user may set it too, since it is also the variable of the setting `run_dir`."""
+HOST = "RECYCLE_HOST"
+JOINING = "RECYCLE_JOIN"
+CHAOS = "RECYCLE_CHAOS"
+
+HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, JOINING, CHAOS})
+"""Variables that only `recycle run` sets; none of them is a setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """A worker's start, as its launcher describes it. A launcher that is not ours leaves the first six as they are.
+
+    Attributes:
+        control: "host:port" of the coordinator; None under torchrun and the like, which start none.
+        token: the job's token.
+        run_dir: the run's folder.
+        host: the name by which the coordinator tells hosts apart.
+        joining: whether this process joins a job that runs already.
+        chaos: whether `recycle chaos` may hold this process at precise moments.
+        rank, size, local_rank: torch's RANK, WORLD_SIZE and LOCAL_RANK.
+        store: host and port of torch's store; None for a job whose processes met in another way.
+    """
+
+    control: str | None = None
+    token: str = field(default="", repr=False)
+    run_dir: str | None = None
+    host: str | None = None
+    joining: bool = False
+    chaos: bool = False
+    rank: int | None = None
+    size: int | None = None
+    local_rank: int | None = None
+    store: tuple[str, int] | None = None
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None) -> Launched:
+        """The start of this process, or of one with the variables `environ`."""
+        environ = os.environ if environ is None else environ
+        port = _number(environ, "MASTER_PORT")
+        return cls(
+            control=environ.get(COORDINATOR),
+            token=environ.get(TOKEN, ""),
+            run_dir=environ.get(RUN_DIR),
+            host=environ.get(HOST),
+            joining=environ.get(JOINING) == "1",
+            chaos=bool(environ.get(CHAOS)),
+            rank=_number(environ, "RANK"),
+            size=_number(environ, "WORLD_SIZE"),
+            local_rank=_number(environ, "LOCAL_RANK"),
+            store=None if port is None or "MASTER_ADDR" not in environ else (environ["MASTER_ADDR"], port),
+        )
+
+    @property
+    def by_recycle_run(self) -> bool:
+        """Whether the launcher is ours: it spares the siblings of a dead worker and starts processes again."""
+        return self.control is not None
+
+    def variables(self) -> dict[str, str]:
+        """The variables of `recycle run` that `read` finds again. torch's are the launcher's to add."""
+        given = {COORDINATOR: self.control, TOKEN: self.token, RUN_DIR: self.run_dir, HOST: self.host,
+                 JOINING: "1" if self.joining else None, CHAOS: "1" if self.chaos else None}
+        return {name: text for name, text in given.items() if text}
+
+
+def _number(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip()
+    return int(text) if text.isdecimal() else None

@@ -1,0 +1,99 @@
+"""One setting: its name in every source, its text read, its value checked and shown."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.errors import ConfigError
+
+AUTO = "auto"
+"""Word for `None` in flags and variables (in JSON: `null` or `"auto"`)."""
+
+
+def flag(name: str) -> str:
+    """Flag of setting `name`: `x_y` is `--recycle-x-y`."""
+    return "--recycle-" + name.replace("_", "-")
+
+
+def attribute(name: str) -> str:
+    """Attribute of setting `name` in the parsed namespace: `x_y` is `recycle_x_y`."""
+    return "recycle_" + name
+
+
+def variable(name: str) -> str:
+    """Environment variable of setting `name`: `x_y` is `RECYCLE_X_Y`."""
+    return "RECYCLE_" + name.upper()
+
+
+def shown(value: Any) -> str:
+    """A setting's value as people write it."""
+    if value is None:
+        return AUTO
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting, as flags, messages and documentation see it."""
+
+    name: str
+    kind: type
+    """bool, int, float or str."""
+    optional: bool
+    """Whether None (`auto`) is allowed."""
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    unit: str
+
+    def parse(self, text: Any, source: str) -> Any:
+        """The value that the text of a flag or variable stands for. Raises ConfigError, which names `source`."""
+        if not isinstance(text, str):
+            return self.check(text, source)
+        word = text.strip()
+        if self.optional and word.lower() in (AUTO, "none", ""):
+            return None
+        if self.kind is bool:
+            if word.lower() in ("true", "1", "yes", "on"):
+                return True
+            if word.lower() in ("false", "0", "no", "off"):
+                return False
+        elif self.kind is str:
+            return self.check(word, source)
+        else:
+            try:
+                return self.kind(word)
+            except ValueError:
+                pass  # refused below with the allowed values
+        raise ConfigError(f"{source} is {text!r}; give {self._wanted()}")
+
+    def check(self, value: Any, source: str) -> Any:
+        """`value`, an integer widened where a float is wanted. Raises ConfigError for a wrong type or choice."""
+        if self.optional and (value is None or value == AUTO):
+            return None
+        if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
+        if fits and self.choices and value not in self.choices:
+            near = difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{source} is {value!r}; give {self._wanted()}{hint}")
+        if not fits:
+            raise ConfigError(f"{source} is {value!r}; give {self._wanted()}")
+        return value
+
+    def values(self) -> str:
+        """The allowed values in one word, as `--help` and the documentation show them."""
+        kinds = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}
+        values = "|".join(self.choices) or ("SECONDS" if self.unit == "s" else kinds[self.kind])
+        return values + (f"|{AUTO}" if self.optional else "")
+
+    def _wanted(self) -> str:
+        """The allowed values in words, for a message."""
+        kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
+        values = " or ".join(self.choices) or kinds[self.kind] + (" of seconds" if self.unit == "s" else "")
+        return values + (f" or {AUTO}" if self.optional else "")

@@ -1,0 +1,27 @@
+"""The variables that a launcher hands to its workers."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recycle.environment import HANDED_OVER, RUN_DIR, Launched
+
+
+@pytest.mark.parametrize("start", [
+    Launched(),
+    Launched(control="host:29500", token="0123456789abcdef", run_dir="/runs/1", host="n0/0"),
+    Launched(control="host:29500", token="0123456789abcdef", run_dir="/runs/1", host="n0/0", joining=True, chaos=True),
+])
+def test_a_worker_reads_what_its_launcher_has_written(start: Launched):
+    assert Launched.read(start.variables()) == start
+    assert set(start.variables()) <= HANDED_OVER | {RUN_DIR}
+
+
+def test_a_worker_of_another_launcher_knows_its_rank_and_no_coordinator():
+    torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
+    assert Launched.read(torchrun) == Launched(rank=3, size=8, local_rank=1, store=("n0", 29500))
+    assert not Launched.read(torchrun).by_recycle_run
+
+
+def test_the_token_is_not_printed():
+    assert "0123456789abcdef" not in repr(Launched(control="host:1", token="0123456789abcdef"))
