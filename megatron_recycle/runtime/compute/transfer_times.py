@@ -1,7 +1,7 @@
 """When messages left and arrived, by this worker's own clock, for the planner's `hop`.
 
 Clocks need not agree: the coordinator takes the least lag of each direction between two workers, and their clocks'
-difference cancels in the mean of both (`planner.hops`). What was there before its receiver asked for it says nothing.
+difference cancels in the mean of both (`measure.hops`). What was there before its receiver asked for it says nothing.
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""The documentation names what is there: functions on the path of a failure, modules, links between pages."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "megatron_recycle"
+PATH = ROOT / "docs" / "path-of-a-failure.md"
+PAGES = (ROOT / "README.md", ROOT / "patches" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MOST_FILES = 12
+
+
+def hops() -> Iterator[tuple[str, list[str]]]:
+    """File and functions of each hop on the path of a failure."""
+    for line in PATH.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) > 5 and cells[1].isdecimal():
+            yield cells[3].strip("`"), re.findall(r"`([\w.]+)`", cells[4])
+
+
+def functions(file: Path) -> set[str]:
+    """Functions and methods of a module, as `name` and `Class.name`."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+        elif isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+    return found
+
+
+def test_every_function_on_the_path_of_a_failure_exists():
+    missing = [f"{file}: {name}" for file, names in hops() for name in names if name not in functions(PACKAGE / file)]
+    assert not missing, f"bring {PATH.name} up to date: {', '.join(missing)}"
+
+
+def test_the_path_of_a_failure_leads_through_few_files():
+    files = {file for file, _ in hops()}
+    assert 8 < len(files) <= MOST_FILES, sorted(files)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_names_files_that_are_there(page: Path):
+    text = page.read_text(encoding="utf-8")
+    links = {target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target}
+    gone = sorted(link for link in links if link and not (page.parent / link).exists())
+    for name in re.findall(r"`((?:megatron_recycle|scripts|tests|docs)/[\w./-]+)`", text):
+        gone += [name] if not (ROOT / name).exists() else []
+    rooms = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir())
+    for name in re.findall(rf"`((?:{rooms})/[\w/]*\.py)`", text):
+        gone += [name] if not (PACKAGE / name).exists() else []
+    assert not gone, f"{page.name} names {', '.join(gone)}"
+
+
+def test_docstrings_name_modules_that_are_there():
+    rooms = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__")
+    gone = []
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for name in re.findall(rf"`((?:{rooms})\.[a-z_]+)[.\w]*(?:\(\))?`", file.read_text(encoding="utf-8")):
+            place = PACKAGE / name.replace(".", "/")
+            exported = place.parent / "__init__.py"
+            known = place.is_dir() or place.with_suffix(".py").exists() or name.split(".")[1] in exported.read_text()
+            gone += [] if known or name.endswith((".log", ".jsonl")) else [f"{file.relative_to(ROOT)}: {name}"]
+    assert not gone, ", ".join(gone)
