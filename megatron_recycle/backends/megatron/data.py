@@ -11,6 +11,7 @@ from megatron_recycle.backends.megatron.script import taken_from, unwrapped
 from megatron_recycle.errors import DataError
 from megatron_recycle.runtime.compute.data import Batch, DataSource, NotReadHere, Reading
 from megatron_recycle.runtime.compute.random_state import Seeds
+from megatron_recycle.runtime.compute.replay import Replayable
 
 _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler has an attribute data_parallel_rank "
            "(--dataloader-type single), or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an "
@@ -66,45 +67,22 @@ class SamplerSource:
     def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0) -> None:
         self._reading = Reading(seeds, dataset, collate)
         self._sampler = sampler
-        self._seeds = seeds
         self._taken = taken
-        self._streams: dict[int, Iterator[list[int]]] = {}
-        self._next: dict[int, int] = {}
-        self._floor: dict[int, int] = {}
-        self._kept: dict[tuple[int, int], list[int]] = {}
+        self._indices: Replayable[list[int]] = Replayable(
+            self._begin, seeds, name="the batch sampler",
+            ended="Megatron's samples must last for all iterations (--train-iters)",
+            failed="Handle the error in the sampler, or call megatron_recycle.enable(data=factory)")
 
     def batch(self, pipeline: int, number: int) -> Batch:
-        if (pipeline, number) not in self._kept:
-            self._read(pipeline, number)
-        return self._reading.samples(pipeline, number, self._kept[pipeline, number])
+        return self._reading.samples(pipeline, number, self._indices.item(pipeline, number))
 
     def forget(self, pipeline: int, before: int) -> None:
-        self._floor[pipeline] = before
-        for key in [key for key in self._kept if key[0] == pipeline and key[1] < before]:
-            del self._kept[key]
+        self._indices.forget(pipeline, before)
 
-    def _read(self, pipeline: int, number: int) -> None:
-        if pipeline not in self._streams:
-            sampler = copy.copy(self._sampler)
-            sampler.data_parallel_rank = pipeline
-            self._seed(pipeline, -1)
-            self._streams[pipeline] = islice(iter(sampler), self._taken, None)
-            self._next[pipeline] = 0
-        floor = self._floor.get(pipeline, 0)
-        while self._next[pipeline] <= number:
-            self._seed(pipeline, self._next[pipeline])
-            try:
-                indices = next(self._streams[pipeline])
-            except StopIteration:
-                raise DataError(f"the data of pipeline {pipeline} ended before its micro-batch {number}; Megatron's "
-                                "samples must last for all iterations (--train-iters)") from None
-            if self._next[pipeline] >= floor:
-                self._kept[pipeline, self._next[pipeline]] = indices
-            self._next[pipeline] += 1
-
-    def _seed(self, pipeline: int, number: int) -> None:
-        if self._seeds is not None:
-            self._seeds.set(pipeline, number)
+    def _begin(self, pipeline: int) -> Iterator[list[int]]:
+        sampler = copy.copy(self._sampler)
+        sampler.data_parallel_rank = pipeline
+        return islice(iter(sampler), self._taken, None)
 
 
 def source_of(iterator: Any, part: int, seeds: Seeds) -> DataSource:

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from megatron_recycle.errors import DataError
 from megatron_recycle.runtime.compute.random_state import Seeds
+from megatron_recycle.runtime.compute.replay import Replayable
 
 Batch = Any
 Factory = Callable[[int], Iterator[Batch]]
@@ -163,56 +164,19 @@ class FactorySource:
     """
 
     def __init__(self, factory: Factory, seeds: Seeds | None = None) -> None:
-        self._factory = factory
-        self._seeds = seeds
         if seeds is not None:
             seeds.generators.adopt("the data factory", factory)
-        self._streams: dict[int, Iterator[Batch]] = {}
-        self._next: dict[int, int] = {}
-        self._floor: dict[int, int] = {}
-        self._kept: dict[tuple[int, int], Batch] = {}
-        self._failed: dict[int, str] = {}
+        self._batches: Replayable[Batch] = Replayable(
+            lambda pipeline: iter(factory(pipeline)), seeds, name="the data factory's iterator",
+            ended="the factory's iterator must not end before training does (deepspeed.utils.RepeatingLoader repeats "
+                  "one)",
+            failed="Handle the error in the factory, or give a map-style dataset")
 
     def batch(self, pipeline: int, number: int) -> Batch:
-        if (pipeline, number) not in self._kept:
-            self._read(pipeline, number)
-        return self._kept[pipeline, number]
+        return self._batches.item(pipeline, number)
 
     def forget(self, pipeline: int, before: int) -> None:
-        self._floor[pipeline] = before
-        for key in [key for key in self._kept if key[0] == pipeline and key[1] < before]:
-            del self._kept[key]
-
-    def _read(self, pipeline: int, number: int) -> None:
-        """Read on to ``number``; what lies between may be asked for later in the same iteration and is kept."""
-        if pipeline in self._failed:
-            raise DataError(f"the data factory's iterator of pipeline {pipeline} has failed "
-                            f"({self._failed[pipeline]}), and whether it has gone past that micro-batch nobody knows: "
-                            "the job cannot leave it out and read on. Handle the error in the factory, or give a "
-                            "map-style dataset")
-        if pipeline not in self._streams:
-            self._seed(pipeline, -1)
-            self._streams[pipeline] = iter(self._factory(pipeline))
-            self._next[pipeline] = 0
-        floor = self._floor.get(pipeline, 0)
-        try:
-            while self._next[pipeline] <= number:
-                self._seed(pipeline, self._next[pipeline])
-                batch = next(self._streams[pipeline])
-                if self._next[pipeline] >= floor:
-                    self._kept[pipeline, self._next[pipeline]] = batch
-                self._next[pipeline] += 1
-        except StopIteration:
-            raise DataError(f"the data of pipeline {pipeline} ended before micro-batch {number}; the factory's "
-                            "iterator must not end before training does (deepspeed.utils.RepeatingLoader repeats "
-                            "one)") from None
-        except Exception as error:
-            self._failed[pipeline] = f"{type(error).__name__}: {error}"
-            raise
-
-    def _seed(self, pipeline: int, number: int) -> None:
-        if self._seeds is not None:
-            self._seeds.set(pipeline, number)
+        self._batches.forget(pipeline, before)
 
 
 class Mapped:

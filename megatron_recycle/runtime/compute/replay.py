@@ -1,0 +1,88 @@
+"""Iterators that are read once and whose items can be had again until the iterations that they belong to are final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+from megatron_recycle.errors import DataError
+from megatron_recycle.runtime.compute.random_state import Seeds
+
+Item = TypeVar("Item")
+
+
+class _Stream(Generic[Item]):
+    """One pipeline's iterator, begun when its first item is asked for."""
+
+    def __init__(self) -> None:
+        self.items: Iterator[Item] | None = None
+        self.next = 0
+        self.floor = 0
+        self.kept: dict[int, Item] = {}
+        self.failed: str | None = None
+
+
+class Replayable(Generic[Item]):
+    """The items of one iterator per pipeline, by place: an item is kept from when it is read until it is forgotten.
+
+    Args:
+        begin: pipeline -> its iterator.
+        seeds: what random numbers an iterator is begun and each item is read with; None: nobody's business.
+        name: of an iterator, in messages.
+        ended: what to do about one that ends too early.
+        failed: what to do about one that fails.
+    """
+
+    def __init__(self, begin: Callable[[int], Iterator[Item]], seeds: Seeds | None, *, name: str, ended: str,
+                 failed: str) -> None:
+        self._begin = begin
+        self._seeds = seeds
+        self._name = name
+        self._ended = ended
+        self._failed = failed
+        self._streams: dict[int, _Stream[Item]] = {}
+
+    def item(self, pipeline: int, number: int) -> Item:
+        """Item ``number`` (from 0) of ``pipeline``. What lies before it is read too, and kept: it may be asked for
+        later in the same iteration.
+
+        Raises DataError if the iterator ends before it, or has failed before; the first time, what it fails with.
+        """
+        stream = self._streams.setdefault(pipeline, _Stream())
+        if number not in stream.kept:
+            self._read(pipeline, stream, number)
+        return stream.kept[number]
+
+    def forget(self, pipeline: int, before: int) -> None:
+        """Items of ``pipeline`` before ``before`` will not be asked for again: they are neither kept nor, if they are
+        still to be read, kept then."""
+        stream = self._streams.setdefault(pipeline, _Stream())
+        stream.floor = before
+        for number in [number for number in stream.kept if number < before]:
+            del stream.kept[number]
+
+    def _read(self, pipeline: int, stream: _Stream[Item], number: int) -> None:
+        if stream.failed is not None:
+            raise DataError(f"{self._name} of pipeline {pipeline} has failed ({stream.failed}), and whether it has "
+                            "gone past that micro-batch nobody knows: the job cannot leave it out and read on. "
+                            f"{self._failed}")
+        if stream.items is None:
+            self._seed(pipeline, -1)
+            stream.items = self._begin(pipeline)
+        try:
+            while stream.next <= number:
+                self._seed(pipeline, stream.next)
+                item = next(stream.items)
+                if stream.next >= stream.floor:
+                    stream.kept[stream.next] = item
+                stream.next += 1
+        except StopIteration:
+            raise DataError(f"the data of pipeline {pipeline} ended before micro-batch {number}; "
+                            f"{self._ended}") from None
+        except Exception as error:
+            stream.failed = f"{type(error).__name__}: {error}"
+            raise
+
+    def _seed(self, pipeline: int, number: int) -> None:
+        if self._seeds is not None:
+            self._seeds.set(pipeline, number)
