@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_recycle import config
+from megatron_recycle import config, nccl_settings
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import SHORTEST_TOKEN, Launched
 from megatron_recycle.errors import ConfigError
@@ -183,6 +183,7 @@ def check_torch(settings: RecycleConfig, environ: Mapping[str, str] | None = Non
     else:
         found.append(Check("devices", "ok", f"{len(names)} x {names[0]}" if names else "CPU only"))
     found.append(_communication(torch, bool(names)))
+    found += [Check("nccl", "fail" if names else "warn", text) for text in nccl_settings.unsafe(environ)]
     found.extend(_determinism(torch, environ, exact, bool(names)))
     found.append(Check("fingerprint", "ok", _fingerprint(torch, environ, names)))
     return found

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent / PACKAGE
 
 LEAVES: dict[str, frozenset[str]] = {
     "errors": frozenset(),
+    "nccl_settings": frozenset(),
     "environment": frozenset(),
     "option": frozenset({"errors"}),
     "config": frozenset({"errors", "environment", "option"}),

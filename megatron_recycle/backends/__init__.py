@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from importlib.util import find_spec
 
+from megatron_recycle import nccl_settings
 from megatron_recycle.backends.lazy import when_imported
 from megatron_recycle.backends.megatron import hook as megatron_hook
 from megatron_recycle.backends.megatron import setup as megatron_setup
@@ -26,6 +28,7 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
     A framework that the script never imports is not loaded. ``embed`` starts a coordinator for a job whose launcher
     brings none.
     """
+    os.environ.update(nccl_settings.defaults(os.environ))  # before torch makes a group; recycle run sets them, too
     options = Options(config, flags, data, observer, embed, set_up())
     installed = [name for name in ("deepspeed", "megatron") if find_spec(name) is not None]
     if not installed:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle import nccl_settings
 from megatron_recycle.control.link import Link
 from megatron_recycle.control.moves import Starts
 from megatron_recycle.control.wire import Message
@@ -592,6 +593,7 @@ def torchrun_environment(
     """What torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker."""
     return {
         "OMP_NUM_THREADS": "1",
+        **nccl_settings.defaults(environ),
         **environ,
         "MASTER_ADDR": host,
         "MASTER_PORT": str(store_port),

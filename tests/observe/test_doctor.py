@@ -88,3 +88,10 @@ def test_a_version_outside_the_declared_range_is_pointed_out(monkeypatch: pytest
     found = {check.name: check for check in doctor.check_versions(RecycleConfig())}
     assert found["torch"].state == "warn" and ">=99" in found["torch"].text
     assert "not installed" in found["no-such-package"].text
+
+
+def test_a_setting_of_torch_under_which_survivors_die_is_pointed_out():
+    found = doctor.check_torch(RecycleConfig(), {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "NCCL_NVLS_ENABLE": "0"})
+    (check,) = [check for check in found if check.name == "nccl"]
+    assert check.state == ("fail" if torch.cuda.is_available() else "warn")
+    assert check.text.startswith("TORCH_NCCL_ASYNC_ERROR_HANDLING=3: torch ends the process when a peer has died")
