@@ -1,8 +1,8 @@
 """megatron-recycle: training that goes on, in the same processes, when workers fail.
 
 The public API is small: `enable()` switches the plugin on for a script, `add_arguments(parser)` adds a flag
-that does so, `RecycleConfig` holds the settings. Importing this package loads neither torch nor OR-Tools;
-what a name needs is imported when it is used.
+that does so, `RecycleConfig` holds the settings. Importing this package loads neither torch nor OR-Tools: each name
+imports its needs when it is used.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def main(arguments: list[str]) -> int:
 
     Raises:
         SystemExit: the script's.
-        Exception: whatever the script does not catch.
+        Exception: any that the script does not catch.
     """
     open_standard_streams()
     spare_output()
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
             raise  # a framework is there but cannot be loaded: the traceback says where
         print(f"python -m megatron_recycle: {error}", file=sys.stderr)
         return USAGE_ERROR
-    except JobEnded as end:  # of one that is to join, and cannot even begin
+    except JobEnded as end:  # of a process that is to join, and cannot even begin
         print(f"megatron-recycle: {end}", file=sys.stderr)
         return end.status
     sys.argv = arguments
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _came_to_nothing() -> int:
-    """The status of a script that has come to its end well: 0, but for one that was to join a running job and never
+    """The status of a script that has come to its end well: 0, or a failure if it was to join a running job and never
     asked to be let in."""
     from megatron_recycle.runtime.admission import came_to_nothing
 
@@ -88,7 +88,7 @@ def _came_to_nothing() -> int:
 
 
 def _mark_failed(error: BaseException) -> None:
-    """Let what runs at the end of this process see that the script failed, as for an uncaught exception.
+    """Mark this process as failed for its exit handlers, as an uncaught exception does.
 
     Otherwise the engine would stand by for the end of a job whose other workers wait for this one.
     """

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # whoever read the output has enough of it, as `head` does
+    except BrokenPipeError:  # the reader of the output has enough of it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the rest of it would be complained about
         return 128 + signal.SIGPIPE
     except JobEnded as error:

@@ -1,7 +1,7 @@
 """`recycle doctor`: is this host fit for a job that survives failures, and the same as the other hosts?
 
-Checks versions, settings, threads, devices, determinism and what the operating system must offer. The last
-line is a fingerprint of what peers must share for `reduction: exact`: run it on every host and compare.
+Checks versions, settings, threads, devices, determinism and services of the operating system. The last line is a
+fingerprint of all that peers must share for `reduction: exact`: run it on every host and compare.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _version(name: str, wanted: str) -> Check:
 
 
 def check_system(settings: RecycleConfig) -> list[Check]:
-    """What the launcher and the detectors need of the operating system."""
+    """Services of the operating system that launcher and detectors need."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     found = [Check("cores", "ok", f"{cores} usable")]
     try:
@@ -243,7 +243,7 @@ def _same_twice(torch: Any, device: str) -> bool:
 
 
 def _fingerprint(torch: Any, environ: Mapping[str, str], devices: list[str]) -> str:
-    """Short digest of what peers must share: libraries, devices, processor features, threads."""
+    """Short digest of all that peers must share: libraries, devices, processor features, threads."""
     threads = environ.get("OMP_NUM_THREADS", "1")  # the launcher's default, not this process's count
     processor = (
         torch.backends.cpu.get_cpu_capability() if hasattr(torch.backends, "cpu") else platform.machine()

@@ -21,7 +21,7 @@ class UnsupportedError(RecycleError):
 
 
 class SetUpError(RecycleError, RuntimeError):
-    """A process that is to join a running job asked the others for what nobody can answer."""
+    """A process that is to join a running job asked the others something that nobody can answer."""
 
 
 class DataError(RecycleError):
@@ -33,7 +33,7 @@ class VerificationError(RecycleError):
 
 
 class TransferError(RecycleError):
-    """The state of a stage did not arrive, or does not fit; the worker that was to get it cannot come in."""
+    """The state of a stage did not arrive, or does not fit; the worker that waits for it cannot come in."""
 
 
 class GenerationOver(RecycleError):

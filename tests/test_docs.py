@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +69,8 @@ def test_docstrings_name_modules_that_are_there():
             known = place.is_dir() or place.with_suffix(".py").exists() or name.split(".")[1] in exported.read_text()
             gone += [] if known or name.endswith((".log", ".jsonl")) else [f"{file.relative_to(ROOT)}: {name}"]
     assert not gone, ", ".join(gone)
+
+
+def test_the_table_of_slow_workers_is_the_one_of_the_code():
+    made = runpy.run_path(str(ROOT / "scripts" / "bench" / "slowness.py"))["table"]()
+    assert made in (ROOT / "docs" / "slowness.md").read_text(), "paste the output of python scripts/bench/slowness.py"

@@ -30,9 +30,9 @@ class Missed(Exception):
 
 
 class Act:
-    """An order on its way. `done` once nothing of it is left to do.
+    """An order on its way; `done` once nothing of it is left to do.
 
-    Raises ChaosError at once, and from `poll`, for what is refused; Missed from `poll`.
+    Raises ChaosError for a refused order, at once and from `poll`; Missed from `poll`.
     """
 
     def __init__(self, order: Order, job: TargetJob, tell: Tell) -> None:
@@ -67,7 +67,7 @@ class Act:
         self._strike()
 
     def close(self) -> None:
-        """Undo what lasts, and let go whoever was held for this order."""
+        """Undo lasting harm, and let go the workers that were held for this order."""
         undo, self._undo, self.done = self._undo, None, True
         for order, _ in self._armed.values():
             order.unlink(missing_ok=True)

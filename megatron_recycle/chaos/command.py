@@ -19,7 +19,7 @@ from megatron_recycle.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `recycle chaos`."""
+    """Add the options of `recycle chaos`."""
     parser.add_argument("--run-dir", type=Path, metavar="DIR",
                         help="the job's run directory (default: RECYCLE_RUN_DIR, or the newest under runs/)")
     acts = parser.add_subparsers(dest="act", required=True, metavar="ACT")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 0; 1 if a moment never came; 2 if something was refused.
+    """Carry out the acts; returns 0, 1 if a moment never came, 2 if an act was refused.
 
     Raises:
         ChaosError: nothing runs there, or the first order is refused.

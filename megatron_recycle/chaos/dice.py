@@ -1,4 +1,4 @@
-"""Random acts: what happens next follows from the seed and from where the job stands."""
+"""Random acts, which follow from the seed and from where the job stands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Dice:
         return self._draw.expovariate(self._rate / 60.0)
 
     def order(self, job: TargetJob) -> Order | None:
-        """The next act; None if none of them would leave the job alive."""
+        """The next act; None if every act would end the job."""
         kinds = self._kinds if self.victims(job) else tuple(set(self._kinds) & {"coordinator"})
         if not kinds:
             return None

@@ -21,7 +21,7 @@ REFUSED, MISSED = 2, 1
 
 
 class Director:
-    """Hurts the job in `run_dir`; as a context manager, so that nothing that lasts outlives it.
+    """Hurts the job in `run_dir`. A context manager, so that no cut and no stopped worker outlives it.
 
     Args:
         say: gets one line for everything that is done.
@@ -54,8 +54,8 @@ class Director:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def run(self, orders: Iterable[Order]) -> int:
-        """All of `orders`, each at its own moment; returns 0, MISSED or REFUSED. What was cut can also be healed when
-        the job has ended."""
+        """Carry out all of `orders`, each at its own moment; returns 0, MISSED or REFUSED. `heal` works also after the
+        end of the job."""
         orders = list(orders)
         self.job.follow()
         if any(order.act != HEAL for order in orders):
@@ -67,9 +67,9 @@ class Director:
         return self._status
 
     def run_dice(self, dice: Dice, count: int | None) -> int:
-        """`count` random acts, or acts until the job ends, which has begun; returns 0, or as `run` if none was done.
+        """Do `count` random acts, or acts until the job ends, which has begun; returns 0, or as `run` if none was done.
 
-        Where nobody may be hit it waits: workers that come back may be hit again.
+        While no worker may be hit it waits: workers that come back may be hit again.
         """
         due, left, said = time.monotonic() + dice.pause(), count, False
         while not self.job.ended and left != 0:
@@ -91,7 +91,7 @@ class Director:
         return 0 if self._done else self._status
 
     def await_start(self) -> None:
-        """Until the job's events name its workers. Raises ChaosError if nothing runs there."""
+        """Wait until the job's events name its workers. Raises ChaosError if nothing runs there."""
         limit = time.monotonic() + self._wait
         self.job.follow()
         while not self.job.workers:

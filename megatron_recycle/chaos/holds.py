@@ -1,7 +1,7 @@
 """How the tool and a worker's observer agree on a moment: through files in the run directory.
 
-The observer makes a folder `chaos/RANK-PID/` when it begins. The tool puts `NAME.json` there (what to wait for). The
-observer answers by `NAME.reached` and stands still, or by `NAME.missed`. It goes on once `NAME.json` is gone, once
+The observer makes a folder `chaos/RANK-PID/` when it begins. The tool puts `NAME.json`, a `Hold`, there. The observer
+answers by `NAME.reached` and stands still, or by `NAME.missed`. It goes on once `NAME.json` is gone, once
 `seconds` have passed, or once the tool that asked has ended, so that a tool that dies does not hang a job.
 """
 
@@ -33,7 +33,7 @@ class Hold:
 
 
 def folder_of(run_dir: Path, rank: int, pid: int) -> Path:
-    """Where a worker's observer and the tool meet."""
+    """The folder in which a worker's observer and the tool meet."""
     return run_dir / FOLDER / f"{rank}-{pid}"
 
 
@@ -52,7 +52,7 @@ def arm(folder: Path, name: str, hold: Hold) -> Path:
 
 
 def read_hold(path: Path) -> Hold:
-    """Raises OSError, ValueError or TypeError for what is no hold."""
+    """The hold in a file. Raises OSError, ValueError or TypeError if there is none."""
     fields = json.loads(path.read_text())
     owner = fields.pop("owner")
     return Hold(**fields, owner=None if owner is None else (int(owner[0]), int(owner[1])))

@@ -1,8 +1,8 @@
 """The job that is to be hurt: where it stands, and which processes are really its own.
 
-A pid out of a file may have come to belong to anybody. A process counts as a worker only if the job's events name
-it, it was there when they did, and its environment speaks of no other job; and it is signalled through a
-descriptor that was opened before all this was looked at.
+A pid out of a file may belong to another process by now. A process counts as a worker only if the job's events name
+its pid, it was there at the time of the event, and its environment names no other job. The signal goes through a
+descriptor that was opened before these checks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _CLOCK_SLACK = 1.0
 
 
 class ChaosError(RecycleError):
-    """What is refused: the message is the one line that the user sees."""
+    """A refusal; the message is the one line that the user sees."""
 
 
 @dataclass(frozen=True)
 class TargetProcess:
-    """A worker as the job's events name it, `t` (Unix seconds) being when they did."""
+    """A worker's process as the job's events name it; `t` is the time of the event (Unix seconds)."""
 
     worker: str
     rank: int
@@ -47,7 +47,7 @@ class TargetJob:
     """A job by its run directory, followed through its events.
 
     Attributes:
-        workers: the process that stands at each position of the grid now, or did last.
+        workers: for each position of the grid, the process at it, or the last one that was.
         out: positions that were declared out, or whose worker has left.
         committed: the last committed iteration; -1 before the first.
         grid: (stages, micro-batches of each pipeline) of the plan file, once training has begun.
@@ -62,7 +62,7 @@ class TargetJob:
     _read: int = 0
 
     def follow(self) -> None:
-        """Take in the events that have come since the last call."""
+        """Take in the events since the last call."""
         path = self.run_dir / "events.jsonl"
         if not path.exists():
             return
@@ -93,7 +93,7 @@ class TargetJob:
             self.ended = True
 
     def process(self, worker: str) -> TargetProcess:
-        """Where `worker` runs. Raises ChaosError: there is none, or the job has ended."""
+        """The process of `worker`. Raises ChaosError: there is none, or the job has ended."""
         if self.ended:
             raise ChaosError(f"the job in {self.run_dir} has ended")
         if not self.workers:

@@ -1,8 +1,8 @@
 """Cuts network namespaces that stand for hosts off from each other. Needs root and iproute2.
 
-What a host sends to an address is lost by giving that address a link-layer address that nobody has: no error comes
-back, as with a real cut, and the other direction is left alone. What was cut is written down (`Cuts`) and undone from
-there: by then the workers that were cut off may have ended.
+A cut gives an address of the other host a link-layer address that nobody has: packets to it are lost, no error comes
+back, as with a real cut, and the other direction stays open. `Cuts` records each cut for its undoing, since by then the
+workers that were cut off may have ended.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def addresses(namespace: str | None) -> dict[str, str]:
 
 @dataclass
 class Cuts:
-    """What was done to the network: (namespace, device) of links taken down, (namespace, device, address) of ways that
-    were cut. A step is written down before it is made, so that one that was interrupted is undone too."""
+    """Changes of the network: (namespace, device) of links taken down, (namespace, device, address) of ways that were
+    cut. A change is recorded before it is made, so that an interrupted one is undone too."""
 
     links: list[tuple[str, str]] = field(default_factory=list)
     ways: list[tuple[str, str, str]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Cuts:
         return {"links": [list(link) for link in self.links], "ways": [list(way) for way in self.ways]}
 
     def namespaces(self) -> set[str]:
-        """Those of them that are still there."""
+        """Namespaces with recorded cuts that are still there."""
         named = {namespace for namespace, *_ in (*self.links, *self.ways)}
         return {name for name in named if (_NAMESPACES / name).exists()}
 
@@ -81,7 +81,7 @@ def recorded(run_dir: Path) -> Cuts:
 
 
 def lose(namespace: str | None, targets: Iterable[str], cuts: Cuts | None = None) -> None:
-    """What `namespace` sends to these addresses is lost from now on. What is cut already is left to who has cut it."""
+    """Cut the way from `namespace` to these addresses. A way that is cut already is left out of `cuts`."""
     lost = _lost(namespace)
     for device in sorted(set(addresses(namespace).values())):
         for target in targets:
@@ -107,8 +107,10 @@ def set_link(namespace: str, up: bool, cuts: Cuts | None = None) -> None:
 
 
 def cut(job: TargetJob, order: Order, cuts: Cuts) -> None:
-    """Carry out `partition`, and write down how. Raises ChaosError if a host is not a namespace in which workers of the
-    job run."""
+    """Carry out `partition`, and record it in `cuts`.
+
+    Raises ChaosError if a host is not a namespace in which workers of the job run.
+    """
     ours = namespaces_of(job)
     _check(job, (*order.hosts, *order.others), ours)
     if order.link:

@@ -16,10 +16,10 @@ _KEPT = 2
 
 
 class ChaosObserver:
-    """See `chaos.holds` for what it reads and writes.
+    """Holds the training thread at armed moments. `chaos.holds` describes the files that it reads and writes.
 
     Args:
-        folder: of this process alone.
+        folder: the files' folder, of this process alone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,7 +46,7 @@ class ChaosObserver:
                 holds.write(self._folder / (name + MISSED), {"iteration": iteration, "phase": phase})
 
     def _look(self) -> None:
-        """Orders that are new, and those that were taken back."""
+        """Take in new orders, and drop those that were taken back."""
         names = {entry[: -len(ARMED)] for entry in os.listdir(self._folder) if entry.endswith(ARMED)}
         answered = {Path(entry).stem for entry in os.listdir(self._folder) if entry.endswith((REACHED, MISSED))}
         self._armed = {name: hold for name, hold in self._armed.items() if name in names}

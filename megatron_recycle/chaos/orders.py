@@ -1,4 +1,4 @@
-"""What `recycle chaos` can be asked to do: one `Order` per line, pure data."""
+"""Orders to `recycle chaos`, one per line of a script: pure data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_recycle.plan import Worker
 
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "boundary",
           "recovering", "joining")
-"""What an observer is told of (`runtime.interpreter.Observer`)."""
+"""Phases that an observer hears of (`runtime.interpreter.Observer`)."""
 HEAL = "heal"
 
 

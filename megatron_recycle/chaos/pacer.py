@@ -1,4 +1,4 @@
-"""Slows a process by stopping and continuing it many times a second, so that whatever it does takes longer."""
+"""Slows a process by stopping and continuing it many times a second, so that all its work takes longer."""
 
 from __future__ import annotations
 

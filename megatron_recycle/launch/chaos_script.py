@@ -1,4 +1,4 @@
-"""`recycle run --chaos FILE`: a job that is hurt as a script says. What does it is a process of its own."""
+"""`recycle run --chaos FILE`: a process beside the job hurts it as a script says."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.child import Child
 
 ALLOW = "allow"
-"""In place of a file: workers listen for precise moments, nobody hurts them yet."""
+"""In place of a file: workers listen for precise moments, and no act is planned yet."""
 _PATIENCE = 2.0
 
 
@@ -31,7 +31,7 @@ def check_script(chaos: str) -> None:
 
 @contextmanager
 def hurting(chaos: str | None, run_dir: Path) -> Iterator[None]:
-    """While the block runs, the script's acts happen; what they are goes to `chaos.log` and `chaos.jsonl`."""
+    """A block in which the script's acts happen; `chaos.log` and `chaos.jsonl` record them."""
     if chaos in (None, ALLOW):
         yield
         return

@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive their parent, and whose end is seen at once."""
+"""Child processes: none outlives its parent, and the end of each is seen at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SIG_IGN = ctypes.c_void_p(1)
 
 
 def _before_exec(parent: int | None, deaf: bool) -> Callable[[], None] | None:
-    """For the child, between fork and exec: die when `parent` does, and ignore what Slurm signals. Calls nothing that
-    could take a lock."""
+    """A function for the child, between fork and exec: die when `parent` does, and ignore Slurm's signals. It calls
+    nothing that could take a lock."""
     if parent is None and not deaf:
         return None
 
@@ -39,7 +39,7 @@ def _before_exec(parent: int | None, deaf: bool) -> Callable[[], None] | None:
 
 
 def _open_log(log: Path) -> int:
-    """A descriptor that appends to `log`, which only this user can read; not through a link, wherever that leads."""
+    """A descriptor that appends to `log`, which only this user can read. A link is not followed."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(OSError):  # a file system without modes
         os.fchmod(descriptor, 0o600)
@@ -51,9 +51,9 @@ class Child:
 
     Args:
         tied: whether the process is to be killed when this one dies.
-        deaf: whether it takes no notice of SIGTERM and SIGINT, which Slurm sends to every process of a job: it ends
-            when it is no longer needed.
-        keep: descriptors that the process is to have, under the same numbers.
+        deaf: whether it ignores SIGTERM and SIGINT, which Slurm sends to every process of a job: it ends when it is no
+            longer needed.
+        keep: descriptors that the process inherits, under the same numbers.
 
     Raises RecycleError if its log is not ours to write.
     """
@@ -70,7 +70,7 @@ class Child:
         keep: Sequence[int] = (),
     ) -> None:
         self.unlogged: str | None = None
-        """Why what the process writes is lost, if it is."""
+        """Why the process's output is lost, if it is."""
         with os.fdopen(self._log_file(log), "ab") as file:
             self._process = subprocess.Popen(
                 list(command),
@@ -108,14 +108,14 @@ class Child:
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to what it has started."""
+        """Send a signal to the process and its children."""
         if self._process.poll() is None:
             os.killpg(self.pid, number)
 
     def collect(self) -> int | None:
         """Exit status of a process whose pidfd is readable.
 
-        If it failed, what it had started is killed too: a data loader without its trainer only holds memory.
+        If it failed, its children are killed too: a data loader without its trainer only holds memory.
         """
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):
@@ -131,7 +131,7 @@ class Child:
             return None
 
     def release(self) -> None:
-        """Close what is held of it here."""
+        """Close this process's descriptors of the child."""
         os.close(self.pidfd)
         if self._process.stdout is not None:
             self._process.stdout.close()

@@ -49,9 +49,11 @@ _START_LIMIT = 600.0
 
 @dataclass(frozen=True)
 class Hosts:
-    """How many hosts there are and which of them this is. With a `name` they meet by the file in the run folder (see
-    `meeting`), which is `folder` unless the user names one; without, at an address and with a token that each was
-    given."""
+    """The number of hosts, and this host's rank among them.
+
+    Hosts with a `name` meet by the file in the run folder (see `meeting`), which is `folder` unless the user names one.
+    Hosts without meet at an address, with a token, both of which the user has given to each.
+    """
 
     count: int = 1
     rank: int = 0
@@ -60,7 +62,7 @@ class Hosts:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `recycle run`; all that follows the script is the script's."""
+    """Add the options of `recycle run`; arguments after the script are the script's."""
     parser.add_argument("--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)")
     parser.add_argument("--nnodes", type=int, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
@@ -121,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> int:
-    """Like `run`, with the workers' command given; without `store` there is none of torch.distributed's."""
+    """Like `run`, with the workers' command given; without `store` no store of torch.distributed is started."""
     spare_output()
     config = RecycleConfig.resolve()
     _check(args)
@@ -169,7 +171,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
 
 
 def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
-    """How many hosts there are: as the options say, or as Slurm does. Raises ConfigError."""
+    """The hosts, as the options say, or else as Slurm does. Raises ConfigError."""
     if args.nnodes is None:
         step = slurm.step_of(os.environ)
         return Hosts() if step is None else Hosts(step.nodes, step.rank, step.name, step.folder)
@@ -185,7 +187,7 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
 
 
 def _grace(config: RecycleConfig) -> Grace:
-    """How long the coordinator may refuse, or be out of reach: longer than workers bear to be without it."""
+    """Times that the coordinator may refuse, or be out of reach: longer than workers bear to be without it."""
     patience = config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout
     return Grace(refused=max(60.0, 10.0 + patience), cut_off=2 * patience)
 
@@ -198,10 +200,10 @@ def _run_dir(args: argparse.Namespace, config: RecycleConfig, folder: str | None
 def _lead(
     args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, store: bool
 ) -> tuple[Meeting, service.Service, Store | None]:
-    """Start what the whole job needs, and say in the run folder where it is.
+    """Start torch's store and the coordinator, and write their addresses into the run folder.
 
     Raises:
-        RecycleError: something of it cannot be started; hosts that wait for this one are told.
+        RecycleError: one of them cannot be started; the hosts that wait for this one read why.
     """
     kept: Store | None = None
     if not hosts.name:
@@ -297,7 +299,7 @@ def _join(
 
 
 def _tell(launcher: Launcher) -> None:
-    """The closing table."""
+    """Print the closing table."""
     lives = sorted(launcher.lives, key=lambda worker: worker.rank)
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]
     print_table(launcher.summary, rows, launcher.message, launcher.informed)

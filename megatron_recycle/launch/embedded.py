@@ -1,6 +1,6 @@
 """A coordinator for jobs that another launcher has started (torchrun, deepspeed).
 
-There is no launcher of ours then that sees processes end: the end of a worker's control connection counts.
+No launcher of ours sees their processes end: the end of a worker's control connection counts instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a process that has failed says last: how the last traceback in its log ends."""
+"""The last words of a failed process: the end of the last traceback in its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _ENDS = re.compile(r"(?:\[rank\d+\]: )?((?:\w+\.)*\w+(?:Error|Exception|Interrup
 
 
 def last_words(log: Path) -> str:
-    """E.g. ``ModuleNotFoundError: No module named 'x'``; nothing if the log does not end with a traceback."""
+    """The error that ended the process of this log, e.g. ``ModuleNotFoundError: No module named 'x'``; empty without a
+    traceback."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))

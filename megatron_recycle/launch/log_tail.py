@@ -12,8 +12,11 @@ _CHUNK = 1 << 16
 
 
 class Follower:
-    """`show` is "none", "all", or "first": the first rank that lives, and the next one when it has ended; and the one
-    that has said last that it writes the job's log lines, if any has (Megatron's are not the first rank's)."""
+    """Shows log files of workers as they grow.
+
+    `show` is "none", "all", or "first": the first rank that lives, the next one when it has ended, and besides the rank
+    that writes the job's log lines (Megatron's are not the first rank's).
+    """
 
     def __init__(self, folder: Path, show: str, say: Callable[[str], None]) -> None:
         self._folder = folder
@@ -31,7 +34,7 @@ class Follower:
             self._read[rank] = max(self._read.get(rank, 0), offset)
 
     def poll(self, live: Sequence[int]) -> None:
-        """Show what is new; `live` are the ranks that may be shown, in order."""
+        """Show new lines; `live` are the ranks that may be shown, in order."""
         if self._show == "none" or not live:
             return
         if self._show == "all":
@@ -44,7 +47,7 @@ class Follower:
             del self._read[rank]
         for rank in sorted(shown):
             if self._begun:
-                # What the next rank has printed before is not shown again.
+                # Earlier lines of the next rank are not shown.
                 self._read.setdefault(rank, self._size(rank))
             self._forward(rank, "")
         self._begun = True

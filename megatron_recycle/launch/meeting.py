@@ -1,7 +1,7 @@
 """Where the hosts of a job meet: RUN_DIR/join.json, which the first host writes once its coordinator listens.
 
-With it, hosts that share a file system need to be told neither an address nor a port nor a token, and a host that
-comes later needs the folder only. The file holds the token: nobody but this user can read it.
+With it, hosts that share a file system need no address, port or token from the user, and a host that joins needs the
+folder only. The file holds the token: only this user can read it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _PAUSE = 0.2
 
 @dataclass(frozen=True)
 class Meeting:
-    """What a host needs to know of the first one.
+    """The first host, as the others need to know it.
 
     `control` is "host:port" of the coordinator, `store_port` that of torch's store on the same host (-1: there is
-    none). `name` tells the job from others that have had the folder. With a `refusal` the first host has not started
-    anything, and says why.
+    none). `name` tells the job from earlier jobs in the folder. A `refusal` says why the first host has started
+    nothing.
     """
 
     name: str
@@ -58,13 +58,13 @@ def publish(run_dir: Path, meeting: Meeting) -> None:
 
 
 def withdraw(run_dir: Path) -> None:
-    """The job is over."""
+    """Remove the file: the job is over."""
     with contextlib.suppress(OSError):
         (run_dir / FILE).unlink()
 
 
 def read(run_dir: Path) -> Meeting | None:
-    """What the first host has written; None if it has not, or if it was another version's.
+    """The file of the first host; None if there is none yet, or one of another version.
 
     Raises:
         ConfigError: the file is somebody else's, or is not what it should be.
@@ -89,7 +89,7 @@ def read(run_dir: Path) -> Meeting | None:
 
 
 def await_first(run_dir: Path, name: str, limit: float, say: Callable[[str], None]) -> Meeting:
-    """Wait until the first host of the job `name` has written where it listens, and answers there.
+    """Wait until the first host of the job `name` has written its address, and answers there.
 
     Raises:
         RecycleError: it has refused, or does not come within `limit` seconds.

@@ -1,5 +1,5 @@
-"""The other hosts of the job: which of this host's addresses and interfaces leads to them, and whether the first one
-is there yet."""
+"""The way to the job's other hosts: address and interface of this host towards them, and whether the first one is
+there yet."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _PAUSE = 0.2
 _TOLD_AFTER = 10.0
 _SIOCGIFADDR = 0x8915
 _ANYWHERE = "203.0.113.1"
-"""An address that nobody has: what leads there is the default route."""
+"""An address that nobody has: the default route leads there."""
 
 
 def own_address(towards: Iterable[str]) -> str | None:
     """This host's address as those hosts see it, or else as the default route has it; None if it has but loopback.
 
-    Its own name is not asked for: where /etc/hosts is as Debian writes it, that is 127.0.1.1.
+    The host's own name would not do: with /etc/hosts as Debian writes it, that is 127.0.1.1.
     """
     for other in (*towards, _ANYWHERE):
         source = _source(other)
@@ -35,7 +35,7 @@ def own_address(towards: Iterable[str]) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """Name of the interface by which `host` is reached, or that has its address; None if that cannot be told.
+    """Name of the interface by which `host` is reached, or that has its address; None if it is unknown.
 
     gloo would otherwise take the interface of the host's own name, which often is loopback.
     """
@@ -72,7 +72,7 @@ def check_host(host: str, several: bool) -> None:
 
 
 def check_listening(host: str, port: int) -> None:
-    """Raises ConfigError if nobody can listen there: not an address of this host, or a port in use. Port 0: any."""
+    """Raises ConfigError if `host` is no address of this host, or `port` is in use. Port 0: any."""
     try:
         listen(host, port).close()
     except OSError as error:

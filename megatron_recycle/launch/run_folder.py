@@ -1,6 +1,6 @@
 """The folder of a run: events.jsonl, journal.jsonl, a log per worker, the plans.
 
-It is this user's alone (0700): what stands in it can end a job or lead its files elsewhere.
+It is this user's alone (0700): a file in it can end a job or lead the job's files elsewhere.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prepare(run_dir: Path) -> None:
 
 
 def _new_folder(wanted: Path) -> Path:
-    """A folder that was not there, called so or, if that name is taken, with a number behind it."""
+    """Make a new folder, called `wanted` or, if that name is taken, with a number behind it."""
     name, number = wanted, 1
     while True:
         try:
@@ -80,7 +80,7 @@ def _new_folder(wanted: Path) -> Path:
 
 
 def _owner_of_new_files(folder: Path, owner: int) -> int:
-    """Whose a file is that this process makes there: not always its own user's, where the file system maps users."""
+    """Owner of a file that this process makes in `folder`: some file systems map users."""
     if owner == os.geteuid():
         return owner
     try:

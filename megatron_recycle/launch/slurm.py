@@ -1,4 +1,4 @@
-"""What Slurm says of the step that a launcher runs in: how many nodes there are and which of them this is."""
+"""The Slurm step that a launcher runs in: the number of its nodes, and this node among them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIMIT = 5.0
 
 @dataclass(frozen=True)
 class Step:
-    """A step of one launcher per node: how many `nodes`, which of them (`rank`) this is.
+    """A step of one launcher per node: the number of its `nodes`, and this node's `rank` among them.
 
     `name` tells it from every other step, and from this one's life before a requeue. `folder` is its run folder unless
     the user names one.
@@ -28,10 +28,10 @@ class Step:
 
 
 def step_of(environ: Mapping[str, str]) -> Step | None:
-    """The step of several nodes that this process is a task of; None if there is one node, or no Slurm.
+    """The step of this process, if it has several nodes; None for one node, or without Slurm.
 
     Raises:
-        ConfigError: what Slurm has started, or not started, cannot be one launcher per node.
+        ConfigError: Slurm has not started one launcher per node.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:

@@ -1,4 +1,4 @@
-"""What is measured of a running job, and the costs that the planner gets: durations, noise, hops. Pure."""
+"""Measurements of a running job, and the costs that follow from them for the planner: durations, noise, hops. Pure."""
 
 from megatron_recycle.measure.durations import Profile, caps, drifted
 

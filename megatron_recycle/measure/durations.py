@@ -1,5 +1,7 @@
-"""Costs from the running job: robust averages of measured durations, drift against the planned ones, caps
-from bytes."""
+"""Costs of the running job: robust averages of measured durations, drift against the planned ones, caps from bytes.
+
+docs/slowness.md explains when a worker counts as slow and when a stage's costs have changed.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ SPEED_STEP = 0.05
 
 KINDS = ("F", "B", "W", "S")
 
-_CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # the latter: of one micro-batch in each of three iterations, together
+_CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # seconds: summed over one micro-batch in each of three iterations
 
 
 class Profile:
-    """Measured durations in seconds, one of each kind per worker and iteration, the latest of them.
+    """The latest measured durations in seconds, one of each kind per worker and iteration.
 
     Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step). A median is taken per worker, then over workers, so that
-    neither an odd measurement nor one slow worker shifts a stage's cost. Of ``S`` the shortest of all counts: it
-    includes waiting for the others, and whoever comes last waits least, though not in every iteration.
+    neither an odd measurement nor one slow worker shifts a stage's cost. The cost of ``S`` is the shortest measurement:
+    an S includes waiting for the other workers, and the last worker to arrive waits least.
     """
 
     def __init__(self) -> None:
         self._series: dict[Worker, dict[str, deque[float]]] = {}
         self._factors: dict[Worker, float] = {}
-        self._streaks: dict[Worker, int] = {}  # how many times in a row those seemed to differ that are not known to
+        self._streaks: dict[Worker, int] = {}  # times in a row that a worker not in _factors seemed to differ
 
     def add(self, worker: Worker, seconds: Mapping[str, float]) -> None:
         """Take in one iteration. Raises PlanError for an unknown kind or a negative time."""
@@ -44,19 +46,19 @@ class Profile:
             series[kind].append(value)
 
     def forget(self, worker: Worker) -> None:
-        """It is another process now."""
+        """Drop the measurements of a worker whose process is a new one."""
         self._series.pop(worker, None)
         self._factors.pop(worker, None)
         self._streaks.pop(worker, None)
 
     def noise(self, live: Iterable[Worker]) -> dict[str, float]:
-        """Relative spread of an iteration's measurement, by kind, and of "all" work on a micro-batch."""
+        """Relative spread of one measurement, by kind; "all" is the whole work on a micro-batch."""
         live = tuple(live)
         return {kind: spread(self._of(worker, kind) for worker in live) for kind in (*KINDS, "all")}
 
     def factors(self, live: Iterable[Worker]) -> dict[Worker, float]:
-        """How many times as long as is usual in their stage those workers take for a micro-batch that differ notably,
-        and beyond noise. One that is known to differ does until it has come back half of the way."""
+        """Slowness of the workers that differ notably from their stage, and by more than noise: 1.5 takes half as long
+        again for a micro-batch. A worker known to differ stays known until it has come back half of the way."""
         live = tuple(live)
         noise = self.noise(live)["all"]
         found = {}
@@ -85,8 +87,10 @@ class Profile:
         return dict(found)
 
     def _confirmed(self, worker: Worker, peers: Sequence[Worker], noise: float) -> bool:
-        """Whether one that differs does so for good. Clearly, in each of three iterations: by many spreads, or by more
-        time than a busy machine lets a process wait. Or twice, in iterations that are not the same ones."""
+        """Whether a worker that differs now differs for good.
+
+        Two kinds of evidence suffice: each of three iterations differs clearly, by many spreads or by more time than a
+        busy machine lets a process wait; or six iterations in a row differ."""
         usual = median_low(self._medians(peers, "all", RECENT, full=True))
         latest = tuple(self._of(worker, "all"))[-RECENT:]
         mildest = min(latest, key=lambda seconds: abs(math.log(max(seconds, 1e-9) / usual)))
@@ -117,12 +121,13 @@ class Profile:
         return Costs(whole["F"], whole["B"], whole["W"], round(hop * 1e6), whole["S"], speeds)
 
     def _ratio(self, worker: Worker, peers: Sequence[Worker], window: int) -> float | None:
-        """To the median of all ``peers``, itself among them; of two to the faster one. None: not known yet."""
-        own, all_of_them = (self._medians(those, "all", window, full=True) for those in ([worker], peers))
-        return own[0] / median_low(all_of_them) if own and len(all_of_them) > 1 else None
+        """The worker's work over the median of all ``peers``, itself included; of two peers the faster one counts.
+        None: not known yet."""
+        own, everybody = (self._medians(workers, "all", window, full=True) for workers in ([worker], peers))
+        return own[0] / median_low(everybody) if own and len(everybody) > 1 else None
 
     def _medians(self, workers: Iterable[Worker], kind: str, window: int, full: bool = False) -> list[float]:
-        """Of each worker's latest ``window``; only of those that have so many if ``full``."""
+        """A median per worker, of its latest ``window`` measurements; with ``full`` only of workers with so many."""
         latest = (tuple(self._of(worker, kind))[-window:] for worker in workers)
         return [median(values) for values in latest if values and (not full or len(values) == window)]
 
@@ -140,13 +145,14 @@ def _rounded(factor: float) -> float:
 
 def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None = None, window: int = RECENT,
             tolerance: float = 0.10) -> bool:
-    """Whether plans made for ``planned`` should be made again: a stage's work, a step, a transfer or a speed has
-    changed by more than ``tolerance``, measured against a whole micro-batch so that tiny costs do not count, and by
-    more than chance.
+    """Whether plans made for ``planned`` should be made again.
+
+    They should if a stage's work, a step, a transfer or a speed has changed by more than ``tolerance`` and by more than
+    noise. The tolerance is a share of a whole micro-batch, so that changes of tiny costs do not count.
 
     Args:
-        noise: spread of an iteration's measurement by kind, as `Profile.noise` gives it; None for exact ones.
-        window: of how many measurements ``measured`` is made.
+        noise: spread of one measurement by kind, as `Profile.noise` gives it; None: the measurements are exact.
+        window: the number of measurements that ``measured`` is made of.
     """
     def changed(old: float, new: float, whole: float, kind: str) -> bool:
         return abs(new - old) > tolerance * whole and notable(new, old, 0, (noise or {}).get(kind, 0.0), window)
@@ -156,7 +162,7 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
     if any(changed(getattr(planned, name)[s], getattr(measured, name)[s], wholes[s], kind)
            for kind, name in named.items() for s in range(planned.stages)):
         return True
-    # A busy machine's lateness adds to it, so it is not judged by few iterations.
+    # A busy machine's lateness adds to the hop, so few iterations do not judge it.
     if (noise is None or window == LONG) and abs(measured.hop - planned.hop) > NOTABLE * min(wholes):
         return True
     return any(changed(planned.speed.get(worker, 1), measured.speed.get(worker, 1), 1, "speed")
@@ -165,10 +171,9 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
 
 def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int], message: Sequence[int],
          units: int = 8) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Memory caps and weights in whole units from bytes, rounded so that a plan never takes more than there
-    is.
+    """Memory caps and weights in whole units from bytes, rounded so that no plan takes more than there is.
 
-    ``free``: bytes per worker left for activations, after all that does not grow with them. ``before_b`` and
+    ``free``: bytes per worker left for activations, after everything that does not grow with them. ``before_b`` and
     ``after_b``: bytes one micro-batch holds per stage before and after its B; ``message``: bytes of a posted receive.
     The unit is the largest of the first two divided by ``units``. Returns cap, before_b, after_b and message as Problem
     takes them. Raises PlanError where not even one micro-batch fits.

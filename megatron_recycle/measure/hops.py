@@ -1,8 +1,8 @@
-"""How long a transfer between stages takes, from times that both of its ends took by clocks of their own.
+"""The time of a transfer between stages, from times that its two ends took by clocks of their own.
 
-A message's lag is its arrival minus its departure: the transfer, plus what the receiver's clock is ahead, plus what
-the machine was late. The least lag of a direction is the one with the least lateness, and in the mean of both
-directions between two workers the clocks cancel. Only lags of the same iteration are compared: clocks drift.
+A message's lag is its arrival minus its departure: the transfer, plus the lead of the receiver's clock, plus the
+lateness of the machine. The least lag of a direction has the least lateness, and in the mean of both directions between
+two workers the clocks cancel. Only lags of the same iteration are compared: clocks drift.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ Pair = tuple[Worker, Worker]
 
 
 class Hops:
-    """Times that workers have told of the messages of the latest iterations."""
+    """Times of the messages of the latest iterations, as workers have reported them."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[int, ...], dict[str, dict[tuple[str, int], tuple[Worker, float]]]] = {}
 
     def take(self, worker: Worker, told: Mapping[str, Any]) -> None:
-        """One worker's times: "of" what (iteration and so on), when messages ("F0.1") were "sent" and "came"."""
+        """Take in one worker's times: the iteration and attempt ("of"), and when messages ("F0.1") were "sent" and
+        "came"."""
         ends = self._ends.setdefault(tuple(told["of"]), {"sent": {}, "came": {}})
         for end, other in (("sent", "B"), ("came", "F")):
             for message, seconds in told[end].items():
@@ -44,7 +45,7 @@ class Hops:
             for (message, boundary), (receiver, came) in ends["came"].items():
                 sender, sent = ends["sent"].get((message, boundary), (receiver, came))
                 if sender == receiver:
-                    continue  # not told
+                    continue  # the sender has reported nothing
                 pair = (sender, receiver) if message[0] == "F" else (receiver, sender)
                 key = pair, message[0]
                 least[key] = min(least.get(key, came - sent), came - sent)
@@ -54,6 +55,6 @@ class Hops:
         return found
 
     def seconds(self) -> float | None:
-        """The median over all pairs, since plans know one transfer time for all boundaries; None: nothing known."""
+        """The median over all pairs, since a plan has one transfer time for all boundaries; None: nothing is known."""
         found = self.pairs()
         return median(found.values()) if found else None

@@ -1,4 +1,4 @@
-"""What the workers have measured, put together: costs and memory of the job as the planner takes them."""
+"""Costs and memory of the job as the planner takes them, put together from the workers' measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Memory:
 
     def cap(self, worker: Worker, activations: int) -> int:
         """Units that ``worker`` may hold: ``activations`` micro-batches, if there is room for so many."""
-        # One that was not there when the others were heard has its peers' memory.
+        # A worker that was not there when the others were heard has its peers' memory.
         peers = [size for other, size in self.room.items() if other.stage == worker.stage]
         room = self.room.get(worker, min(peers, default=1))
         return min(room, activations * max(self.before_b[worker.stage], self.after_b[worker.stage]))
@@ -39,9 +39,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of the running job; ``memory`` is None where nobody knows how much of it there is.
+    """Knowledge of the running job; ``memory`` is None where its size is unknown.
 
-    ``bytes`` are measured: per stage what a micro-batch holds, per worker what was held at most and is kept besides.
+    ``bytes`` has the measured sizes behind it: per stage those that a micro-batch holds, per worker the most that was
+    held and the sizes that are kept besides.
     """
 
     costs: Costs
@@ -49,17 +50,17 @@ class Measured:
     bytes: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """For the event."""
+        """Fields of the event `profiled`."""
         return {"costs": self.costs.to_json(), **self.bytes}
 
 
 class Measurements:
-    """What workers have told of their iterations.
+    """The workers' reports of their iterations, and the costs that follow from them.
 
     Attributes:
         live: names of the workers to wait for.
-        known: what the profiles say, None before all live workers have been heard.
-        slow: live workers, by their first processes, that take notably longer than their peers: how many times.
+        known: costs and memory by the reports; None before all live workers have reported.
+        slow: first process of a live worker that takes notably longer than its peers -> how many times as long.
     """
 
     def __init__(self) -> None:
@@ -72,21 +73,21 @@ class Measurements:
         self._incarnations: dict[str, str] = {}
         self._processes: dict[Worker, str] = {}
         self._heard: set[str] = set()
-        self._since = 0  # how many times all have been heard since `known` has changed
-        self._streak = 0  # how many times in a row a stage seemed to have changed
+        self._since = 0  # times that all have been heard since `known` has changed
+        self._streak = 0  # times in a row that a stage seemed to have changed
 
     def restore(self, event: Mapping[str, Any]) -> None:
-        """Go on from what an earlier coordinator has told (`Measured.to_json`)."""
+        """Go on from the last event of an earlier coordinator (`Measured.to_json`)."""
         found = {name: event[name] for name in ("held", "kept", "room") if name in event}
         self.known = Measured(Costs.from_json(event["costs"]), _memory(found), found)
 
     def take(self, profile: Mapping[str, Any], incarnation: str = "") -> bool:
-        """Take in what one worker has measured since it was last heard; once all have been, whether `known` has changed
-        notably.
+        """Take in one worker's measurements since its last report; returns whether `known` has changed notably, which
+        is judged each time all live workers have reported.
 
         Args:
             profile: its durations are in "iterations", seconds by kind for each; times of messages in "lags".
-            incarnation: of the process.
+            incarnation: the process's; with a new one the worker's earlier measurements are dropped.
         """
         process = Process.parse(profile["worker"])
         if process.part:  # a worker's parts take the same time and memory
@@ -134,8 +135,9 @@ class Measurements:
         return False
 
     def _drifted(self, planned: Costs, costs: Costs, noise: Mapping[str, float], window: int) -> bool:
-        """A few iterations count for a whole stage only if those after them, without them, say so too: on a busy
-        machine all of it may be late for a moment. Who is slow has been confirmed already."""
+        """Whether costs have drifted, for good. A few iterations count for a whole stage only if the next ones, without
+        them, say so too: on a busy machine a whole stage may be late for a moment. Speeds of single workers have been
+        confirmed already."""
         found = drifted(planned, costs, noise, window)
         if window == RECENT and planned.speed == costs.speed:
             self._streak = self._streak + 1 if found else 0
@@ -143,7 +145,7 @@ class Measurements:
         return found
 
     def _bytes(self) -> dict[str, Any]:
-        """What the live workers have measured; {} if those of a stage have not."""
+        """Sizes that the live workers have measured; {} if some have not, or if a stage's are unknown."""
         live = {Worker.parse(name): self._memory[name] for name in self.live if name in self._memory}
         if len(live) < len(self.live):
             return {}
@@ -172,7 +174,7 @@ def _memory(found: Mapping[str, Any]) -> Memory | None:
 
 
 def _changed(old: Measured, new: Measured) -> bool:
-    """Whether memory limits plans otherwise than before, notably; more of what is plenty changes nothing."""
+    """Whether memory limits plans notably otherwise than before; more of a plentiful memory changes nothing."""
     if old.memory is None or new.memory is None:
         return old.memory is not new.memory
     activations = 2 * len(new.memory.before_b)  # the default cap

@@ -1,8 +1,8 @@
-"""What of a change in measured durations is more than noise.
+"""Noise of measured durations, and changes that are more than noise. docs/slowness.md explains both.
 
-Durations scatter in proportion to their length, so all is done with logarithms. The spread is a robust standard
-deviation of one measurement, pooled over workers: a minority that has really changed does not widen it. What differs
-must do so by a notable share, and by several spreads: many where three measurements say so, fewer where twelve do.
+Durations scatter in proportion to their length, so the statistics use logarithms. The spread is a robust standard
+deviation of one measurement, pooled over workers: a minority that has really changed does not widen it. A change counts
+if it exceeds a notable share and several spreads: more spreads in three measurements, fewer in twelve.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from itertools import pairwise
 from statistics import median
 
 RECENT, LONG = 3, 12
-"""Measurements (one an iteration) that a change is looked for in: found soon, or in more noise."""
+"""Lengths of the windows (measurements, one an iteration) in which a change is sought: the short one finds it soon, the
+long one finds a smaller one."""
 
 _SPREADS = {RECENT: 4.0, LONG: 3.0}
-_NORMAL = 1.4826  # a normal distribution's standard deviation in its median absolute deviations
-_MOST, _MOST_IS = 0.8, 1.2816  # so many of its deviations are below so many standard deviations
+_NORMAL = 1.4826  # standard deviation of a normal distribution, in its median absolute deviations
+_MOST, _MOST_IS = 0.8, 1.2816  # this share of a normal distribution's deviations is below so many standard deviations
 
 
 def spread(series: Iterable[Sequence[float]]) -> float:
@@ -35,8 +36,9 @@ def spread(series: Iterable[Sequence[float]]) -> float:
             steps += [abs(after - before) for before, after in pairwise(logs)]
     if not steps:
         return math.inf
-    # Slow changes show in the first only; of few measurements the middle one is itself, and the others are right. On a
-    # busy machine most steps are small and many are huge: the last tells; a change for good is but one step.
+    # Three estimates, and the largest counts. Deviations from the median alone show slow changes, but are too small for
+    # few measurements, of which the median is one. Steps between neighbours are right for few. The large steps show a
+    # busy machine, where most steps are small and many are huge. A lasting change is a single step and widens none.
     steps.sort()
     late = steps[int(_MOST * (len(steps) - 1))]
     return max(_NORMAL * median(apart), _NORMAL * median(steps) / math.sqrt(2), late / _MOST_IS / math.sqrt(2))
@@ -46,8 +48,8 @@ def notable(value: float, usual: float, share: float, noise: float, window: int 
     """Whether ``value`` differs from ``usual`` by more than ``share`` and more than chance.
 
     Args:
-        noise: `spread` of a measurement.
-        window: of how many measurements ``value`` is the median.
+        noise: `spread` of one measurement.
+        window: the number of measurements whose median ``value`` is, RECENT or LONG.
     """
     if value <= 0 or usual <= 0:
         return value != usual

@@ -1,4 +1,4 @@
-"""What a run leaves behind: events as JSON lines, log lines in the framework's format, pictures of plans."""
+"""Traces of a run: events as JSON lines, log lines in the framework's format, pictures of plans."""
 
 from megatron_recycle.observe.events import EventLog, read_events
 from megatron_recycle.observe.log import get_logger

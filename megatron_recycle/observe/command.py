@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _legal(path: str) -> Plan:
-    """The plan of a file: a picture of one that breaks the rules would show what cannot be."""
+    """The plan of a file, checked: a picture of a plan that breaks the rules would show what cannot be."""
     if Path(path).is_dir():
         raise ConfigError(f"{path} is a folder: give a plan file; those of a job are in plans/ in its run folder")
     try:

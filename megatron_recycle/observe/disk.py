@@ -1,4 +1,4 @@
-"""Which errors are the disk's own, so that whoever writes what is expendable can go on without."""
+"""Errors that are the disk's own, so that a writer of expendable files can go on without them."""
 
 from __future__ import annotations
 

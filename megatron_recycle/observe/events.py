@@ -35,7 +35,7 @@ class EventLog:
     Safe to use from several threads. Each event is one `write` in append mode, so that neither a reader nor
     the end of the process by SIGKILL meets half a line. Close it, or use it as a context manager.
 
-    Events are expendable: what the disk does not take is left out, with one warning, and whoever tells them goes on.
+    Events are expendable: those that the disk does not take are left out, with one warning, and the caller goes on.
 
     Args:
         path: the file, made with its folder if missing; an existing one is continued.
@@ -56,7 +56,7 @@ class EventLog:
             self._file = self._open()
 
     def emit(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Record `event` now (or at `t`, if given) and return what was written.
+        """Record `event` now (or at `t`, if given) and return the record.
 
         Fields that are None are left out; numbers that are not finite are written as text.
 
@@ -96,7 +96,7 @@ class EventLog:
 
     @contextmanager
     def _expendable(self) -> Iterator[None]:
-        """What the disk refuses in the block is said once."""
+        """A block of expendable writes: errors of the disk are counted, and the first one is logged."""
         try:
             yield
         except OSError as error:
@@ -161,7 +161,7 @@ def format_event(record: dict[str, Any]) -> str:
 
 
 def _append(file: int, line: bytes) -> None:
-    """All of it or nothing: a disk that becomes full takes the first part of a line. Raises OSError."""
+    """Write all of `line` or nothing: a disk that becomes full would take its first part. Raises OSError."""
     start = os.fstat(file).st_size
     try:
         if os.write(file, line) < len(line):
@@ -172,7 +172,7 @@ def _append(file: int, line: bytes) -> None:
 
 
 def _end_line(file: int) -> None:
-    """Drop what a process that could not write or drop the rest has left of a last line."""
+    """Drop an unfinished last line, left by a process that could neither finish nor drop it."""
     size = os.fstat(file).st_size
     if size and os.pread(file, 1, size - 1) != b"\n":
         os.ftruncate(file, os.pread(file, size, 0).rfind(b"\n") + 1)

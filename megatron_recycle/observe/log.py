@@ -1,4 +1,4 @@
-"""The one logger of the plugin, in DeepSpeed's line format.
+"""The plugin's only logger, in DeepSpeed's line format.
 
 The coordinator and the launcher must not import DeepSpeed (seconds of start-up), so the format is repeated
 here instead of borrowing its logger.
@@ -15,7 +15,7 @@ FORMAT = "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %
 
 
 class _Handler(logging.StreamHandler):
-    """Writes to whatever `sys.stdout` is at the time, so that redirection keeps working."""
+    """Writes to the `sys.stdout` of the moment, so that redirection keeps working."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

@@ -1,7 +1,7 @@
 """Standard output and error that a full disk does not fail.
 
-`recycle run` writes what its workers print to files. Where the disk of these is full a `print` would raise, and end
-each worker in turn for the sake of a line. So what goes to a file is dropped while it cannot be written.
+`recycle run` sends the output of its workers to files. On a full disk a `print` would raise, and end each worker in
+turn for the sake of a line. So lines for a file are dropped while it cannot be written.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron_recycle.observe.disk import of_disk
 
 
 def spare_output() -> None:
-    """From now on lines for the standard streams of this process are dropped while the disk does not take them.
+    """Replace standard output and error of this process by streams that drop lines which the disk does not take.
 
-    Only where a stream is a file, and was not replaced by somebody else.
+    A stream stays as it is if it is no file, or if the script has replaced it.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,4 +1,4 @@
-"""Text that came from somewhere else, made fit for a terminal."""
+"""Text of unknown origin, made fit for a terminal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """`text` without what a terminal would obey: escape sequences and control characters other than tab and newline.
+    """`text` without commands to a terminal: escape sequences and control characters other than tab and newline.
 
-    What a worker says (an error, a hint) may hold colours, or what a stranger put into the data that it read.
+    A worker's error or hint may hold colours, or bytes that a stranger put into its data.
     """
     return _CONTROL.sub("", _SEQUENCE.sub("", text))
 
 
 def one_line(text: str, most: int | None = None) -> str:
-    """`printable` text on one line, without runs of spaces: what it says cannot pass for a line of ours.
+    """`printable` text on one line, without runs of spaces, so that it cannot pass for a line of ours.
 
     `most`: characters after which it is cut off, with dots.
     """

@@ -61,7 +61,7 @@ def draw_pair(
 
 
 def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
-    """What the picture shows of a plan: every action as a box, by workers, then in their order."""
+    """A plan's actions as boxes, by workers, then in their order."""
     found = []
     for worker in sorted(plan.workers):
         for action, (start, end) in zip(timeline.actions[worker], timeline.times[worker]):
@@ -156,7 +156,7 @@ def _boxes(axis: Any, shown: Sequence[Box], row: dict[Worker, int]) -> None:
 def _numbers(
     axis: Any, shown: Sequence[Box], row: dict[Worker, int], points_per_unit: float, points_per_row: float
 ) -> None:
-    """Micro-batch numbers in the boxes that have room for them (5 points a character, 8 a line)."""
+    """Write micro-batch numbers into the boxes with room for them (5 points a character, 8 a line)."""
     if points_per_row < 8:
         return
     for box in shown:
@@ -190,7 +190,7 @@ def _headline(plan: Plan, timeline: Timeline, title: str) -> str:
 
 
 def _legend(figure: Any, plans: Iterable[Plan]) -> None:
-    """The looks that occur in `plans`, in one line below them."""
+    """Add a line below the plans that explains the looks that occur in them."""
     from matplotlib.patches import Patch
 
     known = list(plans)

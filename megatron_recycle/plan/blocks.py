@@ -1,5 +1,5 @@
-"""Which sums a worker keeps apart for the exact reduction (promise P3): an unbroken prefix of blocks, or
-one block."""
+"""The sums that a worker keeps apart for the exact reduction (promise P3): an unbroken prefix of blocks, or one
+block."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from .errors import PlanError
 from .grid import Worker
 from .plan import Plan
 
-#: pipeline, first block and last block of one accumulator
 Piece = tuple[int, int, int]
+"""Pipeline, first block and last block of one accumulator."""
 
 
 def pieces(plan: Plan, stage: int) -> dict[Worker, tuple[Piece, ...]]:
-    """What each live worker of ``stage`` accumulates apart, in logical order; an idle worker has no piece.
+    """The pieces that each live worker of ``stage`` accumulates apart, in logical order; an idle worker has none.
 
     A worker folds only the unbroken prefix of a pipeline's blocks (0..j, all on it) into one piece; every
     other block is a piece of its own. With ``block`` 0 nothing is tracked: a worker has one piece ``(d, 0,

@@ -19,10 +19,10 @@ def lower_bound(problem: Problem) -> int:
       less the forwards that its cap lets it run meanwhile;
     * or the memory-time of ``n`` micro-batches (each held for at least a round trip) divided by its cap;
 
-    and then the stage's step. Besides, every earlier stage waits for a worker's last ``B``, which comes after all
-    its forwards and backwards, that idle time, and those ``W`` that its cap does not let it put off; with the
-    way there and back, one ``W`` and the earlier stage's own step this is a bound of its own. For the makespan
-    the way to the first ``F`` is added. Raises PlanError if a stage has no live worker.
+    and then the stage's step. A second bound follows from the earlier stages, each of which waits for a worker's last
+    ``B``. That ``B`` comes after all forwards and backwards of the worker, its idle time, and each ``W`` that its cap
+    does not let it put off. To this the bound adds the way there and back, one ``W`` and the earlier stage's own step.
+    For the makespan it adds the way to the first ``F``. Raises PlanError if a stage has no live worker.
     """
     problem.require_live()
     stages, hop = problem.grid.stages, problem.costs.hop
@@ -46,7 +46,7 @@ def lower_bound(problem: Problem) -> int:
 
 
 class _Crew(NamedTuple):
-    """What the bounds need to know of a worker."""
+    """A worker as the bounds see it: durations and memory limits, in the units of costs and caps."""
 
     forward: int
     backward: int
@@ -90,7 +90,7 @@ def _slowest(total: int, crew: list[_Crew], time: Callable[[int, _Crew], int]) -
     """The least time of the slowest worker over all ways to deal ``total`` micro-batches."""
     if len(set(crew)) == 1:
         return time(-(-total // len(crew)), crew[0])
-    # one by one to whoever is done first is optimal for the slowest, as every time grows with its count
+    # one by one to the worker that is done first is optimal for the slowest, as every time grows with its count
     heap = [(time(1, one), index, 1) for index, one in enumerate(crew)]
     heapq.heapify(heap)
     slowest = 0

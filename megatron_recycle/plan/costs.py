@@ -1,5 +1,4 @@
-"""What an action costs: per stage durations, transfer latency, step times and the workers' measured
-slowness."""
+"""Costs of actions: durations per stage, transfer latency, step times and the workers' measured slowness."""
 
 from __future__ import annotations
 
@@ -12,8 +11,8 @@ from typing import Any
 from .errors import PlanError
 from .grid import Worker
 
-#: a worker counts as slow (or fast) when it differs from its peers' median by more than this
 NOTABLE = 0.25
+"""Share by which a worker differs from its peers' median when it counts as slow (or fast)."""
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight", "step")
 

@@ -1,5 +1,4 @@
-"""The maximum cycle mean of a max-plus system that is only known through its steps: the steady-state
-period."""
+"""The steady-state period: the maximum cycle mean of a max-plus system, of which only the steps are known."""
 
 from __future__ import annotations
 
@@ -7,9 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-#: ``step(times, scale) -> (ends, origins)``: with group ``g`` released at ``times[g]`` and every duration
-#: multiplied by ``scale``, the end of each group's step, and the group whose release decided it.
 Step = Callable[[Sequence[int], int], tuple[Sequence[int], Sequence[int]]]
+"""``step(times, scale) -> (ends, origins)``: the end of each group's step, and the group whose release decided it.
+
+Group ``g`` is released at ``times[g]``, and every duration is multiplied by ``scale``."""
 
 
 def cycle_mean(groups: int, step: Step) -> Fraction:

@@ -37,8 +37,8 @@ def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
 
 
 def read_by(plan: Plan, me: Worker) -> dict[Message, tuple[Message, ...]]:
-    """For activations that ``me`` receives, the gradients it has sent that their sender must have read before it could
-    send them."""
+    """For each activation that ``me`` receives, the gradients whose arrival it proves: their reader had to read them
+    before it could send that activation."""
     route, stage = plan._route, me.stage
     found: dict[Message, tuple[Message, ...]] = {}
     for worker, actions in plan.workers.items():
@@ -70,9 +70,10 @@ def reads(plan: Plan, me: Worker) -> tuple[tuple[Worker, Message], ...]:
 def receives(plan: Plan) -> dict[Worker, int]:
     """The most receives that each worker has posted at a time.
 
-    It posts them for the next AHEAD activations and the next AHEAD gradients that it reads, and for whatever its
-    neighbour sends before these on the same channel: in the order in which they are sent, so that no order of a legal
-    plan can deadlock for want of message tags. What has been read makes room when its action is done.
+    A worker posts receives for the next AHEAD activations and the next AHEAD gradients that it reads, and for every
+    message that its neighbour sends before these on the same channel. They are posted in the order of sending, so that
+    no order of a legal plan can deadlock for want of message tags. A message that was read makes room when its action
+    is done.
     """
     talk = channels(plan)
     rank = {pair: {message: i for i, message in enumerate(messages)} for pair, messages in talk.items()}
@@ -88,7 +89,7 @@ def surplus(plan: Plan) -> dict[Worker, int]:
 
 
 def _most_posted(listed: Sequence[tuple[Worker, str, int]]) -> int:
-    """Of a reader's messages, each with its sender, its kind and its number on the channel."""
+    """The most receives posted at a time by a reader of these messages: (sender, kind, number on the channel) each."""
     posted: dict[Worker, int] = {}
     coming = {kind: [(source, number) for source, other, number in listed if other == kind] for kind in ("F", "B")}
     most, read = 0, dict.fromkeys(coming, 0)

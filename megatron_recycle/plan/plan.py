@@ -22,7 +22,7 @@ FORMAT, VERSION = "recycle-plan", 2
 SOURCES = ("1f1b", "greedy", "portfolio", "cpsat", "drop")
 _DIGESTED = ("grid", "failed", "costs", "cap", "held", "block", "tied", "split_backward", "full_backward", "workers")
 _DIGESTED_1 = (*(name for name in _DIGESTED if name != "full_backward"), "stage_of")
-"""Of version 1, in which ``stage_of`` had to be empty."""
+"""Parts of a plan that a digest of version 1 covers; ``stage_of`` was always empty there."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class Plan:
                 for worker, actions in self.workers.items() for action in actions if action.kind == "F"}
 
     def route(self) -> dict[tuple[int, int, int], Worker]:
-        """Who runs each ``(pipeline, microbatch, stage)``."""
+        """The worker that runs each ``(pipeline, microbatch, stage)``."""
         return dict(self._route)
 
     @property
     def objective_value(self) -> float:
-        """Period or makespan, whichever the problem asks for."""
+        """Period or makespan, as the problem's objective says."""
         return self.makespan if self.problem.objective == "makespan" else self.period
 
     @property
@@ -92,7 +92,7 @@ class Plan:
         return {**self.problem.to_json(), "workers": workers}
 
     def _content_1(self) -> dict[str, Any]:
-        """As in version 1."""
+        """The content as version 1 wrote it."""
         content = self._content()
         held = {name: content["held"][name] for name in ("before_b", "after_b")}
         return {**content, "held": held, "stage_of": {}}

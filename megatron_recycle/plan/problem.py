@@ -1,4 +1,4 @@
-"""What a planner is asked: grid, membership, costs and rules; everything of the plan file but the orders."""
+"""The planner's problem: grid, membership, costs and rules, which is the plan file without its orders."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Problem:
 
     ``failed``: workers that are out. ``cap``: most memory units a worker may hold (a worker not named has no cap).
     ``before_b``/``after_b``: units a micro-batch weighs per stage from F's start to B's end, and from there
-    to W's end. ``message``: units that a posted receive weighs per stage (default: nothing), of those that a plan needs
-    beyond the usual ones (`receives`), for which room is kept before caps are derived. ``block``: micro-batches per
+    to W's end. ``message``: units that a posted receive weighs per stage (default: nothing). It counts receives beyond
+    the usual ones (`receives`); room for the usual ones is kept before caps are derived. ``block``: micro-batches per
     block of the exact reduction, 0 for none. ``tied``: groups of stages that step together. ``full_backward``: stages
     whose workers may run B and W in one (FB). Raises PlanError.
     """
@@ -131,7 +131,7 @@ class Problem:
         return replace(self, failed=(*self.failed, *workers))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything of the plan file's digest but ``workers``, and ``objective``."""
+        """The plan file's statement of its problem: the digested parts without ``workers``, and ``objective``."""
         return {"grid": {"stages": self.grid.stages, "microbatches": list(self.grid.microbatches)},
                 "failed": [str(w) for w in self.failed],
                 "costs": self.costs.to_json(),

@@ -155,7 +155,7 @@ def _order(problem: Problem, names: Sequence[Worker], orders: Sequence[tuple[Act
             if key is not None and key not in node:
                 waiting.setdefault(key, []).append(w)
                 break
-            own = (PASSES_ON.get(kind, kind), d, m, stage)  # whoever waits for a B waits for the end of a FB
+            own = (PASSES_ON.get(kind, kind), d, m, stage)  # an action that waits for a B waits for the end of a FB
             node[own] = len(network.owner)
             _append(network, w, pointer, previous, -1 if key is None else node[key], lag, durations[w][kind])
             work.extend(waiting.pop(own, ()))

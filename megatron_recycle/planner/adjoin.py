@@ -1,7 +1,7 @@
 """Weight gradients of the first stage right after their B, wherever that costs nothing.
 
-Nobody waits for what the first stage's B computes, so B and W that follow one another can be one full backward there
-(`merge`), which spares the work of keeping them apart, and the memory between them.
+The first stage's B computes nothing that another worker waits for. So a B with its W next can be one full backward
+there (`merge_bw`), without the work of keeping the two apart, and without the memory between them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Logical pipelines: which worker stands for which pipeline at each stage, and which pipelines are missing
-whole.
+"""Logical pipelines: the worker that stands for each pipeline at each stage, and the pipelines that are missing whole.
 
 Pipeline labels are free per stage, as peers hold the same parameters. So failures of different stages are put
 into the same logical pipelines, which costs no copies, and a pipeline that is missing at every stage is
@@ -25,7 +24,7 @@ class Unit:
 @dataclass(frozen=True)
 class Alignment:
     """``home[s][d]``: worker that stands for logical pipeline ``d`` at stage ``s``, -1 for none.
-    ``crews[d]``: the units that logical pipeline ``d`` runs. ``at[s]``: the workers that may run anything.
+    ``crews[d]``: the units that logical pipeline ``d`` runs. ``at[s]``: the workers of stage ``s`` that take part.
     ``label[j]``: the logical pipeline of a job."""
 
     home: list[list[int]]

@@ -35,7 +35,7 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
     kept: dict[Worker, int] = {}
     plan = _listed(problem, kept, begin, seed)
     while any(problem.message) and overfull(plan):
-        # It has messages sent before they are needed: memory is kept for those, or nothing is done ahead at all.
+        # Some messages are sent before they are needed: memory is kept for these, or nothing is done ahead at all.
         more = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **surplus(plan)}.items()}
         hopeless = more == kept or any(problem.cap[worker] - count * problem.message[worker.stage]
                                        < problem.weight(worker.stage) for worker, count in more.items()
@@ -101,8 +101,8 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
 
 
 def recosted(problem: Problem, plan: Plan) -> Plan:
-    """The same orders under ``problem``'s costs and memory, which have changed since the plan was made; they may take
-    more memory than there is."""
+    """The same orders under ``problem``'s costs and memory, which have changed since the plan was made. The new caps
+    are not checked."""
     measured = ("costs", "cap", "before_b", "after_b", "message")
     if all(getattr(problem, name) == getattr(plan.problem, name) for name in measured):
         return plan

@@ -18,7 +18,7 @@ TECHNIQUES = ("none", "adaptive", "decoupled", "staggered", "drop")
 
 
 def shaped(problem: Problem, technique: str, objective: str | None = None) -> Problem:
-    """The problem as a technique poses it: what is split, which objective, and for ``none`` nobody failed."""
+    """The problem as a technique poses it: backward split or not, its objective, and for ``none`` no failed worker."""
     default = "period" if technique in ("staggered", "drop") else "makespan"
     split = technique in ("decoupled", "staggered", "drop")
     failed = () if technique == "none" else problem.failed

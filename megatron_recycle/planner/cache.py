@@ -1,4 +1,4 @@
-"""Plans remembered by canonical problem, and what to plan ahead of failures."""
+"""Plans remembered by canonical problem, and the memberships to plan for ahead of failures."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def key(form: Canonical) -> str:
 def ahead(problem: Problem) -> Iterator[Problem]:
     """Memberships that may come next, likeliest first, one for each canonical problem.
 
-    One more failure; then the return of each failed worker; then two more failures. Those that leave a stage
-    without a worker are left out.
+    One more failure; then the return of each failed worker; then two more failures. Memberships in which a stage has no
+    worker are left out.
     """
     live = problem.live_workers()
     seen = {key(canonical(problem))}

@@ -1,5 +1,5 @@
-"""One name for memberships that need the same plan: which pipelines and which workers of a stage failed is a
-matter of labels; how many each stage lost is not."""
+"""One name for memberships that need the same plan: the numbers of failed pipelines and workers are labels, the count
+of workers that each stage lost is not."""
 
 from __future__ import annotations
 

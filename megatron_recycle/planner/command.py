@@ -66,8 +66,8 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what ``recycle plan`` was asked; 0, 1 if a running job would end there, since all workers of a stage are lost,
-    or 2 after one line on standard error that names the fault."""
+    """Plan, or check a plan file; returns 0, or 1 if a running job would end there, since a stage has lost all its
+    workers, or 2 after one line on standard error that names the fault."""
     try:
         if args.check:
             plan = check(Plan.load(args.check))
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> tuple[Plan, dict[str, str], int]:
-    """The plan, what else is to be said of it, and the status to end with."""
+    """The plan, further lines for its table, and the exit status."""
     asked = problem = shaped(_problem(args), args.technique, args.objective)
     moves = {}
     if args.technique not in ("none", "drop") and not args.no_moves:

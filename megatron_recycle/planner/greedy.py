@@ -14,7 +14,7 @@ from .instance import Instance
 
 @dataclass(frozen=True)
 class Rules:
-    """How a free worker picks. The defaults are the quick plan's; the portfolio tries many.
+    """How a free worker picks its next action. The defaults are the quick plan's; the portfolio tries many.
 
     ``forward_first``: a forward before a backward whenever memory allows. ``drain``: a weight gradient first
     when a forward waits for memory. ``wait_b``/``wait_f``: leave a worker idle, rather than start a W, when a
@@ -55,8 +55,7 @@ def guests(instance: Instance, alignment: Alignment, route: list[int]) -> set[in
 
 
 def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
-    """What a ready queue is sorted by, per node: ``jobs`` come ``lead`` micro-batches earlier than the
-    others."""
+    """Sort keys of a ready queue, one per node: ``jobs`` come ``lead`` micro-batches earlier than the others."""
     count = len(instance.jobs)
     nodes = count * instance.stages
     if lead == 0 or not jobs:
@@ -90,7 +89,7 @@ def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[in
 
 
 class _Board:
-    """Everything the event loop reads and writes, per worker; see _simulate.
+    """The state of the event loop (_simulate), per worker.
 
     ``soon_*`` are known arrivals, ``*_queue`` what is ready, ``early`` codes that arrived before their turn,
     and ``shut_*`` the nodes that still wait for another one's turn.
@@ -131,8 +130,8 @@ class _Board:
         self.b_done = [0] * workers
 
     def choose(self, w: int, t: int, pending: int, room: bool, bits: int) -> int:
-        """What a worker that is free at ``t``, with ``pending`` W waiting, had better do: a kind (0 F, 1 B, 2 W), 3 for
-        nothing, or less than 0: wait until minus that."""
+        """The best choice of a worker that is free at ``t`` and has ``pending`` W waiting: a kind (0 F, 1 B, 2 W), 3
+        for nothing, or minus the time until which it waits."""
         fs, bs = self.f_queue[w], self.b_queue[w]
         if pending >= self.backlog[w] and self.ahead[w]:
             return 2
@@ -151,7 +150,7 @@ class _Board:
         return self._wait(w, t, room, bits) if self.waits and (room or not fs) else 2
 
     def _wait(self, w: int, t: int, room: bool, bits: int) -> int:
-        """For a worker with nothing but W to do: as `choose`."""
+        """The choice, as `choose` gives it, of a worker with nothing but W to do."""
         coming_b, coming_f = self.soon_b[w], self.soon_f[w]
         if coming_b and (coming_b[0] >> bits) - t < self.slack_b[w]:
             return -(coming_b[0] >> bits)
@@ -164,8 +163,8 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
               strict: bool) -> list[int]:
     """The event loop: ``agenda`` wakes workers, and each that is free picks its next action.
 
-    Everything that a started action will cause is entered at once, as its end is known: its worker cannot
-    decide again before that end. Times and numbers are packed into one integer per entry, smallest first.
+    The effects of an action are entered when it starts, as its end is known: its worker cannot decide again before
+    that end. Times and numbers are packed into one integer per entry, smallest first.
     """
     board = _Board(instance, route, rules, keys, strict)
     count, nodes = len(instance.jobs), len(route)
@@ -243,7 +242,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
 
 def _arrive(coming: list[int], queue: list[int], key: list[int], shut: bytearray, early: set[int], offset: int,
             limit: int, mask: int) -> None:
-    """Move what has arrived into the ready queue, or aside where it is not yet its turn."""
+    """Move arrived nodes into the ready queue, or aside if it is not yet their turn."""
     while coming and coming[0] < limit:
         node = heappop(coming) & mask
         if shut[node]:
@@ -254,7 +253,7 @@ def _arrive(coming: list[int], queue: list[int], key: list[int], shut: bytearray
 
 def _release(follow: int, queue: list[int], key: list[int], shut: bytearray, early: set[int],
              offset: int) -> None:
-    """Let the next node of a chain have its turn; it may have arrived long ago."""
+    """Give the next node of a chain its turn; the node may have arrived long ago."""
     if follow >= 0:
         shut[follow] = 0
         if offset + follow in early:

@@ -1,4 +1,4 @@
-"""A problem as flat integer arrays: what the schedulers read instead of names and dictionaries."""
+"""A problem as flat integer arrays, which the schedulers read instead of names and dictionaries."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from ..plan import STEP, Action, Plan, Problem, Worker
 
 KINDS = "FBW"
 _NUMBERS = {"F": (0,), "B": (1,), "W": (2,), "FB": (1, 2)}
-#: the cap of a worker that has none
 NO_CAP = 1 << 60
+"""The cap of a worker that has none."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """``jobs[j]`` is a (pipeline, micro-batch), numbered in the order in which they enter the pipelines; a
-    *node* ``stage * len(jobs) + j`` is a job at a stage; workers are numbered, and every list about them is
-    indexed so."""
+    """A problem by numbers: of jobs, nodes and workers.
+
+    ``jobs[j]`` is a (pipeline, micro-batch), in the order in which they enter the pipelines. A *node*
+    ``stage * len(jobs) + j`` is a job at a stage. Lists about workers are indexed by their numbers."""
 
     problem: Problem
     jobs: list[tuple[int, int]]

@@ -1,8 +1,8 @@
 """B and W of the first stage that follow one another become one full backward (FB).
 
-Nobody waits for what the first stage's B computes, so nothing is gained by splitting it where its W comes next, and
-the work of keeping the two apart is spared. What ends with a full backward that others wait for would come later:
-no other stage has any.
+The first stage's B computes nothing that another worker waits for. So nothing is gained by splitting it where its W
+comes next, and one backward saves the work of keeping the two apart. On later stages a full backward would delay the
+gradient that the stage before waits for: they have none.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Failure normalisation: healthy workers of other stages move over when one stage was hit too hard.
 
-Workers of one stage are interchangeable, so only the number that each stage lost counts. Where it lost much
-more than others, moving a worker there (it copies a peer's state) shortens every iteration. For a load that
-no stage shall exceed, each stage tolerates so many lost workers, and whatever a stage lost beyond that has to
-be filled by a move; so the fewest moves for every possible load follow stage by stage, and the best trade is
-picked.
+Workers of one stage are interchangeable, so only the number that each stage lost counts. Where a stage lost many more
+than others, a worker that moves there (it copies a peer's state) shortens every iteration. A limit on the load of all
+stages says how many lost workers each stage tolerates; a stage that lost more is filled by moves. So the fewest moves
+for each possible limit follow stage by stage, and the best trade is picked.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Prices:
 
 
 def normalise(problem: Problem, prices: Prices | None = None) -> dict[Worker, Worker]:
-    """The moves that pay off: which workers had better take which empty positions of other stages.
+    """The moves that pay off: a worker, and the empty position of another stage that it takes.
 
-    A stage without a live worker is filled whatever it costs, if any other stage has a worker to spare.
+    A stage without a live worker is filled at any cost, if another stage has more than one worker.
     """
     prices = prices or Prices()
     stages = range(problem.grid.stages)
@@ -57,8 +56,7 @@ def moved(problem: Problem, moves: Mapping[Worker, Worker]) -> Problem:
 
 
 def load(problem: Problem, stage: int, workers: int) -> float:
-    """Time that a stage needs for an iteration with so many workers, were they all as fast as its usual
-    one."""
+    """Time that a stage needs for an iteration with so many workers of its usual speed."""
     if workers < 1:
         return float("inf")
     costs = problem.costs
@@ -87,7 +85,7 @@ def _target(problem: Problem, counts: list[int], prices: Prices) -> list[int]:
 
 
 def _fill(table: dict[int, list[float]], counts: list[int], need: list[int]) -> list[int]:
-    """Take the workers that are wanted from the stages that feel it least, one by one."""
+    """Workers per stage after taking the wanted ones, one by one, from the stages that lose least by it."""
     target = [max(have, n) for have, n in zip(counts, need)]
     wanted = sum(target) - sum(counts)
     heap = [(table[s][have - 1], s) for s, have in enumerate(counts) if have > need[s]]
@@ -101,7 +99,7 @@ def _fill(table: dict[int, list[float]], counts: list[int], need: list[int]) -> 
 
 
 def _leaving(problem: Problem, live: list[Worker], count: int) -> list[Worker]:
-    """Who moves: workers of the pipelines that lost most, as these are broken anyway."""
+    """The ``count`` workers that move: those of the pipelines that lost most, as these are broken anyway."""
     if count <= 0:
         return []
     lost: dict[int, int] = {}

@@ -31,7 +31,7 @@ class Template:
 
 
 _PLAIN, _WAIT, _WAIT_F = Rules(), Rules(wait_b=50, wait_f=50), Rules(wait_f=50)
-#: what does well on the benchmark's grids; the quick plan is the better of the first two
+#: rules that do well on the benchmark's grids; the quick plan is the better of the first two
 TEMPLATES = (
     Template(Rules(wait_b=50, wait_f=50, give_way=50, ways=2)),
     Template(_PLAIN, 3),

@@ -1,4 +1,4 @@
-"""Who runs which micro-batch at each stage: guests are dealt to peers by how much more each can take."""
+"""Routes, the worker of each micro-batch at each stage: guests are dealt to peers by how much more each can take."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ PICKS = ("even", "first", "last")
 
 def route(instance: Instance, alignment: Alignment, deal: str = "spread", fewer: int = 0,
           pick: str = "even") -> list[int]:
-    """The worker of every node. ``fewer``: how many micro-batches fewer than possible a slower worker
-    keeps."""
+    """The worker of every node. ``fewer``: so many micro-batches fewer than possible stay on a slower worker."""
     count = len(instance.jobs)
     table = [-1] * (count * instance.stages)
     sizes = [sum(len(unit.jobs) for unit in crew) for crew in alignment.crews]
@@ -85,7 +84,7 @@ def _away(own: list[Unit], surplus: int, pick: str) -> set[int]:
 
 
 def _targets(instance: Instance, alignment: Alignment, s: int, fewer: int) -> dict[int, int]:
-    """Most micro-batches each worker of a stage may run when the slowest load is as small as it can be."""
+    """The most micro-batches for each worker of a stage, with the slowest one's load as small as possible."""
     workers = alignment.at[s]
     each = {w: max(1, cost(instance, w)) for w in workers}
     total = len(instance.jobs)
@@ -128,7 +127,7 @@ def _deal(instance: Instance, guests: list[Unit], load: dict[int, int], deal: st
 
 
 def _by_size(instance: Instance, guests: list[Unit], load: dict[int, int]) -> list[tuple[Unit, int]]:
-    """Blocks of unequal size: largest first to whoever ends least loaded."""
+    """Deal blocks of unequal size, largest first, each to the worker that ends least loaded."""
     now = dict(load)
     dealt = []
     for unit in sorted(guests, key=lambda unit: (-len(unit.jobs), unit.jobs[0])):

@@ -15,7 +15,7 @@ ROWS = 40
 def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
     """The figures of a plan, one per line; ``extra`` lines come last."""
     stages, told = range(plan.problem.grid.stages), plan.stats.get("moves")
-    moves = told if isinstance(told, dict) else {}  # anybody's file may say anything there
+    moves = told if isinstance(told, dict) else {}  # a file of unknown origin may say anything there
     peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.live(s)), default=0)}" for s in stages)
     rows = {
         "period": _number(plan.period),
