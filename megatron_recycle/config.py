@@ -106,13 +106,13 @@ class RecycleConfig:
     )
     emergency_checkpoint: str | None = _option(
         None,
-        "folder for a last checkpoint of a job that an error of the script or its data ends (DeepSpeed); auto: where "
-        "the script has saved before, if it has; none: no such checkpoint",
+        "folder for a last checkpoint of a job that an error of the script or its data ends; auto: where the script "
+        "has saved before, if it has (DeepSpeed), or --save (Megatron-LM); none: no such checkpoint",
     )
     on_leave: str = _option(
         "end",
         "what SIGTERM to the whole job leads to (scancel, a time limit, a pre-emption); end: all workers end at once; "
-        "checkpoint: first what is committed is saved where emergency_checkpoint says (DeepSpeed)",
+        "checkpoint: first what is committed is saved where emergency_checkpoint says",
         choices=("end", "checkpoint"),
     )
     leave_timeout: float = _option(

@@ -31,7 +31,7 @@ def why_not(state: State, lost: Collection[str]) -> str | None:
     if wanted is False or state.committed < 0:
         return ""
     if wanted is None:
-        return "under this framework the plugin has none to write"
+        return "the plugin has none to write from this script (it has with DeepSpeed and Megatron-LM's own loop)"
     if state.phase not in (Phase.TRAINING, Phase.RECOVERING):
         return "the coordinator has just come back"
     empty = _empty(state, lost)
@@ -72,7 +72,7 @@ def saved(state: State, happened: Saved, now: float) -> Step:
     if errors or not place or state.resume is None:
         first = next(iter(errors), "")
         shared = len(errors) == len(state.members) and len(set(errors.values())) == 1
-        text = errors.get(first, "nobody knows of which iteration")
+        text = errors.get(first, "those that were to write it have lost one another")
         return notices.end(state, 1, text if shared or not first else f"{first}: {text}", now)
     iteration, status = state.resume.target, closing.status
     event = {"event": "saved", "t": now, "generation": state.generation, "iteration": iteration, "place": place}

@@ -7,6 +7,7 @@ one of its threads (a prefetcher, a logger) goes on would let the others wait fo
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ class ScriptEnd:
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
         self._left: BaseException | None = None
+        self._process = os.getpid()
         # As concurrent.futures does: these run before threads are joined.
         getattr(threading, "_register_atexit", atexit.register)(self._tell)
 
@@ -42,5 +44,6 @@ class ScriptEnd:
         self._left = None
 
     def _tell(self) -> None:
-        if self.error is not None:
+        # A process that this one has forked since (to write a checkpoint, say) ends by this as well.
+        if self.error is not None and os.getpid() == self._process:
             self._failed(self.error)

@@ -84,8 +84,9 @@ class StageWorker:
                  save_last: Callable[[], str] | None = None, setup: SetUp | None = None) -> None:
         self.setup = setup
         if config.on_leave == "checkpoint" and save_last is None:
-            raise UnsupportedError("on_leave checkpoint is there with DeepSpeed only; leave it out, and save often "
-                                   "enough (--save-interval)")
+            raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with "
+                                   "DeepSpeed, and with Megatron-LM's own training loop. Leave it out, and save often "
+                                   "enough")
         self.save_last = save_last
         self.place = place
         self.stage = stage
@@ -532,6 +533,14 @@ class StageWorker:
         self._orders, self._plan_number = orders, number_of(orders)
         self._transport.use(channels(orders), reads(orders, self.place.me), read_by(orders, self.place.me))
         self.actions.use(orders, self.current_groups(), self._transport)
+
+    @contextmanager
+    def among_those_left(self) -> Iterator[None]:
+        """A block for code of the script's framework, which finds its random numbers as the script has left them, and
+        in torch those that are left only, in the order of their ranks. What is done over all of them ends with the
+        generation."""
+        with self._world.renumbered(self.current_groups().control), self.generators.of_script():
+            yield
 
     def announce_resumed(self) -> None:
         """Tell the coordinator when the next action begins."""

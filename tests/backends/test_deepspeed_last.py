@@ -23,9 +23,9 @@ class Pair:
         self._barrier = threading.Barrier(2)
         self._told: list[tuple[bool, ...]] = []
         self._checkpoints = checkpoints
-        monkeypatch.setattr(deepspeed_last, "_count", self._count)
+        monkeypatch.setattr(deepspeed_last, "count", self._count)
 
-    def _count(self, groups: Any, *flags: bool) -> list[int]:
+    def _count(self, group: Any, *flags: bool) -> list[int]:
         self._told.append(flags)
         self._barrier.wait(LIMIT)
         sums = [sum(column) for column in zip(*self._told[-2:], strict=True)]
@@ -37,7 +37,7 @@ class Pair:
 
         def work(pipeline: int) -> None:
             peers = [Worker(0, 0), Worker(1, 0)]
-            groups: Any = SimpleNamespace(me=peers[pipeline], members=peers, peers=lambda stage: peers)
+            groups: Any = SimpleNamespace(me=peers[pipeline], members=peers, peers=lambda stage: peers, control=None)
             try:
                 found[pipeline] = self._checkpoints[pipeline].write(groups)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at

@@ -60,11 +60,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
-def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str]) -> subprocess.Popen[str]:
+def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str],
+          through: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """``through``: a script that runs Megatron-LM's."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",
                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", "-m", *launcher, str(ROOT / "scripts" / "megatron_cpu.py"),
-               str(checkout / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
+               *through, str(checkout / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -88,12 +90,12 @@ def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int
     return "".join(path.read_text() for path in sorted(folder.glob("worker-*.log")))
 
 
-def ended(job: subprocess.Popen[str]) -> str:
+def ended(job: subprocess.Popen[str], status: int = 0) -> str:
     try:
         printed = job.communicate(timeout=LIMIT)[0]
     finally:
         job.kill()
-    assert job.returncode == 0, printed[-4000:]
+    assert job.returncode == status, printed[-4000:]
     return printed
 
 
@@ -227,6 +229,53 @@ def test_checkpoints_are_written_while_all_workers_live_and_go_on_from_there(che
         if key in expected:
             # Not the loss: Megatron's first line after a restart leaves its sum to the second.
             assert values[1] == pytest.approx(expected[key][1], rel=1e-4), key
+
+
+def test_a_sample_that_nobody_can_read_leaves_a_last_checkpoint_from_which_stock_goes_on(checkout, tmp_path,
+                                                                                        monkeypatch):
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    calm = tmp_path / "calm-checkpoints"
+    printed = recycled(tmp_path / "calm", checkout, "--mock-data", "--save", str(calm), "--save-interval", "3",
+                       "--ckpt-format", "torch")
+    monkeypatch.setenv("CORRUPT", "53")  # read in the iteration after the third
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
+    for kind in ("torch", "torch_dist"):
+        saved, folder = tmp_path / f"{kind}-checkpoints", tmp_path / kind
+        options = ("--mock-data", "--ckpt-format", kind)
+        launcher = ("megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", str(folder))
+        screen = ended(start(launcher, checkout, (*options, "--save", str(saved), "--save-interval", "100"),
+                             [str(Path(__file__).with_name("corrupt_gpt.py"))]), 1)
+        assert "of iteration 3 fails on every worker: ValueError: sample 53 is corrupt" in screen
+        assert f"The state after iteration 2 is saved in {saved}/iter_0000003." in screen
+        assert (saved / "latest_checkpointed_iteration.txt").read_text() == "3"
+        again = stock(checkout, *options, "--load", str(saved))
+        assert consumed(again) == [(4, 64), (5, 80), (6, 96)]
+        assert rates(again) == rates(printed)[3:]
+        expected, found = losses(printed), losses(again)
+        for iteration in "456":  # not the loss, as above
+            assert found[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-4)
+    for part in (f"iter_0000003/mp_rank_00_00{stage}/model_optim_rng.pt" for stage in range(2)):
+        one, other = (torch.load(path / part, weights_only=False) for path in (calm, tmp_path / "torch-checkpoints"))
+        arguments, others = vars(one.pop("args")), vars(other.pop("args"))
+        differ = {name for name, value in arguments.items() if others[name] != value}
+        assert differ <= {"save", "save_interval", "rank", "local_rank"}
+        assert alike(one, other)
+
+
+def rates(printed: str) -> list[str]:
+    """The learning rate of every log line."""
+    return re.findall(r" iteration +\d+/.*?learning rate: (\S+)", printed)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether all that two checkpoints hold is the same, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(numpy.array_equal(one, other)) if isinstance(one, numpy.ndarray) else bool(one == other)
 
 
 @pytest.fixture

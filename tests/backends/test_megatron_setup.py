@@ -44,6 +44,7 @@ def loop(monkeypatch: pytest.MonkeyPatch) -> Any:
         return found.newest, 1e9 * found.newest
 
     found.load_checkpoint = load_checkpoint
+    found.train = lambda: None
     monkeypatch.setitem(sys.modules, LOOP, found)
     monkeypatch.setitem(sys.modules, "megatron.core.timers",
                         SimpleNamespace(Timers=SimpleNamespace(_get_elapsed_time_all_ranks=lambda *_: None)))

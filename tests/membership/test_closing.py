@@ -151,7 +151,7 @@ def test_a_refusal_in_an_action_saves_and_peers_that_differ_do_not():
 
 
 def test_a_job_that_cannot_or_does_not_want_to_save_ends_at_once():
-    for emergency, says in ((False, "first. Last committed"), (None, "No checkpoint was written: under this frame")):
+    for emergency, says in ((False, "first. Last committed"), (None, "No checkpoint was written: the plugin has none")):
         cluster = training(emergency=emergency)
         raised(cluster, "1:0")
         assert says in endings(raised(cluster, "2:0"))[0].message

@@ -48,5 +48,19 @@ def test_a_script_that_handles_the_engine_s_error_and_leaves_its_loop_has_failed
 
 
 @pytest.mark.timeout(20)
+def test_a_process_that_it_forks_then_to_write_a_checkpoint_tells_nothing():
+    body = """import multiprocessing
+def told_and_forks(error, before=told):
+    child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
+    child.start()
+    child.join(10)
+    before(child.exitcode)
+end._failed = told_and_forks
+raise KeyError('x')
+"""
+    assert run(body) == ("child\ntold 0\n", 1)
+
+
+@pytest.mark.timeout(20)
 def test_a_script_that_ends_well_tells_nothing():
     assert run("call(None)") == ("", 0)

@@ -207,3 +207,19 @@ def test_generators_are_found_where_users_keep_them():
     loop: dict[str, Any] = {}
     loop["self"] = [loop] * 3
     assert not list(generators_in(loop)) and not list(generators_in(torch.zeros(3)))
+
+
+def test_what_a_checkpoint_finds_amid_an_action_is_what_the_script_has_left():
+    generators = Generators(torch.device("cpu"))
+    torch.manual_seed(5)
+    random.seed(5)
+    left = torch.get_rng_state(), random.getstate()
+    with generators.kept():
+        generators.seed(7)
+        with generators.at(8):
+            with generators.of_script():
+                assert torch.equal(torch.get_rng_state(), left[0]) and random.getstate() == left[1]
+                torch.rand(3)
+            assert torch.initial_seed() == 8
+    with generators.kept(), generators.of_script():
+        assert torch.equal(torch.get_rng_state(), left[0])

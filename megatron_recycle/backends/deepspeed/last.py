@@ -14,13 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.reduction import all_reduce
+from megatron_recycle.runtime.comm.reduction import count
 
 
 class LastCheckpoint:
@@ -58,7 +57,7 @@ class LastCheckpoint:
         done = self._wanted is None and self._saved is not None and self._saved[0] == steps
         # Not Path.exists(), which raises where the folder cannot be looked into: here alone, while the others count.
         taken = folder is not None and os.path.exists(os.path.join(folder, tag))
-        nowhere, already, exists = _count(groups, folder is None, done, taken)
+        nowhere, already, exists = count(groups.control, folder is None, done, taken)
         if nowhere or folder is None:
             raise RecycleError("the script has not saved before; give --recycle-emergency-checkpoint DIR")
         if already:  # but one that came in afterwards does not know under which name
@@ -96,17 +95,10 @@ def _by_all(groups: Groups, write: Callable[[], None] | None) -> bool:
             write()
     except Exception as failure:  # noqa: BLE001 - whatever it is
         error = failure
-    (failed,) = _count(groups, error is not None)
+    (failed,) = count(groups.control, error is not None)
     if error is not None:
         raise error
     return not failed
-
-
-def _count(groups: Groups, *flags: bool) -> list[int]:
-    """For each flag on how many workers it is set; nobody knows before all have asked."""
-    counts = torch.tensor(flags, dtype=torch.float64)
-    all_reduce(counts, groups.control)
-    return [int(count) for count in counts.tolist()]
 
 
 @contextmanager

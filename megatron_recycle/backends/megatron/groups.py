@@ -20,7 +20,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.runtime.comm.handles import abort_group, meet, new_group, rendezvous, retire, unless_interrupted
+from megatron_recycle.runtime.comm.handles import (
+    Groups,
+    abort_group,
+    meet,
+    new_group,
+    rendezvous,
+    retire,
+    unless_interrupted,
+)
 from megatron_recycle.runtime.place import Place
 
 _TIMEOUT_SECONDS = 600.0
@@ -28,6 +36,8 @@ _TIMEOUT_SECONDS = 600.0
 _CONNECT_SECONDS = 60.0
 _SHARED = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
            "_MODEL_PARALLEL_GROUP")
+_OF_PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP",
+             "_EXPERT_DATA_PARALLEL_GROUP")
 
 
 class Detached:
@@ -75,6 +85,22 @@ class Detached:
             yield
         finally:
             _use(self._alone)
+
+
+@contextmanager
+def of_those_left(groups: Groups) -> Iterator[None]:
+    """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among the
+    peers that are left. They end with their generation."""
+    state: Any = parallel_state
+    peers = groups.stage_control
+    inside: dict[str, Any] = {**dict.fromkeys(_OF_PEERS, peers), "_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size(),
+                              "_MPU_DATA_PARALLEL_RANK": peers.rank()}
+    before = {name: getattr(state, name) for name in inside}
+    _use(inside)
+    try:
+        yield
+    finally:
+        _use(before)
 
 
 class TensorGroup:

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,16 +25,18 @@ from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.backends.megatron import setup as megatron_setup
 from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.megatron.data import LateSource, source_of
+from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.late import LateNumber
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
 from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import JobEnded
+from megatron_recycle.errors import JobEnded, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.admission import backend_for, is_joining
+from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
@@ -56,6 +58,7 @@ class RecycleSchedule:
         """What defers weight gradients, from the first call on."""
         self._stage: MegatronStage
         self._place: Place
+        self._last: LastCheckpoint | None
         self._microbatches = 0
         self._iteration = 0
         self._detached: megatron_groups.Detached | None = None
@@ -191,6 +194,21 @@ class RecycleSchedule:
         """The workers that are not there any more."""
         return [str(worker) for worker in sorted(set(self._place.ranks) - set(self.live()))]
 
+    def saving(self, iteration: int) -> AbstractContextManager[None]:
+        """In the block the loop saves a checkpoint of ``iteration``, with all workers."""
+        return nullcontext() if self._last is None else self._last.saving(iteration)
+
+    def _save_last(self) -> str:
+        """What the runtime asks for when the job cannot go on."""
+        assert self._worker is not None and self._last is not None
+        return self._last.write(self._worker.current_groups(), self._worker.ledger.committed)
+
+    @contextmanager
+    def _among_those_left(self, groups: Groups) -> Iterator[None]:
+        assert self._worker is not None
+        with self._worker.among_those_left(), megatron_groups.of_those_left(groups):
+            yield
+
     def speaks(self) -> bool:
         """Whether this worker writes the log line: the last one of the last stage that is left. Others have written
         those of iterations before it came in.
@@ -227,11 +245,16 @@ class RecycleSchedule:
             for line in changed:
                 get_logger().info("megatron-recycle: %s", line)
         self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings())
+        self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left)
+        if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
+            raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "
+                                   "--recycle-emergency-checkpoint DIR")
         agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
         self.splitter = MegatronSplitter()
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter, data=self._data,
                                    agent=agent, generators=Generators(self._stage.device, self._place.part),
                                    config=self._settings, observer=self._options.observer,
+                                   save_last=None if self._last is None else self._save_last,
                                    setup=self._options.setup)
         self._agent = agent
         self._script = ScriptEnd(self._failed)

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_recycle.backends.megatron.last import Training
 from megatron_recycle.backends.megatron.training import LOOP
 from megatron_recycle.backends.options import Options
 from megatron_recycle.runtime.admission import is_joining
@@ -42,10 +43,11 @@ _BEGINNING = {
 
 def install(options: Options) -> None:
     """Rebind what Megatron-LM's loop, which has just been imported, sets itself up with; again: with other options."""
+    loop: Any = sys.modules[LOOP]
+    loop.train = _over(loop.train, lambda stock: Training(stock, loop.get_args))
     setup = options.setup
     if setup is None:
         return
-    loop: Any = sys.modules[LOOP]
     timers: Any = sys.modules["megatron.core.timers"].Timers
     loop.load_checkpoint = _over(loop.load_checkpoint, lambda stock: _loading(stock, setup))
     # How long others took for their set-up is no news for one that joins, and too much to keep for many ranks.

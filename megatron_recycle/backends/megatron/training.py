@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP, apply, message
 from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.handles import Groups
 
 LOOP = "megatron.training.training"
 
@@ -42,6 +44,9 @@ class Schedule(Protocol):
     def missing(self) -> list[str]:
         """Workers that are not there any more."""
 
+    def saving(self, iteration: int) -> AbstractContextManager[None]:
+        """A block in which the loop saves ``iteration`` for good."""
+
 
 def check_arguments(arguments: Any) -> list[str]:
     """Judge Megatron-LM's ``arguments`` and set some of them otherwise; returns the lines on those.
@@ -57,6 +62,15 @@ def check_arguments(arguments: Any) -> list[str]:
 def backend() -> str | None:
     """The process groups' backend that Megatron-LM's arguments ask for; None if its loop is not loaded."""
     return None if LOOP not in sys.modules else str(sys.modules[LOOP].get_args().distributed_backend)
+
+
+def last_checkpoint(wanted: str | None,
+                    among: Callable[[Groups], AbstractContextManager[None]]) -> LastCheckpoint | None:
+    """What writes one with the loop's own functions, if it is the loop that trains; before `take_over`. The arguments
+    are those of `LastCheckpoint`."""
+    loop: Any = sys.modules.get(LOOP)
+    beginning = getattr(getattr(loop, "train", None), "beginning", None)
+    return None if beginning is None else LastCheckpoint(loop, beginning, wanted, among)
 
 
 def _forget_old_groups(loop: Any, arguments: Sequence[Any]) -> None:
@@ -101,7 +115,8 @@ def take_over(schedule: Schedule) -> None:
                                "(%s); training goes on", iteration, ", ".join(missing))
             return None
         try:
-            with schedule.attached():
+            passing = keywords.get("non_persistent_ckpt", False)
+            with schedule.attached(), nullcontext() if passing else schedule.saving(iteration):
                 _forget_old_groups(loop, [*arguments, *keywords.values()])
                 written = save(iteration, *arguments, **keywords)
             saved.add(iteration)

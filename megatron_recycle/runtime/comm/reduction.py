@@ -217,6 +217,13 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
         raise GenerationOver(f"all-reduce failed: {error}") from error
 
 
+def count(group: dist.ProcessGroup, *flags: bool) -> list[int]:
+    """For each flag on how many of ``group`` it is set; nobody knows before all have asked. Raises as `all_reduce`."""
+    counts = torch.tensor(flags, dtype=torch.float64)
+    all_reduce(counts, group)
+    return [int(number) for number in counts.tolist()]
+
+
 def _buckets(layout: Layout) -> list[tuple[int, int]]:
     """DeepSpeed's rule: a bucket is closed by the parameter that takes it over the limit."""
     buckets, start, end = [], 0, 0

@@ -48,6 +48,7 @@ class Generators:
         self._torch: list[_Source] = [_Torch(generator) for generator in generators]
         self._others: list[_Source] = [_Python(random), _GlobalNumpy()]
         self._known = {id(generator) for generator in generators}
+        self._outside: list[tuple[_Source, Any]] = []
 
     def adopt(self, name: str, *holders: Any) -> None:
         """Generators that ``holders`` keep (a model, a dataset, a function) are set as well; messages name them by
@@ -74,11 +75,21 @@ class Generators:
     def kept(self) -> Iterator[None]:
         """After the block they are as they were before it."""
         before = [(source, source.state()) for source in (*self._torch, *self._others)]
+        outside, self._outside = self._outside, self._outside or before
         try:
             yield
         finally:
+            self._outside = outside
             for source, state in before:
                 source.restore(state)
+
+    @contextmanager
+    def of_script(self) -> Iterator[None]:
+        """Inside the block they are as they were before all blocks of `kept`: as the script has left them."""
+        with self.kept():
+            for source, state in self._outside:
+                source.restore(state)
+            yield
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:

@@ -1,0 +1,184 @@
+"""The last checkpoint of a job that cannot go on, which stock Megatron-LM loads as any other.
+
+The loop's own `save_checkpoint` writes it, among the workers that are left: they are all that it sees, so that the
+first one of each stage writes that stage, and a worker that is lost meanwhile frees the others. What a checkpoint
+holds beside model and optimizer (samples read, the scheduler's steps) each worker's loop counts for itself, and may
+be an iteration ahead or behind, or far behind if it has come in: it is counted anew, from where the job began.
+
+Nothing of Megatron is imported here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_recycle.errors import RecycleError
+from megatron_recycle.runtime.comm.handles import Groups, is_broken
+from megatron_recycle.runtime.comm.reduction import count
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What the loop trains, and its counters when it began."""
+
+    parts: Mapping[str, Any]
+    """Arguments of Megatron-LM's `train`, by name."""
+    iteration: int
+    samples: int
+    validation_samples: int
+    operations: float
+    steps: int
+    """Of the learning rate's scheduler, in samples."""
+
+
+class Training:
+    """In place of Megatron-LM's `train`: remembers what it is called with.
+
+    Args:
+        stock: that function.
+        arguments: gives Megatron-LM's arguments.
+
+    Attributes:
+        beginning: None before the call.
+    """
+
+    def __init__(self, stock: Callable[..., Any], arguments: Callable[[], Any]) -> None:
+        self._stock = stock
+        self._arguments = arguments
+        self.beginning: Beginning | None = None
+
+    def __call__(self, *given: Any, **keywords: Any) -> Any:
+        parts, now = inspect.signature(self._stock).bind(*given, **keywords).arguments, self._arguments()
+        self.beginning = Beginning(parts, now.iteration, now.consumed_train_samples, now.consumed_valid_samples,
+                                   now.num_floating_point_operations_so_far, parts["opt_param_scheduler"].num_steps)
+        return self._stock(*given, **keywords)
+
+
+class LastCheckpoint:
+    """Knows where the loop saves, and saves there.
+
+    Args:
+        loop: Megatron-LM's module.
+        beginning: of its training.
+        wanted: the folder that the configuration names; None: the loop's own (``--save``).
+        among: a block in which Megatron and torch see those that are left, and nobody else.
+    """
+
+    def __init__(self, loop: Any, beginning: Beginning, wanted: str | None,
+                 among: Callable[[Groups], AbstractContextManager[None]]) -> None:
+        self._loop = loop
+        self._begun = beginning
+        self._wanted = wanted
+        self._among = among
+        self._stock_save: Callable[..., Any] = loop.save_checkpoint
+        self._own: set[Path] = set()
+        """Checkpoints that this job has written, or begun to when they were not the newest one already: whole once
+        they are."""
+
+    @property
+    def folder(self) -> str | None:
+        """Where it would be written; None if nothing names a folder."""
+        return self._wanted or self._loop.get_args().save
+
+    @contextmanager
+    def saving(self, iteration: int) -> Iterator[None]:
+        """In the block the loop saves to its own folder, with all workers."""
+        with self._writing(self._loop.get_args().save, iteration):
+            yield
+
+    def write(self, groups: Groups, committed: int) -> str:
+        """Write this worker's part of the state after iteration ``committed`` (of this job, from 0), at the same time
+        as all of ``groups``; returns the checkpoint's folder, or nothing if another worker could not write its own.
+
+        Raises RecycleError where there can be none, what stock raises where this worker cannot write, GenerationOver
+        if another one is lost before anything is written.
+        """
+        folder, iteration = self.folder, self._begun.iteration + committed + 1
+        if folder is None:
+            raise RecycleError("nothing says where to; give --save DIR, or --recycle-emergency-checkpoint DIR")
+        place = _place(folder, iteration)
+        mine, newest = count(groups.control, place in self._own, _newest(folder) == iteration)
+        if newest and not mine:  # of an earlier job, and whole: it stays as it is
+            raise RecycleError(f"{place} is there already, of an earlier job")
+        if newest:
+            return str(place)
+        arguments = self._loop.get_args()
+        if arguments.data_parallel_random_init and groups.control.size() < arguments.world_size:
+            raise RecycleError("with --data-parallel-random-init it needs all workers, and some are missing; "
+                               f"{_to_go_back_to(folder)}")
+        try:
+            with self._among(groups), self._writing(folder, iteration):
+                self._save(arguments, folder, iteration, committed + 1)
+        except RuntimeError as error:
+            if not is_broken(error):
+                groups.abort()
+                raise
+            return ""  # whoever could not, or was lost, is known to the coordinator
+        except CheckpointException as error:  # no Exception
+            groups.abort()
+            if not error.failures:
+                return ""
+            failures = [f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values()]
+            raise RuntimeError("; ".join(failures)) from error
+        except BaseException:
+            groups.abort()  # they wait for this worker
+            raise
+        return str(place)
+
+    def _save(self, arguments: Any, folder: str, iteration: int, done: int) -> None:
+        """Nothing goes on from here: what is set stays so."""
+        loop, begun = self._loop, self._begun
+        scheduler, machine = begun.parts["opt_param_scheduler"], loop.get_rerun_state_machine()
+        batch = arguments.micro_batch_size * arguments.data_parallel_size * loop.get_num_microbatches()
+        arguments.save, arguments.curr_iteration = folder, iteration - 1
+        arguments.consumed_train_samples = begun.samples + done * batch
+        arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, iteration)
+        scheduler.num_steps = begun.steps + done * batch
+        scheduler.step(increment=0)
+        machine.state = type(machine.state).NOT_RUNNING_YET  # it would save the iteration under way
+        operations = begun.operations
+        for _ in range(done):  # as the loop adds them up
+            operations += loop.num_floating_point_operations(arguments, batch)
+        self._stock_save(iteration, begun.parts["model"], begun.parts["optimizer"], scheduler, operations, {},
+                         train_data_iterator=begun.parts["train_data_iterator"],
+                         preprocess_common_state_dict_fn=loop.preprocess_common_state_dict)
+
+    def _evaluated(self, arguments: Any, iteration: int) -> int:
+        """Samples that the evaluations up to ``iteration`` read, that after it included."""
+        if not (arguments.eval_interval and arguments.do_valid):
+            return 0
+        times = iteration // arguments.eval_interval - self._begun.iteration // arguments.eval_interval
+        each = arguments.eval_iters
+        return times * arguments.global_batch_size * (sum(each) if isinstance(each, list) else each)
+
+    @contextmanager
+    def _writing(self, folder: str, iteration: int) -> Iterator[None]:
+        place = _place(folder, iteration)
+        if _newest(folder) != iteration:
+            self._own.add(place)
+        yield
+        self._own.add(place)
+
+
+def _place(folder: str, iteration: int) -> Path:
+    return Path(folder).absolute() / f"iter_{iteration:07d}"
+
+
+def _newest(folder: str) -> int | None:
+    """The iteration of the checkpoint that is loaded by default."""
+    try:
+        return int((Path(folder) / "latest_checkpointed_iteration.txt").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _to_go_back_to(folder: str) -> str:
+    newest = _newest(folder)
+    return f"{folder} has no other one" if newest is None else f"the newest one in {folder} is of iteration {newest}"

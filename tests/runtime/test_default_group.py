@@ -1,0 +1,34 @@
+"""torch's default group while some of its ranks are gone, in a process that believes to be one of four."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from megatron_recycle.runtime.comm.default_group import World
+
+dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
+left, peers = dist.new_group([1, 2, 3]), dist.new_group([0, 2])
+def seen():
+    return (dist.get_rank(), dist.get_world_size(), dist.get_rank(peers), dist.get_process_group_ranks(left),
+            dist.get_process_group_ranks(peers))
+before, world = seen(), World()
+try:
+    with world.renumbered(left):
+        print(seen())
+        raise KeyError
+except KeyError:
+    print(seen() == before, before)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_those_that_are_left_are_numbered_anew_in_all_groups_and_nobody_has_the_number_of_one_that_is_gone():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT], capture_output=True, text=True, timeout=50,
+                          check=True)
+    assert done.stdout.splitlines() == ["(1, 3, 1, [0, 1, 2], [3, 1])", "True (2, 4, 1, [1, 2, 3], [0, 2])"]
