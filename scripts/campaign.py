@@ -7,7 +7,7 @@
 A seed decides on the grid, on what happens, to whom and when. With `reduction: exact` whoever is left must have the
 parameters, optimizer state and losses of the run without failures, bit for bit, and every iteration must have been
 committed once. One line for each campaign: seed, job, what was done, result, milliseconds until training went on
-(without a membership change: until the coordinator was back). What a failed one left is in runs/campaign/. Exit
+(without a membership change: until the coordinator was back). The files of a failed one are in runs/campaign/. Exit
 status 1 if any differed or hung.
 """
 
@@ -69,7 +69,7 @@ class CampaignJob(Job):
         return self._service.control
 
     def _follow(self) -> None:
-        """Tell what the coordinator writes; start it again when it has died."""
+        """Pass on the events that the coordinator writes; start it again when it has died."""
         path, known = self.folder / "events.jsonl", 0
         while not self._over.wait(0.01):
             status = self._service.child.status()
@@ -98,7 +98,7 @@ class CampaignJob(Job):
 
 @dataclass
 class Scene:
-    """What happens in a campaign: `play` does it and returns when (Unix seconds) the worst of it happened.
+    """The events of a campaign: `play` makes them happen and returns when (Unix seconds) the worst of it happened.
 
     `victims` are out at the end, `coming` is a rank that is back.
     """
@@ -265,7 +265,7 @@ def undisturbed(name: str, limit: float) -> dict[int, Result]:
 
 
 def faults(job: CampaignJob, scene: Scene, reference: Mapping[int, Result], pipelines: int) -> list[str]:
-    """What is wrong with how the job ended; nothing if it is as it would have been without failures."""
+    """Differences from the end of a job without failures; empty if there are none."""
     found = []
     out = {rank_of(worker, pipelines) for worker in scene.victims}
     for rank, result in job.wait().items():

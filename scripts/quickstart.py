@@ -121,7 +121,7 @@ def told(event: Event, iterations: int) -> str | None:
 
 
 def failures(outcome: Outcome) -> list[dict[str, Any]]:
-    """What became of each kill; times in milliseconds since the signal was sent."""
+    """The outcome of each kill; times in milliseconds since the signal was sent."""
     found = []
     for kill in outcome.kills:
         of_it = (event for event in outcome.of("suspected") if event["worker"] == kill.worker)
@@ -217,7 +217,7 @@ def validate(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 def report_of(args: argparse.Namespace, outcome: Outcome, reference: Outcome) -> dict[str, Any]:
-    """What goes into report.json."""
+    """The contents of report.json."""
     comparison = compare(outcome, reference)
     committed = outcome.losses()
     largest = comparison.max_abs_difference

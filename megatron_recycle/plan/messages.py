@@ -12,8 +12,7 @@ from .problem import AHEAD
 
 
 class Message(NamedTuple):
-    """``F``: the activation of ``(pipeline, microbatch)`` to the next stage; ``B``: its gradient to the one
-    before."""
+    """``F``: the activation of ``(pipeline, microbatch)`` to the next stage; ``B``: its gradient to the one before."""
 
     kind: str
     pipeline: int

@@ -1,5 +1,4 @@
-"""The plan: for every live worker its ordered actions, with the problem it solves; the value of the plan
-file."""
+"""The plan: for every live worker its ordered actions, with the problem it solves; the value of the plan file."""
 
 from __future__ import annotations
 

@@ -94,16 +94,14 @@ class Problem:
         return self.costs.duration(kind, worker, self.split_backward)
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that step together: the tied groups, every other stage alone, ordered by their first
-        stage."""
+        """Stages that step together: the tied groups, every other stage alone, ordered by their first stage."""
         tied = {stage for group in self.tied for stage in group}
         groups = [tuple(sorted(group)) for group in self.tied if group]
         groups += [(stage,) for stage in range(self.grid.stages) if stage not in tied]
         return tuple(sorted(groups))
 
     def require_live(self) -> None:
-        """Raise PlanError, naming the stage, if a stage has no live worker or none that can hold one micro-
-        batch."""
+        """Raise PlanError, naming the stage, if a stage has no live worker, or none whose cap holds a micro-batch."""
         for stage in range(self.grid.stages):
             live = self.live(stage)
             if not live:

@@ -1,5 +1,4 @@
-"""Replay of a plan: every action as early as possible, with the memory it holds, its makespan and its
-period."""
+"""Replay of a plan: every action as early as possible, with the memory it holds, its makespan and its period."""
 
 from __future__ import annotations
 

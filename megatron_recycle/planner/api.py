@@ -1,5 +1,4 @@
-"""The calls the job makes: ``quick`` for a legal plan at once, ``improve`` for a better one within a
-budget."""
+"""The calls the job makes: ``quick`` for a legal plan at once, ``improve`` for a better one within a budget."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def recosted(problem: Problem, plan: Plan) -> Plan:
 
 
 def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
-    """A schedule that came from another process, or None if its numbers do not even name actions and
-    workers."""
+    """A schedule that came from another process, or None if its numbers do not even name actions and workers."""
     table, trace = found.get("route"), found.get("trace")
     nodes = instance.stages * len(instance.jobs)
     if (not isinstance(table, list) or len(table) != nodes or sorted(trace or ()) != list(range(instance.actions))

@@ -26,8 +26,7 @@ def shaped(problem: Problem, technique: str, objective: str | None = None) -> Pr
 
 
 def one_f_one_b(problem: Problem) -> Plan:
-    """1F1B without failures: each worker runs at most ``stages - stage`` micro-batches at a time, backward
-    first."""
+    """1F1B without failures: each worker runs at most ``stages - stage`` micro-batches at a time, backward first."""
     stages = problem.grid.stages
     cap = {}
     for worker in problem.grid.workers():

@@ -84,8 +84,7 @@ def solve(instance: Instance, route: list[int], hint: list[int], bound: int, lim
 
 
 class _Model:
-    """Variables, then constraints, then objective; start times are shifted so that each stage has its
-    phase."""
+    """Variables, then constraints, then objective; start times are shifted so that each stage has its phase."""
 
     def __init__(self, instance: Instance, route: list[int], hint: list[int], bound: int, model: Any,
                  merge_only: bool) -> None:
@@ -146,8 +145,7 @@ class _Model:
                 self.model.add(self.starts[2 * nodes + node] >= self.end(nodes + node))
 
     def _chains(self) -> list[tuple[int, int]]:
-        """Pairs of nodes whose F, B and W come in this order: equal routes (a symmetry), or the rule of
-        order."""
+        """Pairs of nodes whose F, B and W come in this order: equal routes (a symmetry), or the rule of order."""
         instance, count = self.instance, self.count
         pairs = set()
         last: dict[tuple[int, ...], int] = {}

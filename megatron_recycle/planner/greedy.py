@@ -1,5 +1,4 @@
-"""Greedy list scheduling: simulate one iteration, and let each free worker pick its next action by simple
-rules."""
+"""Greedy list scheduling: simulate one iteration, and let each free worker pick its next action by simple rules."""
 
 from __future__ import annotations
 

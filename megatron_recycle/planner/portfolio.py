@@ -102,8 +102,7 @@ def goal(problem: Problem, schedule: Schedule) -> float:
 
 def search(instance: Instance, work: int, seed: int = 0, cancelled: Cancelled = lambda: False,
            better: Callable[[Schedule], None] | None = None) -> Found:
-    """Search every cap level within ``work`` scheduled actions per level; the given caps' level comes
-    first."""
+    """Search every cap level within ``work`` scheduled actions per level; the given caps' level comes first."""
     best: Schedule | None = None
     target = 0.0
     trials, cut = 0, False

@@ -10,8 +10,7 @@ from .instance import Instance
 
 def times(instance: Instance, route: list[int], trace: list[int], release: Sequence[int],
           scale: int = 1) -> tuple[list[int], list[int]]:
-    """End of every action (by code) and of every stage's work, with stage ``s`` free from ``release[s]``
-    on."""
+    """End of every action (by code) and of every stage's work, with stage ``s`` free from ``release[s]`` on."""
     count, last = len(instance.jobs), instance.stages - 1
     nodes = count * instance.stages
     two, edge = 2 * nodes, last * count
@@ -84,8 +83,7 @@ def makespan_of(instance: Instance, route: list[int], trace: list[int]) -> int:
 
 
 def phases(instance: Instance, route: list[int], trace: list[int], period: int) -> list[int]:
-    """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true
-    one."""
+    """From when on each stage is free in a strictly periodic run; ``period`` must not be below the true one."""
     begin = [0] * instance.groups
     while True:
         fresh = stepping(instance, route, trace, begin)

@@ -63,7 +63,7 @@ ROWS = (
 
 @dataclass
 class Measured:
-    """What a job showed, in units."""
+    """Figures of a job, in units."""
 
     row: Row
     period: float
@@ -140,7 +140,7 @@ def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
 
 
 def name_of(backend: str) -> str:
-    """Of the report and the folder beside it."""
+    """Name of the report and of the folder beside it."""
     return "emulated" if backend == "deepspeed" else f"emulated-{backend}"
 
 
@@ -165,7 +165,7 @@ def read(row: Row, shape: Shape, unit: float, results: list[dict[str, Any]], pla
 
 
 def miscounted(row: Row, shape: Shape, results: list[dict[str, Any]]) -> list[str]:
-    """Micro-batches that were not run exactly once in every measured iteration."""
+    """Number of micro-batches that were not run exactly once in every measured iteration."""
     if row.clipping and row.settings is not None:
         return []  # work thrown away with a wrong step is done twice
     counts = Counter((kind, number) for result in results for kind, number in result["ran"])

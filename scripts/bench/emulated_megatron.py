@@ -42,7 +42,7 @@ def model_of(args: argparse.Namespace) -> tuple[Any, Any, Emulated]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     class Stage(MegatronModule):
-        """What core's schedule asks of a stage; activations are (1, 1, WIDTH)."""
+        """A stage as core's schedule needs it; activations are (1, 1, WIDTH)."""
 
         model_type = ModelType.encoder_or_decoder
         share_embeddings_and_output_weights = False

@@ -1,4 +1,4 @@
-"""What the emulated stages of both backends share: samples that know their number, and a layer that sleeps.
+"""Parts of the emulated stages of both backends: samples that know their number, and a layer that sleeps.
 
 Forward, input gradient and weight gradient of a stage sleep for given times; the tensors between stages are real.
 """
@@ -47,7 +47,7 @@ class WeightLater:
 
 
 class Emulated(nn.Module):
-    """One stage. ``find_splitter`` gives what defers weight gradients, None where nothing does."""
+    """One stage. ``find_splitter`` gives the object that defers weight gradients, or None."""
 
     def __init__(self, seconds: tuple[float, float, float], parameters: int) -> None:
         super().__init__()
@@ -102,7 +102,8 @@ def arguments() -> argparse.Namespace:
 
 
 def write(folder: Path, rank: int, place: tuple[int, int], ends: Sequence[float], stage: Emulated) -> None:
-    """What `emulated.py` reads of this worker; ``place`` is (pipeline, stage), ``ends`` when each iteration ended."""
+    """Write the file of this worker for `emulated.py`: ``place`` is (pipeline, stage), ``ends`` the end of each
+    iteration."""
     result = {"pipeline": place[0], "stage": place[1], "ends": list(ends), "ran": stage.ran,
               "weight": [stage.weight[0].item(), stage.weight.sum().item()]}
     (folder / f"worker-{rank}.json").write_text(json.dumps(result))

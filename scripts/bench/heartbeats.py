@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What a large job's heartbeats cost its coordinator, and how soon it acts on a loss while they come in.
+"""The cost of a large job's heartbeats to its coordinator, and the time until it acts on a loss while they come in.
 
     python scripts/bench/heartbeats.py                   # 2,000 workers, 10 losses
     python scripts/bench/heartbeats.py --workers 500
@@ -9,7 +9,7 @@ one other process that speak the real protocol over loopback: a heartbeat each `
 training thread does, and a commit each `--iteration` seconds. Then workers are lost, one after the other. Printed
 and written to runs/bench/heartbeats.json: share of one core that the coordinator takes in steady training, and time
 from a loss until it is decided, until the stop has reached the last worker, and until the last one is told to go
-on (plans are empty here: what making one takes is for scripts/bench/planner.py).
+on (plans are empty here: scripts/bench/planner.py times the making of one).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def raise_file_limit() -> None:
 
 
 class LightSession(Session):
-    """Reads no more of a stop or go than its kind and generation: what thousands of workers need to parse it is not
+    """Reads of a stop or go only its kind and generation: the time of thousands of workers to parse it is not
     the coordinator's cost."""
 
     def _receive(self, payload: bytes, mac: bytes) -> dict[str, Any] | None:
@@ -76,7 +76,7 @@ class LightSession(Session):
 
 
 class Client(asyncio.Protocol):
-    """One worker: says what it must, and keeps the times of what it hears."""
+    """One worker: sends its messages, and keeps the times of those that it hears."""
 
     def __init__(self, job: Clients, number: int) -> None:
         self.job = job
@@ -162,7 +162,7 @@ class Clients:
             self.clients.append(client)
 
     async def until_told(self, what: str, generation: int) -> float:
-        """When the last live worker has heard of it."""
+        """Time at which the last live worker has heard of it."""
         async with asyncio.timeout(LIMIT):
             while len(self.heard[what, generation]) < self.live:
                 if self.broken:

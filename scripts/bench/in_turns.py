@@ -4,7 +4,7 @@
     in_turns.py HOST:PORT SIDE SCRIPT [its arguments]
 
 Every worker of every job says its SIDE once and is then told when its next iteration may begin (a byte). Where that
-iteration ends, at the beginning of the next one or the end of the script, it sends a line with what it took: seconds,
+iteration ends, at the beginning of the next one or the end of the script, it sends a line with its times: seconds,
 and processor seconds of this process.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the plugin costs while nothing fails: iterations of the quickstart's job against the stock engine.
+"""The cost of the plugin while nothing fails: iterations of the quickstart's job against the stock engine.
 
     python scripts/bench/overhead.py                      # 3 rounds of 40 iterations of stock, fast, exact
     python scripts/bench/overhead.py --backend megatron   # stock is megatron-core's own 1F1B
@@ -51,14 +51,14 @@ SKIPPED = 5
 KEYS = {"seconds": "iteration", "processor_seconds": "processor time"}
 
 Kept = dict[str, int]
-"""Most bytes that a worker keeps, by what for."""
+"""Most bytes that a worker keeps, by purpose."""
 
 Taken = dict[str, list[float]]
-"""Of each iteration of a side: its seconds, and the processor seconds of all workers."""
+"""Seconds of each iteration of a side, and the processor seconds of all workers."""
 
 
 class Turns:
-    """Tells the workers of all sides when to run their next iteration, and hears what it took."""
+    """Tells the workers of all sides when to run their next iteration, and hears its times."""
 
     def __init__(self, limit: float) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -97,7 +97,8 @@ class Turns:
 
 
 def one_round(number: int, args: argparse.Namespace, folder: Path) -> tuple[dict[str, Taken], dict[str, Kept]]:
-    """One start of all sides; what each side's iterations took, and what the plugin keeps. Raises JobFailed."""
+    """Start all sides once; returns the times of each side's iterations and the bytes that the plugin keeps. Raises
+    JobFailed."""
     arguments = ["--iterations", str(args.iterations + SKIPPED), "--stages", str(STAGES), "--microbatches",
                  str(MICROBATCHES), "--width", str(args.width), "--batch", str(args.batch)]
     script = str(SCRIPTS / TRAINING[args.backend])
@@ -125,7 +126,7 @@ def one_round(number: int, args: argparse.Namespace, folder: Path) -> tuple[dict
 
 
 def kept_by(job: Job) -> Kept:
-    """What the workers of a job that is about to end have said that they keep. Raises JobFailed."""
+    """Bytes kept by the workers of a job that is about to end, as they report them. Raises JobFailed."""
     kept: Kept = {}
     for event in job.events():
         for own in event.get("kept", {}).values():

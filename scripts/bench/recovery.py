@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 
 def orders(count: int, most: int, rng: random.Random) -> list[list[str]]:
-    """For each job whom to hit, `count` in all, `most` a job; a stage keeps its last worker, and positions take turns
+    """Victims of each job, `count` in all, `most` a job; a stage keeps its last worker, and positions take turns
     in being first."""
     workers = [f"{pipeline}:{stage}" for pipeline in range(PIPELINES) for stage in range(STAGES)]
     made: list[list[str]] = []
@@ -69,7 +69,7 @@ def orders(count: int, most: int, rng: random.Random) -> list[list[str]]:
 
 
 def strike(kind: str, job: Job, victim: str) -> float:
-    """Do it; returns when (Unix seconds)."""
+    """Hit the victim; returns when (Unix seconds)."""
     if kind == "coordinator":
         target = TargetJob(job.run_dir)
         pid, moment = target.coordinator(), time.time()
@@ -195,7 +195,7 @@ def show(kind: str, rows: Sequence[Row], console: Console) -> None:
 
 
 def run_kind(kind: str, args: argparse.Namespace, output: Path, console: Console) -> list[Row]:
-    """All that was asked for of one kind. Raises JobFailed."""
+    """All measurements of one kind. Raises JobFailed."""
     rng = random.Random(args.seed)
     rows: list[Row] = []
     most = 1 if kind == "unreachable" else args.kills

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What it costs the others when a worker comes back: the quickstart's grid, 3 pipelines x 2 stages.
+"""The cost to the others when a worker comes back, in the quickstart's grid, 3 pipelines x 2 stages.
 
     python scripts/bench/rejoin.py               # 6 kills, each followed by a rejoin
     python scripts/bench/rejoin.py --width 768   # a larger state to copy
