@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import signal
@@ -14,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_recycle.config import variable
 from megatron_recycle.control.ports import listen
+from megatron_recycle.environment import TOKEN
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.run_folder import prepare
+from megatron_recycle.observe.events import EventReader
 
 SCRIPTS = Path(__file__).resolve().parent
 POLL = 0.005
@@ -40,7 +42,7 @@ class Job:
         arguments: its arguments.
         run_dir: logs and events go there; files of an earlier run in it are moved aside.
         nproc: workers.
-        settings: RECYCLE_... variables without their prefix, in lower case.
+        settings: name of a setting -> its text.
         limit: seconds after which the job counts as hung.
         hosts: launchers, each with its share of the workers, as if each ran on a host of its own.
     """
@@ -59,20 +61,20 @@ class Job:
         except ConfigError as error:
             raise JobFailed(str(error)) from error
         self.pids: dict[str, int] = {}
-        self._offset = 0
+        self._events = EventReader(self.run_dir / "events.jsonl")
         self._deadline = time.monotonic() + self.limit
         environ = {
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             **os.environ,
-            **{f"RECYCLE_{name.upper()}": value for name, value in self.settings.items()},
+            **{variable(name): value for name, value in self.settings.items()},
         }
         command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", str(self.nproc // self.hosts)]
         command += ["--run-dir", str(self.run_dir), "--show", "none"]
         script = [str(SCRIPTS / self.script), *self.arguments]
         several: list[list[str]] = [[]]
         if self.hosts > 1:
-            environ["RECYCLE_TOKEN"] = secrets.token_hex(16)
+            environ[TOKEN] = secrets.token_hex(16)
             common = ["--nnodes", str(self.hosts), "--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
             several = [[*common, "--node-rank", str(node)] for node in range(self.hosts)]
         self.log = self.run_dir / "launcher.log"
@@ -94,7 +96,7 @@ class Job:
         """All events as they come, until the job has ended. Raises JobFailed if it is too slow."""
         while True:
             ended = self._child.status() is not None
-            found = self._new_events()
+            found = self._events.new()
             for event in found:
                 self.pids = event.get("pids", self.pids)
                 if event["event"] == "joined":
@@ -125,16 +127,6 @@ class Job:
         status = self._child.wait(_END_LIMIT)
         if status != 0:
             raise JobFailed(f"the job in {self.run_dir} ended with status {status}{self._tail()}")
-
-    def _new_events(self) -> list[Event]:
-        path = self.run_dir / "events.jsonl"
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(self._offset)
-            whole, _, _ = file.read().rpartition(b"\n")
-        self._offset += len(whole) + 1 if whole else 0
-        return [json.loads(line) for line in whole.splitlines()]
 
     def _tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()[-25:]

@@ -7,7 +7,6 @@ descriptor that was opened before these checks.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -20,6 +19,7 @@ from typing import Any
 
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import RecycleError
+from megatron_recycle.observe.events import EventReader
 
 _PROC = Path("/proc")
 _COORDINATOR = "megatron_recycle.control.process"
@@ -59,20 +59,14 @@ class TargetJob:
     committed: int = -1
     ended: bool = False
     grid: Mapping[str, Any] = field(default_factory=dict)
-    _read: int = 0
+
+    def __post_init__(self) -> None:
+        self._events = EventReader(self.run_dir / "events.jsonl")
 
     def follow(self) -> None:
         """Take in the events since the last call."""
-        path = self.run_dir / "events.jsonl"
-        if not path.exists():
-            return
-        with path.open("rb") as file:
-            file.seek(self._read)
-            whole = file.read().rpartition(b"\n")[0]
-        if whole:
-            self._read += len(whole) + 1
-            for line in whole.splitlines():
-                self._take(json.loads(line))
+        for event in self._events.new():
+            self._take(event)
 
     def _take(self, event: Mapping[str, Any]) -> None:
         name = event["event"]

@@ -130,22 +130,37 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
         ValueError: a complete line is not a JSON object; the message names file and line.
     """
-    return list(iterate_events(path))
-
-
-def iterate_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Like `read_events`, one event at a time."""
+    found = []
     with open(path, encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
-                return
+                break
             try:
                 record = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: not an event: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(f"{path}, line {number}: not an event: {line.strip()}")
-            yield record
+            found.append(record)
+    return found
+
+
+class EventReader:
+    """A growing event file; each call of `new` reads on where the last one ended."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The events since the last call. A last line that is still being written is left for the next one."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        return [json.loads(line) for line in whole.splitlines()]
 
 
 def format_event(record: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.observe import EventLog, get_logger, read_events
-from megatron_recycle.observe.events import format_event
+from megatron_recycle.observe.events import EventReader, format_event
 
 
 def test_an_event_reads_back_with_its_time_and_leading_fields_first(tmp_path: Path):
@@ -138,3 +138,15 @@ def test_what_a_dead_process_has_left_of_a_line_is_not_continued(tmp_path: Path)
     with EventLog(path, log=False) as events:
         events.emit("finished")
     assert [event["event"] for event in read_events(path)] == ["started", "finished"]
+
+
+def test_a_growing_file_is_read_on_without_its_unfinished_last_line(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    reader = EventReader(path)
+    assert reader.new() == []
+    path.write_text('{"event": "a"}\n{"event": "b"}\n{"eve')
+    assert [event["event"] for event in reader.new()] == ["a", "b"]
+    with path.open("a") as file:
+        file.write('nt": "c"}\n')
+    assert [event["event"] for event in reader.new()] == ["c"]
+    assert reader.new() == []
