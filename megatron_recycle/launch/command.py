@@ -38,7 +38,7 @@ from megatron_recycle.launch.network import (
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.torch_store import Store, keep_store
-from megatron_recycle.membership.notices import describe_status
+from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.observe.output import spare_output
 
 _HIGHEST_PORT = 65534
