@@ -20,7 +20,8 @@ from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.messages import TO_WORKER, Role, check_report
+from megatron_recycle.membership.messages import TO_WORKER, check_report
+from megatron_recycle.membership.notices import MEMBER
 from megatron_recycle.membership.resume import RESTART, Resume
 
 _GLANCE = 0.5
@@ -88,6 +89,7 @@ class Agent:
         patience: seconds that a waiting training thread bears a coordinator that cannot be reached, be it for the
             coordinator or for other workers that it waits.
         joining: the job runs already, and this process waits to be taken in.
+        link: makes the connection, from the arguments of `Link`.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class Agent:
         pid: int | None = None,
         host: str | None = None,
         joining: bool = False,
+        link: Callable[..., Link] = Link,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -140,7 +143,7 @@ class Agent:
         self._ready: Message | None = None
         self._latest: dict[str, Message] = {}
         self._go: Go | None = None
-        self._link = Link(
+        self._link = link(
             address,
             token,
             hello=self._hello,
@@ -387,7 +390,7 @@ class Agent:
         if stop.generation <= self.stop_generation:
             return
         with self._changed:
-            self.outside = stop.role != Role.MEMBER
+            self.outside = stop.role != MEMBER
             self.stop_generation = stop.generation
             self.missing = stop.missing
             self.offer = None

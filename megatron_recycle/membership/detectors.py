@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any, Generic, TypeVar
-
-from megatron_recycle.membership.failure_kinds import FailureKind
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -48,26 +45,14 @@ class Heartbeats(Generic[Key]):
         return {key: seen for key, seen in self._seen.items() if now - seen > self.timeout}
 
 
-class ThreadState(str, Enum):
-    """What a training thread is in."""
-
-    WORKING = "working"
-    WAITING = "waiting"
-    """For other workers."""
-    STANDING_BY = "standing by"
-    """Its script has ended well."""
-    OUTSIDE = "outside"
-    """The script's own code."""
-
-    def __str__(self) -> str:
-        return self.value
-
-
 @dataclass(frozen=True)
 class Doing:
-    """What a training thread does, as its worker told it: `for_s` seconds of at most `limit_s` (None: no limit)."""
+    """What a training thread does, as its worker told it: `for_s` seconds of at most `limit_s` (None: no limit).
 
-    state: ThreadState
+    `state` is "working", "waiting", "standing by" (its script has ended well) or "outside" (the script's own code).
+    """
+
+    state: str
     what: str
     number: int
     for_s: float
@@ -81,7 +66,7 @@ class Doing:
         try:
             limit = told["limit_s"]
             return cls(
-                ThreadState(told["state"]),
+                str(told["state"]),
                 str(told["what"])[:40],
                 int(told["number"]),
                 float(told["for_s"]),
@@ -92,7 +77,7 @@ class Doing:
 
     @property
     def waits(self) -> bool:
-        return self.state in (ThreadState.WAITING, ThreadState.STANDING_BY)
+        return self.state in ("waiting", "standing by")
 
     @property
     def too_long(self) -> bool:
@@ -133,13 +118,13 @@ class Stalls(Generic[Key]):
         return {
             key: at - doing.for_s
             for key, (doing, at) in self._known()
-            if doing.state is ThreadState.WORKING and doing.too_long
+            if doing.state == "working" and doing.too_long
         }
 
     def all_wait(self, now: float) -> dict[Key, Doing] | None:
         """What everybody waits for, if all do, for longer than any of them has learnt to be possible."""
         found = {key: doing for key, (doing, at) in self._known() if doing.waits and now - at <= 3 * self.interval}
-        if len(found) < len(self._told) or not any(doing.state is ThreadState.WAITING for doing in found.values()):
+        if len(found) < len(self._told) or not any(doing.state == "waiting" for doing in found.values()):
             return None
         limits = [doing.limit_s for doing in found.values() if doing.limit_s is not None]
         if len(limits) < len(found) or any(doing.for_s <= max(limits) for doing in found.values()):
@@ -179,12 +164,12 @@ class Hosts(Generic[Key]):
         self._launchers[host] = now
 
     def judge(self, silent: Mapping[Key, float], seen: Mapping[Key, float], timeout: float,
-              now: float) -> dict[Key, FailureKind]:
+              now: float) -> dict[Key, str]:
         """The kind of failure of those of `silent` (key -> when last heard of) that can be told now.
 
         `seen` has everybody's last sign of life.
         """
-        verdicts: dict[Key, FailureKind] = {}
+        verdicts: dict[Key, str] = {}
         for host in {self._host.get(key, "") for key in silent}:
             here = [key for key, at in self._host.items() if at == host]
             gone = {key: silent[key] for key in silent if self._host.get(key, "") == host}
@@ -192,12 +177,12 @@ class Hosts(Generic[Key]):
             signs += [self._launchers[host]] if host in self._launchers else []
             last = max(gone.values())
             if any(sign > last + 2 * self.interval for sign in signs):
-                verdicts.update(dict.fromkeys(gone, FailureKind.FROZEN))
+                verdicts.update(dict.fromkeys(gone, "frozen"))
             elif all(now - sign > timeout for sign in signs):
                 alone = len(gone) + (host in self._launchers) < 2
-                verdicts.update(dict.fromkeys(gone, FailureKind.FROZEN if alone else FailureKind.UNREACHABLE))
+                verdicts.update(dict.fromkeys(gone, "frozen" if alone else "unreachable"))
             elif now - min(gone.values()) > timeout + 2 * self.interval:
-                verdicts.update(dict.fromkeys(gone, FailureKind.FROZEN))
+                verdicts.update(dict.fromkeys(gone, "frozen"))
         return verdicts
 
 

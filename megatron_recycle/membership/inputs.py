@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.state import Member, Message
 
@@ -26,7 +25,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """`learnt` is what the process was told by others before, of one of the start (see `records.learnt`)."""
+    """`learnt` is what the process was told by others before, of one of the start (see `learnt`)."""
 
     incarnation: str
     description: Message
@@ -36,10 +35,8 @@ class Ready:
 
 @dataclass(frozen=True)
 class Loss:
-    """One process that is to be declared out."""
-
     incarnation: str
-    kind: FailureKind
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -227,7 +224,7 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The coordinator has come back; its state is from `records.restore`."""
+    """The coordinator has come back; its state is from `restart.restore`."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from .grid import Worker
 from .plan import Plan
 
 Piece = tuple[int, int, int]
-"""(pipeline, first block, last block) of one accumulator, both blocks inclusive."""
+"""Pipeline, first block and last block of one accumulator."""
 
 
 def pieces(plan: Plan, stage: int) -> dict[Worker, tuple[Piece, ...]]:

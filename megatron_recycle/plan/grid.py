@@ -9,9 +9,6 @@ from typing import NamedTuple
 
 from .errors import PlanError
 
-Microbatch = tuple[int, int]
-"""(pipeline, micro-batch)."""
-
 _WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})\Z")
 
 
@@ -65,7 +62,7 @@ class Grid:
         """Every worker of the grid, in order of pipeline, then stage."""
         return tuple(Worker(d, s) for d in range(self.pipelines) for s in range(self.stages))
 
-    def items(self) -> Iterator[Microbatch]:
+    def items(self) -> Iterator[tuple[int, int]]:
         """Every ``(pipeline, microbatch)``, in logical order."""
         for pipeline, count in enumerate(self.microbatches):
             for microbatch in range(count):

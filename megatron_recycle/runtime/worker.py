@@ -23,7 +23,7 @@ from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.default_group import World
-from megatron_recycle.runtime.comm.handles import CONNECTING, RETIRING, Groups
+from megatron_recycle.runtime.comm.handles import CONNECTING, RETIRING, Groups, build_groups
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import Reduction, per_token, reduction_of
 from megatron_recycle.runtime.comm.trained_alike import Agreement, Trained
@@ -77,11 +77,14 @@ class StageWorker:
             part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
             raise anything. None: there is no such thing.
         setup: the time until `begin`, as what this process is told in it; None: nobody joins later.
+        connect: builds the handles of a generation, as `build_groups`.
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
                  generators: Generators, config: RecycleConfig, observer: Observer | None = None,
-                 save_last: Callable[[], str] | None = None, setup: SetUp | None = None) -> None:
+                 save_last: Callable[[], str] | None = None, setup: SetUp | None = None,
+                 connect: Callable[..., Groups] = build_groups) -> None:
+        self.connect = connect
         self.setup = setup
         if config.on_leave == "checkpoint" and save_last is None:
             raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with "

@@ -1,0 +1,344 @@
+"""A training job whose workers are threads: the real worker loop, recovery, stepper, decisions and planner.
+
+A worker that is to die at some phase meets an exception there that nobody handles; its connections close, and what it
+had under way is lost or not. Nothing depends on how long anything takes but the order in which messages arrive, which
+is drawn from a seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import agent as agents
+from megatron_recycle.errors import JobEnded
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.compute.random_state import Generators
+from megatron_recycle.runtime.compute.split import Splitter
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.worker import StageWorker
+from tests.memory.control import Control, MemoryLink
+from tests.memory.model import Data, SmallStage
+from tests.memory.network import LIMIT, Network
+
+CPU = torch.device("cpu")
+
+
+class Killed(BaseException):
+    """SIGKILL: nothing handles it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What makes two jobs the same but for failures."""
+
+    pipelines: int = 3
+    stages: int = 2
+    microbatches: int = 4
+    iterations: int = 4
+    clipping: float = 0.0
+    scale: float = 0.0
+    tied: bool = False
+    overflows: tuple[tuple[int, int], ...] = ()
+    evaluate: tuple[int, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = (("reduction", "exact"),)
+
+    @property
+    def workers(self) -> list[str]:
+        return [f"{pipeline}:{stage}" for pipeline in range(self.pipelines) for stage in range(self.stages)]
+
+    @property
+    def step(self) -> str:
+        return str(dict(self.settings).get("step", "staggered"))
+
+    def with_settings(self, **settings: Any) -> Shape:
+        return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """``worker``'s ``nth`` (from 0) arrival at ``phase`` of ``iteration``."""
+
+    worker: str
+    phase: str
+    iteration: int
+    nth: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.worker} at {self.phase} {self.nth} of {self.iteration}"
+
+
+@dataclass
+class Result:
+    """What a worker has at its end, or how it ended."""
+
+    status: int | None = None
+    error: str = ""
+    losses: list[float] = field(default_factory=list)
+    evaluated: list[list[float]] = field(default_factory=list)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    counters: Any = None
+
+
+@dataclass
+class Process:
+    """One life of a worker."""
+
+    rank: int
+    pid: int
+    name: str
+    thread: threading.Thread
+    result: Result
+    worker: StageWorker | None = None
+    dead: bool = False
+
+
+class Job:
+    """A job of ``shape``, which `run` runs to its end.
+
+    Args:
+        shape: the job.
+        kills: who dies where.
+        holds: who stops where, until `release`.
+        seed: of how long messages take.
+        slow: the share of messages that take a while.
+        at: called in a worker's thread whenever it gets to a phase.
+    """
+
+    def __init__(self, shape: Shape, kills: Sequence[Moment] = (), *, holds: Sequence[Moment] = (), seed: int = 0,
+                 slow: float = 0.0, at: Callable[[Job, Moment], None] | None = None) -> None:
+        self.shape = shape
+        self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
+        self.held: set[Moment] = set()
+        self.at = at
+        self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
+        self.ranks = {worker: (worker.stage * shape.pipelines + worker.pipeline,) for worker in self.grid.workers()}
+        self.network = Network(seed, slow)
+        self.control = Control(len(self.ranks), seed + 1, slow)
+        self.processes: dict[int, Process] = {}
+        self.former: list[Process] = []
+        self._pids = iter(range(1000, 2000))
+        self._over = False
+
+    # ---- its life
+
+    def __enter__(self) -> Job:
+        logging.getLogger("megatron_recycle").setLevel(logging.ERROR)  # six workers in one process say everything
+        for worker in self.ranks:
+            self.start(str(worker))
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is not None:
+            print(self.where(), file=sys.stderr)
+        self._over = True
+        for process in self.processes.values():
+            self.die(process)
+        for event in self.holds.values():
+            event.set()
+        self.control.close()
+        self.network.close()
+
+    def start(self, name: str, joining: bool = False) -> None:
+        """A process for this position; ``joining``: the job runs already."""
+        place = Place(Worker.parse(name), self.grid, self.ranks, "gloo")
+        rank, pid = self.ranks[place.me][0], next(self._pids)
+        if rank in self.processes:
+            self.former.append(self.processes[rank])
+        self.network.rise(rank)
+        process = self.processes[rank] = Process(rank, pid, name, None, Result())  # type: ignore[arg-type]
+        process.thread = threading.Thread(target=self._live, args=(process, place, joining), name=f"worker-{name}",
+                                          daemon=True)
+        process.thread.start()
+
+    def run(self) -> dict[int, Result]:
+        """Until all have ended."""
+        with self:
+            return self.wait()
+
+    def wait(self) -> dict[int, Result]:
+        end = time.monotonic() + LIMIT
+        for process in list(self.processes.values()):
+            process.thread.join(max(0.0, end - time.monotonic()))
+            if process.thread.is_alive():
+                raise AssertionError(f"worker {process.name} hangs")
+        if self.control.failure is not None:
+            raise AssertionError("the coordinator has failed") from self.control.failure
+        return {rank: process.result for rank, process in self.processes.items()}
+
+    # ---- one worker
+
+    def _live(self, process: Process, place: Place, joining: bool) -> None:
+        result = process.result
+        try:
+            self._train(process, place, joining)
+            result.status = 0
+        except Killed:
+            result.status = -9
+        except JobEnded as end:
+            result.status, result.error = end.status, str(end)
+        except BaseException as error:  # noqa: BLE001  (the test reports it)
+            result.status, result.error = 1, "".join(traceback.format_exception(error))
+        if process.worker is not None:
+            process.worker.stepper.close()
+        self.network.die(process.rank) if self.processes.get(process.rank) is process else None
+        self.control.exited(process.rank, process.pid, result.status)
+
+    def _train(self, process: Process, place: Place, joining: bool) -> None:
+        shape, result = self.shape, process.result
+        config = RecycleConfig(**{"heartbeat_interval": 0.5, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+                                  "verify": "peers", **dict(shape.settings)})
+        stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
+                           microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
+                           tied=shape.tied, overflows=shape.overflows)
+        worker: list[StageWorker] = []
+        agent = agents.Agent("127.0.0.1:1", "token", str(place.me), process.rank, uuid.uuid4().hex[:12],
+                             on_stop=lambda stop: [one.abort(stop.generation) for one in worker],
+                             on_end=lambda ended: [one.abort(sys.maxsize) for one in worker],
+                             patience=LIMIT, pid=process.pid, host="host", joining=joining,
+                             link=functools.partial(MemoryLink, self.control))
+        process.worker = made = _Worker(
+            place=place, stage=stage, splitter=Splitter(stage.module), data=Data(), agent=agent,
+            generators=_Own(CPU), config=config, observer=_Observer(self, process), connect=self.network.connect)
+        worker.append(made)
+        agent.start()
+        for iteration in range(shape.iterations):
+            if iteration in shape.evaluate:
+                result.evaluated.append(made.evaluate(iteration, Data(), 500 + iteration).flatten().tolist())
+            result.losses.append(made.train(iteration))
+        made.settle()
+        result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
+        result.counters = stage.counters()
+        made.finish()
+
+    def die(self, process: Process) -> None:
+        process.dead = True
+        self.network.die(process.rank)
+
+    # ---- what a test does
+
+    def wait_held(self, *holds: Moment) -> None:
+        self.control.wait_until(lambda: self.held >= set(holds or self.holds), f"{holds or list(self.holds)}", LIMIT)
+
+    def wait_event(self, name: str, **fields: Any) -> dict[str, Any]:
+        def found() -> list[dict[str, Any]]:
+            return [event for event in self.control.events
+                    if event["event"] == name and all(event.get(key) == value for key, value in fields.items())]
+
+        self.control.wait_until(found, f"event {name} {fields}", LIMIT)
+        return found()[0]
+
+    def release(self, hold: Moment, die: bool = False) -> None:
+        if die:
+            self.kills.add(hold)
+        self.holds[hold].set()
+
+    def where(self) -> str:
+        """Where each worker stood."""
+        lines = [f"{(e['event'], e.get('generation'), e.get('worker'), e.get('iteration'))}"
+                 for e in self.control.events[-40:]]
+        frames = sys._current_frames()
+        for process in self.processes.values():
+            stack = frames.get(process.thread.ident or 0)
+            text = "".join(traceback.format_stack(stack)[-8:]) if stack is not None else process.result.error
+            lines.append(f"--- {process.name} status {process.result.status}\n{text}")
+        return "\n".join(lines)
+
+
+class _Worker(StageWorker):
+    def close(self) -> None:
+        """Without waiting for the threads of this process, which are also those of other workers."""
+        self.uninstall()
+        self.stepper.close()
+        self.agent.close()
+
+
+class _Own(Generators):
+    """Those of the model; to look through all modules for named ones takes longer than to train."""
+
+    def adopt_trackers(self) -> None:
+        pass
+
+
+class _Observer:
+    """Counts a worker's arrivals, and lets it die or stop where the test wants."""
+
+    def __init__(self, job: Job, process: Process) -> None:
+        self._job, self._process = job, process
+        self._seen: dict[tuple[str, int], int] = {}
+
+    def on(self, phase: str, iteration: int, action: Any) -> None:
+        job, process = self._job, self._process
+        nth = self._seen.get((phase, iteration), 0)
+        self._seen[phase, iteration] = nth + 1
+        moment = Moment(process.name, phase, iteration, nth)
+        if job.at is not None:
+            job.at(job, moment)
+        if moment in job.holds and moment not in job.held:
+            with job.control.changed:
+                job.held.add(moment)
+                job.control.changed.notify_all()
+            job.holds[moment].wait(LIMIT)
+        if moment in job.kills or process.dead:
+            job.kills.discard(moment)
+            job.die(process)
+            raise Killed
+
+
+def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), came: Collection[str] = (),
+          within: float = 0.0) -> None:
+    """The job has ended as one whose stages wait for each other would have without failures; every iteration was
+    committed once, in order.
+
+    Args:
+        out: who need not have come to the end.
+        came: who came in later, and has losses since then.
+        within: by how much numbers may differ; 0: not in a bit.
+    """
+    reference = undisturbed(job.shape.with_settings(step="barrier"))
+    for rank, result in results.items():
+        name = job.processes[rank].name
+        if name in out and (result.status != 0 or not result.counters):
+            continue  # one that has woken up when all was done may have ended well
+        well = result.status == 0 and result.counters
+        assert well, f"{name} has ended with {result.status}: {result.error}\n{job.where()}"
+        found = differences(result, reference[rank], within)
+        found -= {"losses", "evaluated"} if name in came else set()
+        assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
+    committed = [event["iteration"] for event in job.control.events if event["event"] == "committed"]
+    assert committed == list(range(job.shape.iterations)), f"committed {committed}\n{job.where()}"
+
+
+def differences(one: Result, other: Result, within: float = 0.0) -> set[str]:
+    """What differs between two workers, by name."""
+    found = {name for name in ("losses", "evaluated", "counters")
+             if not _alike(*(torch.tensor(getattr(of, name), dtype=torch.float64) for of in (one, other)), within)}
+    found |= one.state.keys() ^ other.state.keys()
+    return found | {name for name in one.state.keys() & other.state.keys()
+                    if not _alike(one.state[name], other.state[name], within)}
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor, within: float) -> bool:
+    if within:
+        return one.shape == other.shape and torch.allclose(one, other, rtol=within, atol=within)
+    return torch.equal(one, other)
+
+
+@functools.cache
+def undisturbed(shape: Shape) -> Mapping[int, Result]:
+    """The job without failures."""
+    results = Job(shape).run()
+    bad = {rank: result.error for rank, result in results.items() if result.status != 0}
+    assert not bad, bad
+    return results

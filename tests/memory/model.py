@@ -1,0 +1,221 @@
+"""A small model in stages, as the runtime sees a framework: for jobs whose workers are threads."""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+
+VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 2, 3
+DROPOUT = 0.1
+
+
+class Embedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.token(tokens)
+
+
+class Block(nn.Module):
+    """Its dropout draws from a generator of its own: workers that are threads share torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.draw = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.rand(x.shape, generator=self.draw) > DROPOUT
+        return x + functional.gelu(self.linear(self.norm(x))) * kept
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def batch(pipeline: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, labels) of a micro-batch, each (BATCH, LENGTH)."""
+    draw = torch.Generator().manual_seed(1000 * pipeline + number)
+    return tuple(torch.randint(VOCABULARY, (BATCH, LENGTH), generator=draw) for _ in range(2))
+
+
+class Data:
+    """Micro-batches by place (`runtime.compute.data.DataSource`)."""
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        return batch(pipeline, number)
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass
+
+
+_ONE_BY_ONE = threading.Lock()  # torch's generator, which new layers draw from, is everybody's
+
+
+@functools.cache
+def _initial(stages: int, stage: int, tied: bool) -> Mapping[str, torch.Tensor]:
+    torch.manual_seed(7)
+    layers = [Embedding(), *[Block() for _ in range(max(1, stages - 2))], Head()]
+    if tied:
+        with torch.no_grad():
+            layers[-1].out.weight.copy_(layers[0].token.weight)
+    begin, end = _share(len(layers), stages, stage)
+    return nn.Sequential(*layers[begin:end]).state_dict()
+
+
+def _share(layers: int, stages: int, stage: int) -> tuple[int, int]:
+    return layers * stage // stages, layers * (stage + 1) // stages
+
+
+class SmallStage:
+    """One stage (`runtime.stage.Stage`).
+
+    Args:
+        stages, stage: which part of the model.
+        pipelines: nominal number of them.
+        clipping: limit on the norm of all gradients; 0: none.
+        scale: of the loss, halved where a gradient overflows and the step is left out; 0: losses are not scaled.
+        tied: whether the embedding and the head are one parameter.
+        overflows: (stage, step) whose gradient overflows.
+    """
+
+    averaging: Averaging = "after"
+    gradient_dtype = None
+    report_width = 1
+    device = torch.device("cpu")
+    settings: Mapping[str, Any] = {}
+    functions: Sequence[Any] = ()
+
+    def __init__(self, *, stages: int, stage: int, pipelines: int, microbatches: int, clipping: float = 0.0,
+                 scale: float = 0.0, tied: bool = False, overflows: Collection[tuple[int, int]] = ()) -> None:
+        with _ONE_BY_ONE:
+            layers: list[nn.Module] = [Embedding(), *[Block() for _ in range(max(1, stages - 2))], Head()]
+            begin, end = _share(len(layers), stages, stage)
+            self.module = nn.Sequential(*layers[begin:end])
+            self.module.load_state_dict(_initial(stages, stage, tied))
+        self.first, self.last, self.stage, self.pipelines = stage == 0, stage == stages - 1, stage, pipelines
+        self.microbatches, self.clipping, self.scale, self.overflows = microbatches, clipping, scale, set(overflows)
+        self.steps = self.skipped = 0
+        self.named = dict(self.module.named_parameters())
+        self.parameters = list(self.named.values())
+        self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2, foreach=False)
+        self.model = fingerprint(self.parameters)
+        self.tied_stages = ((0, stages - 1),) if tied else ()
+        self.ties: list[Tie] = []
+        if tied and (self.first or self.last):
+            inner = self.module[0].token if self.first else self.module[-1].out
+            self.ties = [Tie(inner.weight, (0, stages - 1))]
+        self.references: dict[str, Any] = {}
+
+    @property
+    def may_guess_wrong(self) -> bool:
+        return self.clipping > 0 or self.scale > 0
+
+    def look(self) -> bool:
+        return False
+
+    def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        x = batch[0] if inputs is None else inputs[0]
+        outputs = self.module(x)
+        if not self.last:
+            return Forward((inputs or (), outputs), (outputs,), None, roots=(outputs,))
+        loss = functional.cross_entropy(outputs.view(-1, VOCABULARY), batch[1].view(-1))
+        return Forward((inputs or (), loss), (), loss, report=(float(loss.detach()),), roots=(loss,))
+
+    def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        inputs, output = forward.saved
+        if self.last:
+            (output * (self.scale or 1.0) / self.microbatches).backward()
+        else:
+            output.backward(gradients[0])
+        return [tensor.grad for tensor in inputs]
+
+    def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
+        if (self.stage, self.steps + self.skipped) in self.overflows:
+            return math.inf
+        if not self.may_guess_wrong:
+            return 0.0
+        total = torch.stack([gradient.norm() for gradient in gradients]).pow(2.0).sum().item()
+        return total / (self.scale or 1.0) ** 2
+
+    def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
+        return 0.0
+
+    def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
+        if not math.isfinite(sum(norm_squares)):
+            return math.nan
+        if self.clipping <= 0:
+            return 1.0
+        return min(1.0, self.clipping / (math.sqrt(sum(norm_squares)) + 1e-6))
+
+    def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
+        if math.isnan(coefficient):
+            self.scale, self.skipped = self.scale / 2, self.skipped + 1
+            return
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            gradient = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
+            parameter.grad = gradient / self.scale if self.scale else gradient
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.steps += 1
+
+    def state(self) -> dict[str, torch.Tensor]:
+        tensors = {f"parameter {name}": parameter.detach() for name, parameter in self.named.items()}
+        for name, parameter in self.named.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key} {name}"] = value
+        return tensors
+
+    def fixed(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
+        self.reset_state(tensors.keys())
+        own = self.state()
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                key, of = name.split(" ", 1)
+                if name in own:
+                    own[name].copy_(tensor)
+                else:
+                    self.optimizer.state[self.named[of]][key] = tensor.clone()
+        self.set_counters(counters)
+
+    def reset_state(self, names: Collection[str]) -> None:
+        for name, parameter in self.named.items():
+            state = self.optimizer.state.get(parameter, {})
+            for key in [key for key in state if f"{key} {name}" not in names]:
+                del state[key]
+            if not state:
+                self.optimizer.state.pop(parameter, None)
+
+    def counters(self) -> Any:
+        return [self.steps, self.skipped, self.scale]
+
+    def set_counters(self, counters: Any) -> None:
+        self.steps, self.skipped, self.scale = counters
+
+    def refer(self, references: Mapping[str, Any]) -> None:
+        pass
+
+    def regroup(self, groups: Any) -> None:
+        pass

@@ -1,0 +1,185 @@
+"""Random campaigns in memory: a seed decides on the job, on what happens, to whom and when."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from tests.memory.job import Job, Moment, Shape, check
+
+SHAPES = {
+    "3x2": Shape(3, 2, 2, 3),
+    "3x2, four": Shape(3, 2, 4, 3),
+    "2x3": Shape(2, 3, 3, 3),
+    "3x3": Shape(3, 3, 2, 3),
+    "2x4": Shape(2, 4, 2, 3),
+    "4x2": Shape(4, 2, 2, 3),
+    "clipped": Shape(3, 2, 2, 4, clipping=0.05),
+    "clipped now and then": Shape(2, 3, 2, 4, clipping=0.9),
+    "overflows": Shape(3, 2, 2, 4, scale=64.0, overflows=((1, 1), (0, 2))),
+    "tied": Shape(3, 2, 2, 3, tied=True),
+    "evaluates": Shape(3, 2, 2, 3, evaluate=(1, 2)),
+    "waits": Shape(3, 2, 2, 3).with_settings(step="barrier"),
+    "waits, clipped": Shape(2, 3, 2, 3, clipping=0.05).with_settings(step="barrier"),
+}
+PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped")
+PER_MICROBATCH = ("forward", "backward", "weight", "evaluate")
+
+
+@dataclass
+class Scene:
+    """What happens in a job: ``kills`` where somebody gets there, ``play`` beside it."""
+
+    name: str
+    shape: Shape
+    kills: list[Moment] = field(default_factory=list)
+    holds: list[Moment] = field(default_factory=list)
+    play: Callable[[Job], None] | None = None
+    out: set[str] = field(default_factory=set)
+    came: set[str] = field(default_factory=set)
+    slow: float = 0.0
+    sure: bool = False
+    """Whether all of ``kills`` come to pass."""
+
+    def __str__(self) -> str:
+        told = [f"kill {one}" for one in self.kills] + [f"hold {one}" for one in self.holds]
+        return f"{self.name}: {', '.join(told)}"
+
+    def run(self, seed: int) -> Job:
+        """Raises AssertionError if anything differs, or hangs."""
+        job = Job(self.shape, self.kills, holds=self.holds, seed=seed, slow=self.slow)
+        try:
+            with job:
+                if self.play is not None:
+                    self.play(job)
+                check(job, job.wait(), self.out, self.came)
+                assert not self.sure or not job.kills, f"nobody got to {job.kills}"
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}, {self}: {error}") from error
+        return job
+
+
+class Draw:
+    """Draws scenes."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+
+    def scene(self) -> Scene:
+        name = self.random.choice(list(SHAPES))
+        kind = self.random.choice([self.one, self.two, self.during_the_recovery, self.apart, self.coordinator,
+                                   self.with_coordinator, self.comes_back, self.frozen])
+        scene = kind(SHAPES[name])
+        scene.name = f"{name}, {kind.__name__}"
+        scene.slow = self.random.choice([0.0, 0.1, 0.5])
+        return scene
+
+    def moment(self, shape: Shape, worker: str, first: int = 0, last: int | None = None) -> Moment:
+        """That surely comes, if nobody else fails before."""
+        last = shape.iterations - 1 if last is None else last
+        # Others have nothing left to do in the last iteration: it gets a fifth of all.
+        iteration = last if self.random.random() < 0.2 else self.random.randint(first, last)
+        phases = PHASES + (("evaluate",) if iteration + 1 in shape.evaluate else ())
+        phase = self.random.choice(phases)
+        return Moment(worker, phase, iteration, self.random.randrange(
+            shape.microbatches) if phase in PER_MICROBATCH else 0)
+
+    def pair(self, shape: Shape) -> list[str]:
+        """Two workers that are not all that a stage has."""
+        while True:
+            pair = self.random.sample(shape.workers, 2)
+            if shape.pipelines > 2 or pair[0][-1] != pair[1][-1]:
+                return pair
+
+    # ---- kinds
+
+    def one(self, shape: Shape) -> Scene:
+        worker = self.random.choice(shape.workers)
+        return Scene("", shape, [self.moment(shape, worker)], out={worker}, sure=True)
+
+    def two(self, shape: Shape) -> Scene:
+        """The second may have nothing to die of any more, so it is not sure to be out."""
+        one, other = self.pair(shape)
+        first = self.moment(shape, one)
+        second = Moment(other, "forward", first.iteration)
+        return Scene("", shape, [first], [second], play=lambda job: _release(job, second), out={one, other})
+
+    def during_the_recovery(self, shape: Shape) -> Scene:
+        one, other = self.pair(shape)
+        first = self.moment(shape, one)
+        later = [Moment(other, "recovering", iteration, nth) for iteration in range(shape.iterations + 1)
+                 for nth in range(self.random.choice([1, 2]))]
+        return Scene("", shape, [first, *later], out={one, other})
+
+    def apart(self, shape: Shape) -> Scene:
+        """Another one stands somewhere when the first dies, and goes on once that is decided."""
+        one, other = self.pair(shape)
+        first = Moment(one, "forward", self.random.randrange(1, shape.iterations))
+        held = self.moment(shape, other, first.iteration - (shape.step == "staggered"), first.iteration)
+        if shape.clipping and held.iteration < first.iteration:  # after wrong guesses they wait for each other
+            held = replace(held, iteration=first.iteration)
+        if held.iteration < first.iteration:  # stages are never more than one step apart
+            held = Moment(other, self.random.choice(["reduced", "step", "stepped"]), held.iteration)
+            first = replace(first, phase=self.random.choice(["forward", "reduce"]))
+        return Scene("", shape, [first], [held], play=lambda job: _once_decided(job, held), out={one})
+
+    def coordinator(self, shape: Shape) -> Scene:
+        at, absent = self.random.uniform(0.0, 0.2), self.random.choice([0.0, 0.01, 0.1])
+        return Scene("", shape, play=lambda job: _kill_coordinator(job, at, absent))
+
+    def with_coordinator(self, shape: Shape) -> Scene:
+        scene = self.one(shape)
+        after, absent = self.random.uniform(0.0, 0.05), self.random.choice([0.0, 0.01])
+
+        def play(job: Job) -> None:
+            job.wait_event("suspected")
+            job.control.call(lambda: job.control.kill(absent), after)
+
+        scene.play = play
+        return scene
+
+    def comes_back(self, shape: Shape) -> Scene:
+        shape = replace(shape, iterations=6)
+        worker = self.random.choice(shape.workers)
+        first = self.moment(shape, worker, 0, 0)
+        late = Moment(self.random.choice([one for one in shape.workers if one != worker]), "forward", 1)
+
+        def play(job: Job) -> None:
+            job.wait_event("decided", generation=2)
+            job.wait_held(late)
+            job.start(worker, joining=True)
+            job.wait_event("waiting", worker=worker)
+            job.release(late)
+            job.wait_event("joined", worker=worker)
+
+        return Scene("", shape, [first], [late], play=play, came={worker})
+
+    def frozen(self, shape: Shape) -> Scene:
+        """Declared out while it stands still; then it goes on, and nothing that it does counts."""
+        worker = self.random.choice(shape.workers)
+        held = self.moment(shape, worker)
+
+        def play(job: Job) -> None:
+            job.wait_held(held)
+            job.control.lost(worker)
+            job.wait_event("decided", generation=2)
+            wake = threading.Timer(self.random.choice([0.0, 0.05]), lambda: job.release(held))
+            wake.start()
+
+        return Scene("", shape, holds=[held], play=play, out={worker})
+
+
+def _release(job: Job, hold: Moment) -> None:
+    job.wait_held(hold)
+    job.release(hold, die=True)
+
+
+def _once_decided(job: Job, hold: Moment) -> None:
+    job.wait_event("decided", generation=2)
+    job.release(hold)
+
+
+def _kill_coordinator(job: Job, at: float, absent: float) -> None:
+    job.control.call(lambda: job.control.kill(absent), at)

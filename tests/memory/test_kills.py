@@ -1,0 +1,104 @@
+"""A worker dies, anywhere and at any moment; training goes on and ends with the same bits.
+
+The job is in memory, see `tests.memory.job`: hundreds of moments instead of a few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.memory.job import Job, Moment, Shape, check, undisturbed
+from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
+from tests.seeds import seeds
+
+SHAPE = SHAPES["3x2"]
+MOMENTS = [(phase, nth) for phase in PHASES for nth in range(SHAPE.microbatches if phase in PER_MICROBATCH else 1)]
+
+
+@pytest.mark.parametrize("iteration", [0, 1, SHAPE.iterations - 1])
+@pytest.mark.parametrize(("phase", "nth"), MOMENTS)
+def test_each_worker_killed_at_each_moment_of_an_iteration(phase, nth, iteration):
+    for worker in SHAPE.workers:
+        Scene("each", SHAPE, [Moment(worker, phase, iteration, nth)], out={worker}, sure=True).run(seed=iteration)
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "3x2"])
+def test_each_worker_of_other_jobs_killed_at_some_moment(name):
+    """Other grids, clipping, losses that are scaled, a tied layer, evaluations, stages that wait for each other."""
+    shape, draw = SHAPES[name], Draw(0)
+    for worker in shape.workers:
+        Scene(name, shape, [draw.moment(shape, worker)], out={worker}, sure=True).run(seed=1)
+
+
+@pytest.mark.parametrize("worker", SHAPES["evaluates"].workers)
+def test_a_worker_killed_in_an_evaluation(worker):
+    for nth in range(2):
+        Scene("evaluates", SHAPES["evaluates"], [Moment(worker, "evaluate", 1, nth)], out={worker}, sure=True).run(nth)
+
+
+def test_the_fast_reduction_agrees_to_rounding():
+    shape = SHAPE.with_settings(reduction="fast")
+    for worker in shape.workers:
+        job = Job(shape, [Moment(worker, "backward", 1, 1)], slow=0.1)
+        with job:
+            check(job, job.wait(), {worker}, within=1e-5)
+
+
+@pytest.mark.parametrize("seed", seeds(150))
+def test_random_campaign(seed):
+    """One or two deaths, at once, one in the recovery from the other, or while another stands elsewhere; deaths of the
+    coordinator; processes that come back, or are declared out and do not know; messages that take a while."""
+    Draw(seed).scene().run(seed)
+
+
+def test_a_stage_that_has_nobody_left_ends_the_job_and_says_so():
+    kills = [Moment(f"{pipeline}:1", "forward", 1) for pipeline in range(3)]
+    job = Job(SHAPE, kills)
+    results = job.run()
+    assert [results[rank].status for rank in range(3)] == [1, 1, 1]
+    assert all("stage 1" in results[rank].error and "checkpoint" in results[rank].error for rank in range(3))
+
+
+def test_without_failures_wrong_guesses_leave_the_bits_of_waiting():
+    """Every step is wrong at first; three in a row make the stages wait for each other."""
+    job = Job(SHAPES["clipped"])
+    with job:
+        check(job, job.wait())
+    undone = {event["iteration"] for event in job.control.events if event["event"] == "rolled_back"}
+    assert undone == {0, 1, 2}
+
+
+def test_an_overflow_leaves_the_step_out_everywhere():
+    results = undisturbed(SHAPES["overflows"])
+    assert all(result.counters == [2, 2, 16.0] for result in results.values())
+
+
+# ---- the comparison itself can fail
+
+
+def test_one_bit_is_noticed():
+    shape = replace(SHAPE, iterations=2)
+    job = Job(shape)
+    with job:
+        results = job.wait()
+        next(iter(results[4].state.values())).view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        with pytest.raises(AssertionError, match="1:1 differs"):
+            check(job, results)
+
+
+def test_other_learning_is_noticed():
+    job = Job(replace(SHAPE, iterations=2))
+    with job:
+        results = job.wait()
+        results[0].losses[1] += 1e-7
+        with pytest.raises(AssertionError, match="0:0 differs in .'losses'"):
+            check(job, results)
+
+
+def test_jobs_of_one_shape_are_the_same_to_the_bit():
+    first = Shape(2, 2, 2, 2)
+    with Job(first, seed=3, slow=0.5) as job:
+        check(job, job.wait())
