@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.control import Agent, ask_record
-from megatron_recycle.environment import Launched
+from megatron_recycle.environment import JOINING, Launched
+from megatron_recycle.errors import ConfigError
 from megatron_recycle.runtime.setup_record import ALONE, Alone, SetUp, SetUpReplay, answer_from, recorder
 
 _SAME_SIGNAL = 2.0
@@ -44,11 +45,14 @@ def stand_alone() -> SetUpReplay:
 
     Raises:
         JobEnded: the job is over, or its coordinator does not answer.
+        ConfigError: no launcher of ours has started this process.
     """
     if isinstance(dist.init_process_group, _AlreadyThere):
         return dist.init_process_group.replay
     launched = Launched.read()
-    assert launched.control is not None and launched.rank is not None and launched.size is not None
+    if launched.control is None or launched.rank is None or launched.size is None:
+        raise ConfigError(f"{JOINING} is set, but not by `recycle run`, which alone starts processes that join a "
+                          "running job: unset it")
     replay = SetUpReplay(ask_record(launched.control, launched.token, launched.rank))
     answer_from(replay)
     dist.init_process_group(ALONE, store=dist.HashStore(), rank=launched.rank, world_size=launched.size)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_recycle.environment import HANDED_OVER, RUN_DIR, Launched
+from megatron_recycle.environment import COORDINATOR, HANDED_OVER, JOINING, RUN_DIR, Launched
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.runtime.admission import set_up
 
 
 @pytest.mark.parametrize("start", [
@@ -25,3 +27,10 @@ def test_a_worker_of_another_launcher_knows_its_rank_and_no_coordinator():
 
 def test_the_token_is_not_printed():
     assert "0123456789abcdef" not in repr(Launched(control="host:1", token="0123456789abcdef"))
+
+
+def test_a_process_that_nobody_has_started_to_join_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv(COORDINATOR, raising=False)
+    monkeypatch.setenv(JOINING, "1")
+    with pytest.raises(ConfigError, match=f"{JOINING} is set.*unset it"):
+        set_up()
