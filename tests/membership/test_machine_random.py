@@ -51,6 +51,8 @@ class Process:
     running: bool = False
     """False while it stands still: before the first go, and from a stop to the next go's end."""
     attempt: int = 0
+    begun: tuple[int, int] = (-1, 0)
+    """The latest iteration that it has begun, and which attempt at it that was."""
     computed: int = -1
     holds: int = -1
     stepped: int = -1
@@ -179,7 +181,8 @@ class Protocol(RuleBasedStateMachine):
                 source = self.processes[resume["copies"][process.name]]
                 assert source.holds >= target and source.name.split(":")[1] == process.name.split(":")[1]
         assert max(p.holds for p in members) - target <= 1
-        assert all(point > other for other in self.announced.values()), "an attempt announced twice"
+        # One that was announced, and could not begin before who was to give a copy died, may be announced again.
+        assert all(point > process.begun for process in members), "an attempt begun twice"
         self.announced[go["generation"]] = point
 
     def _tell(self, event: Mapping[str, Any]) -> None:
@@ -268,6 +271,9 @@ class Protocol(RuleBasedStateMachine):
             process.holds = process.stepped + 1
         else:
             process.computed = process.stepped + 1
+            assert process.go is not None
+            again = process.computed == process.go["resume"]["next"]
+            process.begun = process.computed, process.attempt if again else 1
 
     # Messages arrive
 
