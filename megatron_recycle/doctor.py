@@ -142,7 +142,7 @@ def check_interface(settings: RecycleConfig) -> list[Check]:
 
 
 def check_name(settings: RecycleConfig) -> list[Check]:
-    """Whether other hosts could reach this one by the address that it has for its own name."""
+    """Whether other hosts could reach this host by the address of its own name."""
     name = socket.gethostname()
     try:
         found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})

@@ -9,8 +9,8 @@ import sys
 def open_standard_streams() -> None:
     """Open /dev/null on those of the descriptors 0 to 2 that are closed.
 
-    Otherwise the next file or socket gets the number: prints would go into it, and a child that inherits it loses it to
-    its own standard stream.
+    Otherwise the next file or socket gets the number: prints would go into that file, and a child that inherits it
+    would lose it to a standard stream.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:

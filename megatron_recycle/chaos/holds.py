@@ -2,7 +2,7 @@
 
 The observer makes a folder `chaos/RANK-PID/` when it begins. The tool puts `NAME.json`, a `Hold`, there. The observer
 answers by `NAME.reached` and stands still, or by `NAME.missed`. It goes on once `NAME.json` is gone, once
-`seconds` have passed, or once the tool that asked has ended, so that a tool that dies does not hang a job.
+`seconds` have passed, or once the tool has ended: a tool that dies does not hang the job.
 """
 
 from __future__ import annotations

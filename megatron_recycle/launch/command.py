@@ -1,4 +1,4 @@
-"""`recycle run`: starts a training script on this host so that it survives the death of its workers."""
+"""`recycle run`: starts a training script on this host as a job that survives the death of workers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megatron_recycle.launch.run_folder import prepare
 def start(settings: RecycleConfig) -> tuple[str, str]:
     """Start a coordinator beside this process (global rank 0); returns its address and the job's token.
 
-    It is not tied to this process, which may be the one that dies, and ends by itself when the job is over.
+    The coordinator outlives this process, which may die, and ends by itself when the job is over.
     Needs WORLD_SIZE in the environment. Raises ConfigError for a token that is too short, or an unfit run folder.
     """
     size = Launched.read().size

@@ -23,7 +23,7 @@ _ANYWHERE = "203.0.113.1"
 
 
 def own_address(towards: Iterable[str]) -> str | None:
-    """This host's address as those hosts see it, or else as the default route has it; None if it has but loopback.
+    """This host's address towards those hosts, or else that of the default route; None if there is only loopback.
 
     The host's own name would not do: with /etc/hosts as Debian writes it, that is 127.0.1.1.
     """

@@ -21,8 +21,8 @@ NOTABLE = 0.10
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in the planner's units: what workers have for activations, what a micro-batch of each stage holds before
-    and after its B, and what a posted receive takes."""
+    """Memory in the planner's units: room for activations of each worker, and per stage the share of a micro-batch
+    before and after its B and of a posted receive."""
 
     room: Mapping[Worker, int]
     before_b: tuple[int, ...]
@@ -41,8 +41,8 @@ class Memory:
 class Measured:
     """Knowledge of the running job; ``memory`` is None where its size is unknown.
 
-    ``bytes`` has the measured sizes behind it: per stage those that a micro-batch holds, per worker the most that was
-    held and the sizes that are kept besides.
+    ``bytes`` has the measured sizes behind it: bytes held by a micro-batch, per stage; the most bytes held at a time
+    and the bytes kept besides, per worker.
     """
 
     costs: Costs

@@ -13,8 +13,8 @@ from itertools import pairwise
 from statistics import median
 
 RECENT, LONG = 3, 12
-"""Lengths of the windows (measurements, one an iteration) in which a change is sought: the short one finds it soon, the
-long one finds a smaller one."""
+"""Lengths of the windows (measurements, one an iteration) in which a change is sought: the short window finds large
+changes soon, the long one finds small changes."""
 
 _SPREADS = {RECENT: 4.0, LONG: 3.0}
 _NORMAL = 1.4826  # standard deviation of a normal distribution, in its median absolute deviations

@@ -79,7 +79,7 @@ def replay(plan: Plan) -> Timeline:
 
 
 def in_order_of_ends(plan: Plan) -> list[tuple[Worker, Action]]:
-    """All actions of one iteration by their planned ends, each after whatever it needs, also where durations are 0.
+    """All actions of one iteration by their planned ends, each after its inputs, also where durations are 0.
 
     The same on all workers. Raises DeadlockError.
     """
@@ -114,7 +114,7 @@ def peak(problem: Problem, worker: Worker, actions: Sequence[Action]) -> int:
 
 
 def _order(problem: Problem, names: Sequence[Worker], orders: Sequence[tuple[Action, ...]]) -> _Network:
-    """Sort all actions so that each comes after what it needs. Raises DeadlockError."""
+    """Sort all actions so that each comes after its inputs. Raises DeadlockError."""
     last, hop = problem.grid.stages - 1, problem.costs.hop
     stages = [name.stage for name in names]
     durations = [{kind: problem.duration(kind, name) for kind in ("F", "B", "W", "FB")} for name in names]

@@ -1,12 +1,12 @@
 """One order of all transfers of an iteration, for libraries that run a communicator's operations one after the other.
 
-NCCL queues what a process starts on a communicator: a receive that is posted too early keeps back every later send.
-Two workers that post in different orders wait for each other for ever. So all workers follow one order, the planned
-ends of the actions that make the messages: a worker posts its transfers as they come in it. That order is consistent
-with the workers' own (a message is read by an action that ends later than the one that made it, and each worker's
-actions end one after the other), so the first transfer that has not taken place is always at the head of both of its
-queues, and both of its workers come to it. A plan that can be replayed can therefore not deadlock, however its
-communicators are cut, whether or not small messages are buffered, and whether or not first uses block.
+NCCL queues what a process starts on a communicator: a receive that is posted too early keeps back every later send. Two
+workers that post in different orders wait for each other for ever. So all workers post their transfers in one order,
+that of the planned ends of the actions that make the messages. It agrees with each worker's own order: the action that
+reads a message ends later than its maker, and a worker's actions end one after the other. The first transfer that has
+not taken place is therefore always at the head of both of its queues, and both of its workers come to it. A plan that
+can be replayed cannot deadlock, however its communicators are cut, whether or not small messages are
+buffered, and whether or not first uses block.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def transfers(plan: Plan) -> tuple[Transfer, ...]:
 
 
 def postings(order: tuple[Transfer, ...], me: Worker) -> tuple[Transfer, ...]:
-    """The transfers of ``me``, in the order in which it posts them: all that come before a send are posted before it,
-    all that come before a message are posted before that is waited for."""
+    """The transfers of ``me``, in the order of posting: a worker posts all transfers before a send before that send,
+    and all transfers before a message before it waits for that message."""
     return tuple(transfer for transfer in order if me in (transfer.source, transfer.target))

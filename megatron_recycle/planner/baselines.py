@@ -54,8 +54,8 @@ def drop(problem: Problem) -> Plan:
 
 
 def _within_caps(instance: Instance, alignment: Alignment, schedule: Schedule, source: str) -> Plan:
-    """The schedule as a plan, or micro-batches one by one if messages that it sends early take more memory than there
-    is, as they may where a slow worker's micro-batches are others' guests."""
+    """The schedule as a plan, or micro-batches one by one if its early messages exceed a cap. They may where a slow
+    worker's micro-batches are guests elsewhere."""
     bound = lower_bound(instance.problem)
     plan = plan_of(instance, schedule, bound, source)
     return plan_of(instance, one_by_one(instance, alignment), bound, source) if overfull(plan) else plan

@@ -1,6 +1,6 @@
 """The same problem as a CP-SAT model: fixed routes, a complete hint, and only the orders left to choose.
 
-This is the one module that imports OR-Tools, and only inside its functions: it runs in a process of its own.
+Only this module imports OR-Tools, and only inside functions: they run in the searching process.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def solve(instance: Instance, route: list[int], hint: list[int], bound: int, lim
           found: Found) -> Outcome:
     """Search for better orders than ``hint``'s for the same routes; ``bound`` is a known lower bound.
 
-    With ``limits.merge_only`` every worker keeps the hint's sequence of its F, of its B and of its W, and only how
-    these three interleave is chosen: a far smaller search, solved in a moment, and a good polish.
+    With ``limits.merge_only`` every worker keeps the hint's sequences of F, of B and of W, and the search only
+    interleaves the three: far smaller, solved in a moment, and a good polish.
     """
     from ortools.sat.python import cp_model
 

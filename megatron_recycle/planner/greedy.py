@@ -68,7 +68,7 @@ def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
 
 
 def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[int], list[int]]:
-    """For every node the next one whose F (and whose B) has to wait for it on its worker, -1 for none."""
+    """The successor of every node, once by F and once by B: it waits for the node on their worker. -1: none."""
     count, pipelines = len(instance.jobs), instance.problem.grid.pipelines
     nodes = count * instance.stages
     after_f, after_b = [-1] * nodes, [-1] * nodes
@@ -90,8 +90,8 @@ def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[in
 class _Board:
     """The state of the event loop (_simulate), per worker.
 
-    ``soon_*`` are known arrivals, ``*_queue`` what is ready, ``early`` codes that arrived before their turn,
-    and ``shut_*`` the nodes that still wait for another one's turn.
+    ``soon_*`` are known arrivals, ``*_queue`` ready nodes, ``early`` codes that arrived before their turn, and
+    ``shut_*`` nodes whose turn has not come.
     """
 
     def __init__(self, instance: Instance, route: list[int], rules: Sequence[Rules],

@@ -85,7 +85,7 @@ def _target(problem: Problem, counts: list[int], prices: Prices) -> list[int]:
 
 
 def _fill(table: dict[int, list[float]], counts: list[int], need: list[int]) -> list[int]:
-    """Workers per stage after taking the wanted ones, one by one, from the stages that lose least by it."""
+    """Workers per stage after the moves: each mover comes from the stage that loses least by it."""
     target = [max(have, n) for have, n in zip(counts, need)]
     wanted = sum(target) - sum(counts)
     heap = [(table[s][have - 1], s) for s, have in enumerate(counts) if have > need[s]]
