@@ -7,7 +7,6 @@ refused at the first step.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -17,10 +16,11 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizers
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.runtime.compute.edits import same
+from megatron_recycle.runtime.compute.edits import copied, same
 
 _TORCH = ("state", "param_groups", "defaults")
 """Attributes of every optimizer that are put back elsewhere, or do not change."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _DEPTH = 5
 """How many attributes and items of each other a look goes into."""
 _REMEDY = ('with "step": "staggered" a step may be undone and made again, which would do that twice. Set '
@@ -28,11 +28,11 @@ _REMEDY = ('with "step": "staggered" a step may be undone and made again, which 
 
 
 def own_data(holder: Any) -> dict[str, Any]:
-    """A copy of the attributes of ``holder`` (an optimizer or a schedule) that are plain data, without torch's own, and
-    of an optimizer's state that belongs to no parameter."""
+    """The attributes of ``holder`` (an optimizer or a schedule) that are plain data, without torch's own, and an
+    optimizer's state that belongs to no parameter."""
     found = {name: value for name, value in _attributes(holder) if _is_plain(value)}
     loose = _loose(holder)
-    return copy.deepcopy({"attributes": found, "loose": loose} if loose else {"attributes": found})
+    return {"attributes": found, "loose": loose} if loose else {"attributes": found}
 
 
 def put_back(holder: Any, data: Mapping[str, Any]) -> None:
@@ -43,12 +43,12 @@ def put_back(holder: Any, data: Mapping[str, Any]) -> None:
             delattr(holder, name)
     for name, value in attributes.items():
         if not same(getattr(holder, name, None), value):
-            setattr(holder, name, copy.deepcopy(value))
+            setattr(holder, name, copied(value))
     loose = data.get("loose", {})
     for key in set(_loose(holder)) - set(loose):
         del holder.state[key]
     if loose:
-        holder.state.update(copy.deepcopy(loose))
+        holder.state.update(copied(loose))
 
 
 def schedule_data(schedule: Any) -> Any:
@@ -133,13 +133,13 @@ def _loose(holder: Any) -> dict[Any, Any]:
 
 
 def _is_plain(value: Any) -> bool:
+    if isinstance(value, _PLAIN):
+        return True
     if isinstance(value, torch.Tensor):
         return not isinstance(value, nn.Parameter) and not value.requires_grad
     if isinstance(value, Mapping):
         return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain, value))
-    return isinstance(value, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
+    return isinstance(value, (list, tuple, set, frozenset)) and all(map(_is_plain, value))
 
 
 def _trace(value: Any, known: Collection[int], depth: int) -> Any:

@@ -5,7 +5,6 @@ The arithmetic is stock's, operation by operation, so that results without failu
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,8 @@ from megatron_recycle.errors import TransferError, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.compute.edits import copied
+from megatron_recycle.runtime.compute.module_tree import ModuleTree
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 _REFERENCES = ("lr_scheduler", "batch_fn")
 """Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
+_NOTHING: Mapping[str, Any] = {}
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
 """What `_take_model_step` changes besides tensors."""
 
@@ -53,6 +55,7 @@ class DeepSpeedStage:
         self._engine = engine
         self.device = engine.device
         self.module: nn.Module = engine.module
+        self._tree = ModuleTree(engine.module)
         self._masters = engine.masters.masters if engine.masters is not None else {}
         self._use(self._found())
         self._clipping = float(engine.gradient_clipping())
@@ -67,7 +70,8 @@ class DeepSpeedStage:
 
     def _found(self) -> dict[str, nn.Parameter]:
         """The parameters that are to be trained, by name, as stock lists them."""
-        return {name: parameter for name, parameter in self._all() if parameter.requires_grad and parameter.numel()}
+        return {name: parameter for name, parameter in self._all().items()
+                if parameter.requires_grad and parameter.numel()}
 
     def _use(self, trained: dict[str, nn.Parameter]) -> None:
         self._trained = trained
@@ -225,29 +229,30 @@ class DeepSpeedStage:
     def fixed(self) -> dict[str, torch.Tensor]:
         # Frozen ones have optimizer state, if they were trained before.
         trained = set(map(id, self.parameters))
-        frozen = {name: parameter for name, parameter in self._all() if id(parameter) not in trained}
+        frozen = {name: parameter for name, parameter in self._all().items() if id(parameter) not in trained}
         return {**self._tensors(frozen),
                 **{f"buffer {name}": value for name, value in self._engine.module.named_buffers()}}
 
-    def _all(self) -> list[tuple[str, nn.Parameter]]:
-        # The class's own method: the engine watches the module's.
-        return list(nn.Module.named_parameters(self.module))
+    def _all(self) -> Mapping[str, nn.Parameter]:
+        return self._tree.parts.parameters
 
     def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
         # Not `.data`: these have the parameters' versions, which show who has written to them.
         tensors = {f"parameter {name}": parameter.detach() for name, parameter in parameters.items()}
-        stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
+        stepped = parameters
         if self._masters:
+            stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
             tensors.update({f"master {name}": master.detach() for name, master in stepped.items()
                             if master is not parameters[name]})
+        states = self._engine.optimizer.state
         for name, parameter in stepped.items():
-            for key, value in self._engine.optimizer.state.get(parameter, {}).items():
+            for key, value in states.get(parameter, _NOTHING).items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{key} {name}"] = value
         return tensors
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
-        named = dict(self._all())
+        named = self._all()
         if not set(counters[-1]) <= set(named):
             raise TransferError("the job trains parameters by now that the model which this worker has built has not: "
                                 "a worker cannot come back to this job")
@@ -287,26 +292,27 @@ class DeepSpeedStage:
     def counters(self) -> Any:
         engine = self._engine
         numbers = {}
-        for name, parameter in self._all():
-            own = {key: value for key, value in engine.optimizer.state.get(
-                self._masters.get(parameter, parameter), {}).items() if not isinstance(value, torch.Tensor)}
+        states = engine.optimizer.state
+        for name, parameter in self._all().items():
+            stepped = self._masters.get(parameter, parameter) if self._masters else parameter
+            own = {key: value for key, value in states.get(stepped, _NOTHING).items()
+                   if not isinstance(value, torch.Tensor)}
             if own:
                 numbers[name] = own
         groups = [{key: value for key, value in group.items() if key != "params"}
                   for group in engine.optimizer.param_groups]
         scaling = engine.masters.counters() if engine.masters is not None else {}
-        return copy.deepcopy((numbers, groups, schedule_data(engine.lr_scheduler), scaling,
-                              own_data(torch_optimizer(engine)), {name: getattr(engine, name) for name in _COUNTERS},
-                              list(self._trained)))
+        return copied((numbers, groups, schedule_data(engine.lr_scheduler), scaling, own_data(torch_optimizer(engine)),
+                       {name: getattr(engine, name) for name in _COUNTERS}, list(self._trained)))
 
     def set_counters(self, counters: Any) -> None:
         engine = self._engine
-        numbers, groups, schedule, scaling, own, values, _ = copy.deepcopy(counters)
+        numbers, groups, schedule, scaling, own, values, _ = copied(counters)
         if len(groups) != len(engine.optimizer.param_groups):
             raise TransferError(f"the job's optimizer has {len(groups)} parameter groups by now, the one that this "
                                 f"worker has built {len(engine.optimizer.param_groups)}: a worker cannot come back to "
                                 "this job")
-        for name, parameter in self._all():
+        for name, parameter in self._all().items():
             if name in numbers:
                 engine.optimizer.state[self._masters.get(parameter, parameter)].update(numbers[name])
         for group, numbers_of_group in zip(engine.optimizer.param_groups, groups, strict=True):

@@ -20,6 +20,7 @@ from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.comm.reduction import all_reduce
 from megatron_recycle.runtime.compute.accumulate import Layout
+from megatron_recycle.runtime.compute.module_tree import ModuleTree
 
 _NAMED = 3  # parameters that a message lists
 
@@ -34,11 +35,10 @@ class Trained:
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> Trained:
-        # The class's own method: a backend may watch the model's.
-        named = list(nn.Module.named_parameters(model))
-        flags = tuple(int(parameter in layout) for _, parameter in named)
+        named = ModuleTree(model).parts.parameters
+        flags = tuple(int(parameter in layout) for parameter in named.values())
         # Short, since its square must not overflow.
-        return cls(tuple(name for name, _ in named), flags, zlib.crc32(bytes(flags)) >> 8)
+        return cls(tuple(named), flags, zlib.crc32(bytes(flags)) >> 8)
 
 
 class Agreement:

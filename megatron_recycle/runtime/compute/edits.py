@@ -23,6 +23,8 @@ from megatron_recycle.runtime.stage import Stage
 
 _WORDS = {1: torch.int8, 2: torch.int16}
 _ROW = 32  # words of 64 bits whose sum may come round
+_LONG = 2**16  # bytes from which on rows are faster than numbers that torch widens
+_ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _NAMED = 3  # tensors that a message lists
 _MAY_CHANGE = (
     "after iteration {}, whose step could still be undone: with staggered steps a stage steps before it knows whether "
@@ -145,7 +147,7 @@ def _sum(flat: torch.Tensor) -> torch.Tensor:
     exponents of numbers that are all doubled have grown by a power of two, of which 4096 come round to nothing: so
     first in short rows."""
     start = flat.storage_offset() * flat.element_size()
-    if flat.nbytes % (8 * _ROW) or start % 8:
+    if flat.nbytes < _LONG or flat.nbytes % (8 * _ROW) or start % 8:
         return flat.view(_WORDS.get(flat.element_size(), torch.int32)).sum()
     return flat.view(torch.int64).view(-1, _ROW).sum(1).view(torch.int32).sum()
 
@@ -166,6 +168,32 @@ def same(one: Any, other: Any) -> bool:
         return bool(one == other) or bool(one != one and other != other)
     except (ValueError, TypeError, RuntimeError):  # of arrays, say
         return False
+
+
+def copied(tree: Any) -> Any:
+    """`copy.deepcopy`, which takes its time over trees of dicts, lists, tuples and numbers."""
+    return _copied(tree, {})
+
+
+def _copied(tree: Any, known: dict[int, Any]) -> Any:
+    """``known``: copies by the originals' `id`, as `copy.deepcopy` has them: what is in two places stays one thing."""
+    kind = type(tree)
+    if kind in _ATOMS:
+        return tree
+    if kind is tuple:
+        return tuple([_copied(item, known) for item in tree])
+    if id(tree) in known:
+        return known[id(tree)]
+    if kind is dict:
+        result: Any = known.setdefault(id(tree), {})
+        for key, value in tree.items():
+            result[key] = value if type(value) in _ATOMS else _copied(value, known)
+        return result
+    if kind is list:
+        result = known.setdefault(id(tree), [])
+        result += [item if type(item) in _ATOMS else _copied(item, known) for item in tree]
+        return result
+    return copy.deepcopy(tree, known)
 
 
 def merged(before: Any, edited: Any, now: Any) -> Any:

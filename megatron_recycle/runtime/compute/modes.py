@@ -13,31 +13,32 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from megatron_recycle.runtime.compute.module_tree import ModuleTree, Parts
+
 
 @dataclass(frozen=True)
 class _Mode:
-    modules: list[nn.Module]
+    parts: Parts
     training: list[bool]
-    parameters: list[nn.Parameter]
     trained: list[bool]
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Mode:
-        # The class's own methods: a backend may watch those of the model.
-        modules = list(nn.Module.modules(model))
-        parameters = [parameter for _, parameter in nn.Module.named_parameters(model)]
-        return cls(modules, [module.training for module in modules],
-                   parameters, [parameter.requires_grad for parameter in parameters])
+    def of(cls, parts: Parts) -> _Mode:
+        return cls(parts, [module.training for module in parts.modules],
+                   [parameter.requires_grad for parameter in parts.parameters.values()])
 
     def same(self, other: _Mode) -> bool:
-        return (self.training == other.training and self.trained == other.trained
-                and list(map(id, self.modules)) == list(map(id, other.modules))
-                and list(map(id, self.parameters)) == list(map(id, other.parameters)))
+        return self.training == other.training and self.trained == other.trained and (
+            self.parts is other.parts or self.identities() == other.identities())
+
+    def identities(self) -> tuple[list[int], list[int]]:
+        """Of the modules and of the parameters."""
+        return list(map(id, self.parts.modules)), list(map(id, self.parts.parameters.values()))
 
     def use(self) -> None:
-        for module, training in zip(self.modules, self.training):
+        for module, training in zip(self.parts.modules, self.training):
             module.training = training
-        for parameter, trained in zip(self.parameters, self.trained):
+        for parameter, trained in zip(self.parts.parameters.values(), self.trained):
             if parameter.requires_grad != trained:
                 parameter.requires_grad_(trained)
 
@@ -50,17 +51,17 @@ class Modes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._training = self._next = _Mode.of(model)
+        self._tree = ModuleTree(model)
+        self._training = self._next = _Mode.of(self._tree.parts)
 
     def look(self) -> bool:
         """An iteration is about to be trained: whether they are otherwise now than in the last one."""
-        self._next = _Mode.of(self._model)
+        self._next = _Mode.of(self._tree.parts)
         return not self._training.same(self._next)
 
     def gone(self) -> bool:
         """Whether there are parameters, of those in the last iteration, that `look` has not found any more."""
-        return not set(map(id, self._training.parameters)) <= set(map(id, self._next.parameters))
+        return not set(self._training.identities()[1]) <= set(self._next.identities()[1])
 
     def remember(self) -> None:
         """It is trained as `look` has found them."""
@@ -69,7 +70,7 @@ class Modes:
     @contextmanager
     def of_training(self) -> Iterator[None]:
         """Inside the block everything is as it was when an iteration was last trained."""
-        before = _Mode.of(self._model)
+        before = _Mode.of(self._tree.parts)
         self._training.use()
         try:
             with torch.inference_mode(False), torch.enable_grad():

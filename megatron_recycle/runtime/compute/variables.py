@@ -35,7 +35,7 @@ _OPEN = (argparse.Namespace, SimpleNamespace)
 _OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}  # otherwise watched, or looked into below
 _THREADED = (threading.Thread, type(threading.Lock()), type(threading.RLock()), queue.Queue)
 _GONE = object()
-_NOTHING: dict[Any, Any] = {"": ()}  # in an empty container: most are, of hooks that a module does not have
+_NOTHING: dict[Any, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -70,25 +70,42 @@ class Variables:
     def __init__(self, model: nn.Module, others: Iterable[Any]) -> None:
         self._names: set[str] = set()
         self._always = _holders([model, *others], self._names)
-        self._lately: list[_Holder] = []
-        self._kept: list[tuple[_Holder, dict[Any, Any]]] = []
-        self.keep()
+        self._watched: Sequence[_Holder] = ()
+        self._lately: list[_Holder] | None = None  # of which nothing is kept yet
+        self._empty: list[Any] = []
+        self._kept: list[_Kept] = []
+        self._watch(self._always)
 
     def keep(self) -> None:
         """From now on these values are the ones to compare with."""
-        self._kept = [(holder, holder.read()) for holder in (*self._always, *self._lately)]
+        if self._lately is not None:
+            self._watch([*self._always, *self._lately])
+        elif any(self._empty):
+            self._watch(self._watched)
+        else:
+            self._kept = [kept if kept.stands() else _Kept.of(kept.holder) for kept in self._kept]
 
     def changes(self) -> list[Change]:
         """What is otherwise now. What is in the new values is watched from the next `keep` on, until others come."""
         found = []
-        for holder, before in self._kept:
-            now = holder.read()
-            if now is not before and not _all_alike(before, now):
+        filled = [_Kept(_Contents(container), {"": ()}) for container in self._empty if container]
+        for kept in (*self._kept, *filled):
+            if kept.stands():
+                continue
+            holder, before, now = kept.holder, kept.values, kept.holder.read()
+            if not _all_alike(before, now):
                 found += [Change(holder, name, before.get(name, _GONE), now.get(name, _GONE))
                           for name in {**before, **now} if not _alike(before.get(name, _GONE), now.get(name, _GONE))]
         if found:
             self._lately = _holders([change.after for change in found], self._names)
         return found
+
+    def _watch(self, holders: Sequence[_Holder]) -> None:
+        """Keep the values of ``holders``. Most are empty containers, of hooks that a module does not have, which one
+        look tells of all."""
+        self._watched, self._lately = holders, None
+        self._empty = [holder.container for holder in holders if isinstance(holder, _Contents) and not holder.container]
+        self._kept = [_Kept.of(holder) for holder in holders if not isinstance(holder, _Contents) or holder.container]
 
 
 # ---- what holds variables
@@ -100,8 +117,37 @@ class _Holder:
     def read(self) -> dict[Any, Any]:
         raise NotImplementedError
 
+    def things(self) -> Sequence[Any] | None:
+        """While these are the same objects, so are those that `read` gives; None: no objects tell that."""
+        now = self.read()
+        return *now, *now.values()
+
     def write(self, name: Any, value: Any) -> None:
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a holder has had in it."""
+
+    holder: _Holder
+    values: dict[Any, Any]
+    things: Sequence[Any] | None = None
+
+    @classmethod
+    def of(cls, holder: _Holder) -> _Kept:
+        things = holder.things()
+        if things is not None:  # nor is what a forward has left, with all behind it, to be kept
+            things = [_GONE if isinstance(thing, torch.Tensor) and thing.grad_fn is not None else thing
+                      for thing in things]
+        return cls(holder, holder.read(), things)
+
+    def stands(self) -> bool:
+        """Whether that is in it still; if not, it may be all the same."""
+        if self.things is None:
+            return False
+        now = self.holder.things()
+        return now is not None and len(now) == len(self.things) and all(map(operator.is_, now, self.things))
 
 
 class _Named(_Holder):
@@ -121,6 +167,14 @@ class _Named(_Holder):
             return {name: space[name] for name in names if name in space}
         return {name: value for name, value in space.items() if name in names}
 
+    def things(self) -> Sequence[Any]:
+        space, names = self._space, self._names
+        if names is None:
+            return *space, *space.values()
+        if len(space) > len(names):
+            return [space.get(name, _GONE) for name in names]
+        return [part for item in space.items() if item[0] in names for part in item]
+
     def write(self, name: Any, value: Any) -> None:
         if self._kind is not None:
             delattr(self._kind, name) if value is _GONE else setattr(self._kind, name, value)
@@ -134,20 +188,22 @@ class _Contents(_Holder):
     """All that a list or a dict contains, in its order."""
 
     def __init__(self, container: Any) -> None:
-        self._container = container
+        self.container = container
 
     def read(self) -> dict[Any, Any]:
-        if not self._container:
-            return _NOTHING
-        items = self._container.items() if isinstance(self._container, dict) else self._container
-        return {"": tuple(items)}
+        return {"": tuple(self.container.items() if isinstance(self.container, dict) else self.container)}
+
+    def things(self) -> Sequence[Any]:
+        if isinstance(self.container, dict):
+            return *self.container, *self.container.values()
+        return tuple(self.container)
 
     def write(self, name: Any, value: Any) -> None:
-        if isinstance(self._container, dict):
-            self._container.clear()
-            self._container.update(value)
+        if isinstance(self.container, dict):
+            self.container.clear()
+            self.container.update(value)
         else:
-            self._container[:] = value
+            self.container[:] = value
 
 
 class _Hooks(_Holder):
@@ -157,8 +213,11 @@ class _Hooks(_Holder):
         self._parameter = parameter
 
     def read(self) -> dict[Any, Any]:
+        return {"": tuple((self._parameter._backward_hooks or _NOTHING).items())}
+
+    def things(self) -> Sequence[Any]:
         hooks = self._parameter._backward_hooks
-        return {"": tuple(hooks.items())} if hooks else _NOTHING
+        return (*hooks, *hooks.values()) if hooks else ()
 
     def write(self, name: Any, value: Any) -> None:
         hooks = self._parameter._backward_hooks
@@ -205,6 +264,9 @@ class _Elements(_Holder):
             return {}
         small = tensor.numel() <= _SMALL
         return {"": _Values(-1 if small else tensor._version, tensor.detach().clone() if small else None)}
+
+    def things(self) -> None:
+        return None
 
     def write(self, name: Any, value: Any) -> None:
         tensor = self._tensor()
