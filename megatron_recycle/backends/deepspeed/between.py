@@ -76,7 +76,8 @@ def check_iteration(engine: RecyclePipelineEngine, plain: DataSource, data: Data
     """Before ``iteration`` is trained on what ``data`` makes of ``plain``. Raises UnsupportedError and DataError."""
     for name, now in sizes(engine).items():
         refuse_another(name, now, engine.started_with[name])
-    if isinstance(plain, DatasetSource) and engine.num_stages > 1 and (
+    first, count = iteration * engine.micro_batches, engine.micro_batches
+    if isinstance(plain, DatasetSource) and plain.has_short(first, count) and engine.num_stages > 1 and (
             engine.is_first_stage() or engine.is_last_stage()):
         with engine._generators.kept():  # the script finds its random numbers as it left them
-            plain.check(iteration * engine.micro_batches, engine.micro_batches, data.batch)
+            plain.check(first, count, data.batch)

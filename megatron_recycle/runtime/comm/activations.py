@@ -210,8 +210,9 @@ class Transport:
                     self._post(source, channel, number + 1)
 
     def _let_go(self, sends: Sequence[tuple[dist.Work, torch.Tensor]]) -> None:
+        """Of ``sends`` that have been read."""
         for work, _ in sends:
-            self._wait(work)
+            self._wait(work, read=True)
 
     def _start_send(self, target: Worker, channel: _Outbound,
                     tensor: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
@@ -255,9 +256,9 @@ class Transport:
                 channel.meta = decode_header(header)
         return channel.meta
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, work: dist.Work, read: bool = False) -> None:
         try:
-            wait_for(work, self._groups.world)
+            wait_for(work, self._groups.world, read)
         except RuntimeError as error:
             raise GenerationOver(f"a transfer of generation {self._groups.generation} failed: {error}") from error
 

@@ -66,16 +66,20 @@ def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: st
     return group
 
 
-def wait_for(work: dist.Work, group: dist.ProcessGroup) -> None:
+def wait_for(work: dist.Work, group: dist.ProcessGroup, read: bool = False) -> None:
     """Wait until ``work`` on ``group`` is done, as long as the group's limit says, or until `abort_group`. Raises
     RuntimeError when it fails.
 
-    Left to itself gloo gives a transfer between two workers (not a collective) the time that connecting had.
+    Left to itself gloo gives a transfer between two workers (not a collective) the time that connecting had. ``read``:
+    it is the sending of what its receiver is known to have got, of which gloo cannot be in the midst any more.
     """
     if group.name() == "nccl":
         work.wait()  # with a limit, NCCL would block the thread
+        return
+    limit = group._get_backend(torch.device("cpu")).options._timeout
+    if read:
+        work.wait(limit)
     else:
-        limit = group._get_backend(torch.device("cpu")).options._timeout
         wait_unless(lambda: group in _aborted, lambda: work.wait(limit))
 
 

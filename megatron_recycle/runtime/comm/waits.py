@@ -13,8 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NotYet
 from queue import SimpleQueue
 
 _LOOK_SECONDS = 0.25
@@ -25,13 +23,38 @@ WAITING = "recycle-wait"
 """Name of the helpers' threads."""
 
 
+class _Outcome:
+    """Of a wait. A bare lock, since a Future's condition costs several times as much, for every transfer."""
+
+    def __init__(self) -> None:
+        self._done = threading.Lock()
+        self._done.acquire()
+        self._failure: BaseException | None = None
+
+    def tell(self, failure: BaseException | None) -> None:
+        self._failure = failure
+        self._done.release()
+
+    def came(self, seconds: float) -> bool:
+        """Whether it is there within that time. Raises what the wait has raised."""
+        if not self._done.acquire(timeout=seconds):
+            return False
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # whose traceback has this frame
+        return True
+
+
 class _Helper:
     def __init__(self) -> None:
-        self._asked: SimpleQueue[tuple[Callable[[], object], Future[None]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[Callable[[], object], _Outcome]] = SimpleQueue()
         threading.Thread(target=self._serve, name=WAITING, daemon=True).start()
 
-    def ask(self, wait: Callable[[], object]) -> Future[None]:
-        outcome: Future[None] = Future()
+    def ask(self, wait: Callable[[], object]) -> _Outcome:
+        outcome = _Outcome()
         self._asked.put((wait, outcome))
         return outcome
 
@@ -45,10 +68,7 @@ class _Helper:
                 failure = error
             del wait  # and with it the tensor: whoever waits may count on being the last who has it
             _idle.append(self)
-            if failure is None:
-                outcome.set_result(None)
-            else:
-                outcome.set_exception(failure)
+            outcome.tell(failure)
             del outcome, failure
 
 
@@ -67,12 +87,7 @@ def wait_unless(over: Callable[[], bool], wait: Callable[[], object]) -> None:
         helper = _Helper()
     outcome = helper.ask(wait)
     limit = None
-    while True:
-        try:
-            return outcome.result(_LOOK_SECONDS)
-        except NotYet:
-            if outcome.done():  # just now, or that is what it raises
-                return outcome.result()
+    while not outcome.came(_LOOK_SECONDS):
         now = time.monotonic()
         limit = limit or (now + _LEFT_AFTER if over() else None)
         if limit is not None and now > limit:

@@ -80,6 +80,10 @@ class DatasetSource:
         """Of an epoch and pipeline: the sampler fills up with samples from the beginning."""
         return math.ceil(len(self._dataset) / self._pipelines)
 
+    def has_short(self, first: int, count: int) -> bool:
+        """Whether one of a pipeline's ``count`` micro-batches from number ``first`` on has fewer samples."""
+        return self.short is not None and (self.short - first) % (self.short + 1) < count
+
     def describe_short(self) -> str:
         """What is wrong with the short micro-batch, and what to do."""
         return (f"training_data gives {self._samples} samples to each pipeline in an epoch, so that the last "
@@ -90,7 +94,7 @@ class DatasetSource:
     def check(self, first: int, count: int, read: Callable[[int, int], Batch] | None = None) -> None:
         """Raises DataError if one of a pipeline's ``count`` micro-batches from number ``first`` on has fewer samples
         than the others, and tensors of other shapes for it where ``read`` (default: `batch`) reads it."""
-        if self.short is None or (self.short - first) % (self.short + 1) >= count:
+        if not self.has_short(first, count):
             return
         read = read or self.batch
         if _shapes(read(0, self.short)) != _shapes(read(0, 0)):

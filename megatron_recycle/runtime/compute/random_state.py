@@ -73,13 +73,16 @@ class Generators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """After the block they are as they were before it."""
-        before = [(source, source.state()) for source in (*self._torch, *self._others)]
-        outside, self._outside = self._outside, self._outside or before
+        """After the block they are as they were before it; of blocks inside of each other, after the outermost, since
+        whatever is run in there sets them for itself."""
+        if self._outside:
+            yield
+            return
+        self._outside = [(source, source.state()) for source in (*self._torch, *self._others)]
         try:
             yield
         finally:
-            self._outside = outside
+            before, self._outside = self._outside, []
             for source, state in before:
                 source.restore(state)
 
@@ -93,7 +96,7 @@ class Generators:
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
-        """Run the block with all of them set to ``number``; put them back afterwards."""
+        """Run the block with all of them set to ``number``; put them back afterwards, as `kept` does."""
         with self.kept():
             self.seed(number)
             yield
