@@ -161,9 +161,9 @@ class DeepSpeedStage:
         everywhere = engine._recycle.clip_norm == "global" or engine.masters is not None
         if not everywhere and engine.grid.get_model_parallel_rank() != 0:
             return 0.0
-        norms = [gradient.detach().float().norm(2.0) for parameter, gradient in zip(self.parameters, gradients)
-                 if not (everywhere and getattr(parameter, "ds_pipe_replicated", False))]
-        total = torch.stack(norms).pow(2.0).sum().float().item() if norms else 0.0
+        counted = [gradient.detach().float() for parameter, gradient in zip(self.parameters, gradients)
+                   if not (everywhere and getattr(parameter, "ds_pipe_replicated", False))]
+        total = torch.stack(torch._foreach_norm(counted, 2.0)).pow(2.0).sum().float().item() if counted else 0.0
         return total if self._scaled is None else total / self._scaled.loss_scale**2
 
     def zeros(self, gradients: Sequence[torch.Tensor]) -> float:

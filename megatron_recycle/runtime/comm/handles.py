@@ -71,13 +71,14 @@ def wait_for(work: dist.Work, group: dist.ProcessGroup, read: bool = False) -> N
     RuntimeError when it fails.
 
     Left to itself gloo gives a transfer between two workers (not a collective) the time that connecting had. ``read``:
-    it is the sending of what its receiver is known to have got, of which gloo cannot be in the midst any more.
+    it is the sending of what its receiver is known to have got. In its midst gloo cannot be any more, nor in that of a
+    collective that is completed, so that nobody has to be able to leave them.
     """
     if group.name() == "nccl":
         work.wait()  # with a limit, NCCL would block the thread
         return
     limit = group._get_backend(torch.device("cpu")).options._timeout
-    if read:
+    if read or work.is_completed():
         work.wait(limit)
     else:
         wait_unless(lambda: group in _aborted, lambda: work.wait(limit))

@@ -94,7 +94,7 @@ class DatasetSource:
     def check(self, first: int, count: int, read: Callable[[int, int], Batch] | None = None) -> None:
         """Raises DataError if one of a pipeline's ``count`` micro-batches from number ``first`` on has fewer samples
         than the others, and tensors of other shapes for it where ``read`` (default: `batch`) reads it."""
-        if not self.has_short(first, count):
+        if self.short is None or not self.has_short(first, count):
             return
         read = read or self.batch
         if _shapes(read(0, self.short)) != _shapes(read(0, 0)):

@@ -21,7 +21,7 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.variables import Variables
 from megatron_recycle.runtime.stage import Stage
 
-_WORDS = {1: torch.int8, 2: torch.int16}
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 32  # words of 64 bits whose sum may come round
 _LONG = 2**16  # bytes from which on rows are faster than numbers that torch widens
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
@@ -38,7 +38,7 @@ class _Left:
     references: Mapping[str, Any]
     counters: Any
     tensors: Mapping[str, tuple[int, int]]
-    sums: Mapping[str, torch.Tensor]
+    sums: _Sums
     variables: Variables
 
 
@@ -53,6 +53,7 @@ class Edits:
         self._stage = stage
         self._left: _Left | None = None
         self._variables: Variables | None = None
+        self._words = _Words({})
 
     def leave(self, open_: bool) -> None:
         """Training returns to the script; ``open_``: its last step may still be undone."""
@@ -62,8 +63,8 @@ class Edits:
             if self._variables is None:
                 self._variables = Variables(self._stage.module, self._stage.functions)
             self._variables.keep()
-            self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors), _sums(tensors),
-                               self._variables)
+            self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors),
+                               self._summed(tensors), self._variables)
 
     def found(self) -> bool:
         """Whether the script has changed anything that a step changes, or is made with."""
@@ -124,32 +125,71 @@ class Edits:
         tensors = self._stage.state()
         versions = _versions(tensors)
         changed = {name for name in {**left.tensors, **versions} if left.tensors.get(name) != versions.get(name)}
-        sums = _sums(tensors)
-        both = [name for name in sums if name in left.sums]
-        if both:
-            before, now = (torch.stack([of[name] for name in both]) for of in (left.sums, sums))
-            changed |= {name for name, written in zip(both, (before != now).tolist()) if written}
-        return sorted(changed)
+        return sorted({*changed, *self._summed(tensors).others(left.sums)})
+
+    def _summed(self, tensors: Mapping[str, torch.Tensor]) -> _Sums:
+        parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
+        if not self._words.are_of(parameters):
+            self._words = _Words(parameters)
+        return self._words.sums()
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
     return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
 
 
-def _sums(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sums of the parameters as whole numbers: what is written by way of `.data` has no version. They stay where the
-    parameters are, so that training does not wait for them before it returns to the script."""
-    return {name: _sum(tensor.reshape(-1)) for name, tensor in tensors.items() if name.startswith("parameter ")}
+@dataclass(frozen=True)
+class _Sums:
+    """Of the bits of parameters, as whole numbers: one for each of ``names``, where the parameters are, so that
+    training does not wait for them before it returns to the script."""
+
+    names: tuple[str, ...]
+    numbers: torch.Tensor
+
+    def others(self, before: _Sums) -> list[str]:
+        """Those of the names that had another sum before, if any."""
+        if self.names == before.names:
+            return [name for name, one, other in zip(self.names, self.numbers.tolist(), before.numbers.tolist())
+                    if one != other]
+        known = dict(zip(before.names, before.numbers.tolist()))
+        return [name for name, number in zip(self.names, self.numbers.tolist()) if known.get(name, number) != number]
 
 
-def _sum(flat: torch.Tensor) -> torch.Tensor:
-    """A processor adds up 64 bits at a time five times as fast as shorter numbers, which torch widens first. But the
-    exponents of numbers that are all doubled have grown by a power of two, of which 4096 come round to nothing: so
-    first in short rows."""
-    start = flat.storage_offset() * flat.element_size()
-    if flat.nbytes < _LONG or flat.nbytes % (8 * _ROW) or start % 8:
-        return flat.view(_WORDS.get(flat.element_size(), torch.int32)).sum()
-    return flat.view(torch.int64).view(-1, _ROW).sum(1).view(torch.int32).sum()
+class _Words:
+    """The memory of ``parameters`` as whole numbers: what is written by way of `.data` has no version."""
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._names = tuple(parameters)
+        self._places = _places(parameters)
+        self._views = [_words(tensor) for tensor in parameters.values()]
+
+    def are_of(self, parameters: Mapping[str, torch.Tensor]) -> bool:
+        """Whether they still lie there."""
+        return self._names == tuple(parameters) and self._places == _places(parameters)
+
+    def sums(self) -> _Sums:
+        # A row's sum has 64 bits, of which both halves count.
+        sums = [words.sum(1).view(torch.int32).sum() if in_rows else words.sum() for words, in_rows in self._views]
+        return _Sums(self._names, torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64))
+
+
+def _places(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    return [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors.values()]
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """And whether they are in rows. A processor adds up 64 bits at a time five times as fast as shorter numbers, which
+    torch widens first. But the exponents of numbers that are all doubled have grown by a power of two, of which 4096
+    come round to nothing: so first in short rows."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    size = tensor.element_size()
+    if not tensor.is_contiguous():
+        return tensor.view(_WORDS[size]), False
+    flat = tensor.view(-1)
+    if flat.nbytes < _LONG or flat.nbytes % (8 * _ROW) or flat.storage_offset() * size % 8:
+        return flat.view(_WORDS[min(size, 4)]), False
+    return flat.view(torch.int64).view(-1, _ROW), True
 
 
 def same(one: Any, other: Any) -> bool:
