@@ -78,21 +78,28 @@ class Generators:
         if self._outside:
             yield
             return
-        self._outside = [(source, source.state()) for source in (*self._torch, *self._others)]
-        try:
-            yield
-        finally:
-            before, self._outside = self._outside, []
-            for source, state in before:
-                source.restore(state)
+        with self._put_back() as self._outside:
+            try:
+                yield
+            finally:
+                self._outside = []
 
     @contextmanager
     def of_script(self) -> Iterator[None]:
         """Inside the block they are as they were before all blocks of `kept`: as the script has left them."""
-        with self.kept():
+        with self._put_back():
             for source, state in self._outside:
                 source.restore(state)
             yield
+
+    @contextmanager
+    def _put_back(self) -> Iterator[list[tuple[_Source, Any]]]:
+        before = [(source, source.state()) for source in (*self._torch, *self._others)]
+        try:
+            yield before
+        finally:
+            for source, state in before:
+                source.restore(state)
 
     @contextmanager
     def at(self, number: int) -> Iterator[None]:
