@@ -69,11 +69,7 @@ PURE = frozenset({
 PURE_LEAVES = frozenset({"errors", "observe.text"})
 """The leaves that `membership` may import: the others read variables and files."""
 
-IMPURE: dict[str, frozenset[str]] = {"membership.notices": frozenset({"pathlib"})}
-"""Module of `membership` -> what it imports all the same. This list may only become shorter."""
-
 CIRCLES: frozenset[frozenset[str]] = frozenset({
-    frozenset({"membership.inputs", "membership.state"}),
     frozenset({"backends.deepspeed.between", "backends.deepspeed.engine", "backends.deepspeed.stage"}),
     frozenset({
         "runtime.description", "runtime.equality", "runtime.evaluation", "runtime.memory_budget", "runtime.profiling",
@@ -174,7 +170,7 @@ def impure(found: Import) -> str | None:
     first, _, rest = found.target.partition(".")
     pure = rest.split(".")[0] in ("plan", "membership") or covers(PURE_LEAVES, rest) if first == PACKAGE else (
         first in PURE)
-    if pure or first in IMPURE.get(found.importer, ()):
+    if pure:
         return None
     return f"{found}: membership is pure; what needs {found.target} belongs to control"
 
@@ -208,12 +204,6 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not new, f"new circles: {new}; move what both need below them"
     gone = [sorted(known) for known in CIRCLES if not any(one <= known for one in left)]
     assert not gone, f"no circle any more, take them out of CIRCLES: {gone}"
-
-
-def test_what_is_allowed_to_be_impure_still_is():
-    used = {(found.importer, found.target.split(".")[0]) for found in all_imports()}
-    gone = [(module, name) for module, names in IMPURE.items() for name in names if (module, name) not in used]
-    assert not gone, f"not imported any more, take them out of IMPURE: {gone}"
 
 
 def test_a_circle_would_be_found():

@@ -20,8 +20,7 @@ from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.messages import TO_WORKER, check_report
-from megatron_recycle.membership.notices import MEMBER
+from megatron_recycle.membership.messages import TO_WORKER, Role, check_report
 from megatron_recycle.membership.resume import RESTART, Resume
 
 _GLANCE = 0.5
@@ -390,7 +389,7 @@ class Agent:
         if stop.generation <= self.stop_generation:
             return
         with self._changed:
-            self.outside = stop.role != MEMBER
+            self.outside = stop.role != Role.MEMBER
             self.stop_generation = stop.generation
             self.missing = stop.missing
             self.offer = None

@@ -22,7 +22,7 @@ from megatron_recycle.control.memory import Memory
 from megatron_recycle.control.strangers import Strangers
 from megatron_recycle.control.watch import Watch
 from megatron_recycle.control.wire import Message, encode
-from megatron_recycle.membership import learnt, moving
+from megatron_recycle.membership import messages, moving
 from megatron_recycle.membership.decisions import (
     Await,
     AwaitLoss,
@@ -34,10 +34,11 @@ from megatron_recycle.membership.decisions import (
     Improve,
     MakePlan,
     Note,
-    Store,
+    Record,
     Tell,
 )
 from megatron_recycle.membership.detectors import RateLimit
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.inputs import (
     Adopted,
@@ -69,7 +70,6 @@ from megatron_recycle.membership.inputs import (
     StaysOut,
     Stuck,
 )
-from megatron_recycle.membership.notices import wire_forms
 from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.vacancies import Offered, Places, free_places
 
@@ -122,7 +122,7 @@ class Coordinator:
         listener: a socket that listens already; without one, any free port of 127.0.0.1.
         launched: whether launchers report exits. If not, the end of a worker's connection is its exit.
         offered: what a host that joins is told; None: no host can join.
-        state: what `restart.restore` has read from the journal of a coordinator that has died.
+        state: what `records.restore` has read from the journal of a coordinator that has died.
         told: the events it has told; a launcher must know of every failure, to judge its workers' ends.
         host: where this is, as workers there name their host.
     """
@@ -259,7 +259,7 @@ class Coordinator:
         self._strangers.gone(connection)
         if connection.role == "newcomer":
             if message["type"] == "hello":
-                connection.send(learnt.answer(self.state, message["rank"]))
+                connection.send(messages.learnt(self.state, message["rank"]))
         elif connection.role == "launcher":
             self._from_launcher(connection, message)
         elif message["type"] == "hello":
@@ -387,7 +387,7 @@ class Coordinator:
         self.state, decisions = self._memory.step(before, happened, time.time())
         if self.state.generation != before.generation:
             self._new_generation()
-        elif (self.state.joiners, self.state.spares) != (before.joiners, before.spares):
+        elif (self.state.joiners, self.state.stranded) != (before.joiners, before.stranded):
             self._watch_all()
         for decision in decisions:
             try:
@@ -399,7 +399,7 @@ class Coordinator:
         """Record an event, and tell the launchers."""
         self._tell_event(event)
 
-    def declare_out(self, name: str, kind: str) -> None:
+    def declare_out(self, name: str, kind: FailureKind) -> None:
         """Go on without the member of this name, which lives; call it in the event loop."""
         if (member := self.state.members.get(name)) is not None:
             self._feed(Lost((Loss(member.incarnation, kind),), time.time()))
@@ -424,16 +424,16 @@ class Coordinator:
 
     def _watch_all(self) -> None:
         interval, timeout = self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout
-        others = (*self.state.joiners.values(), *self.state.spares.values())
+        others = (*self.state.joiners.values(), *self.state.stranded.values())
         self._watch.members(self.state.members.values(), others, interval, timeout, time.monotonic())
 
     def _carry_out(self, decision: Decision) -> None:
-        if isinstance(decision, Store):
+        if isinstance(decision, Record):
             return  # on disk already
         if isinstance(decision, Note):
             self._memory.note(decision)
         elif isinstance(decision, Tell):
-            for form in wire_forms(decision):
+            for form in messages.wire_forms(decision):
                 encoded = encode(dict(form.message))
                 for incarnation in form.to:
                     if (connection := self._workers.get(incarnation)) is not None:

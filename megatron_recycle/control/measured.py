@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_recycle.control import Coordinator
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.failure_kinds import FailureKind
 
 Emit = Callable[[Mapping[str, Any]], None]
 
@@ -58,7 +59,7 @@ class Profiles:
                 if incarnations.get(name) == self._heard[name]}
         for name, factor in slow.items():
             if limit and factor > limit:
-                self._coordinator.declare_out(name, "slow")
+                self._coordinator.declare_out(name, FailureKind.SLOW)
         for name, factor in self._slowness.news(slow, incarnations).items():
             if not limit or factor <= limit:
                 self._coordinator.tell({"event": "slow", "t": time.time(), "generation": state.generation,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 
 from megatron_recycle.control.journal import Journal
-from megatron_recycle.membership import notices
-from megatron_recycle.membership.decisions import Decision, Note, Step, Store
+from megatron_recycle.membership import closing
+from megatron_recycle.membership.decisions import Decision, Note, Record, Step
 from megatron_recycle.membership.inputs import Input
 from megatron_recycle.membership.machine import step
+from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
 
 log = logging.getLogger(__name__)
@@ -32,8 +34,8 @@ class Memory:
                 return after, decisions
             except OSError as error:
                 failed = error
-        log.error("recycle: %s", text := notices.unwritable(self._journal.path, failed))
-        after, decisions = notices.end(before, 1, text, now)
+        log.error("recycle: %s", text := _unwritable(self._journal.path, failed))
+        after, decisions = closing.end(before, 1, text, now)
         self._write(decisions)
         return after, decisions
 
@@ -50,7 +52,7 @@ class Memory:
     def _write(self, decisions: Iterable[Decision]) -> None:
         """Raises OSError if a record that is needed cannot be written."""
         for decision in decisions:
-            if isinstance(decision, Store):
+            if isinstance(decision, Record):
                 try:
                     self._journal.append(decision.record)
                 except OSError as error:
@@ -63,3 +65,10 @@ class Memory:
             self._forgets = True
             log.warning("recycle: the journal %s cannot be written (%s): if this coordinator dies, the next one will "
                         "know less; make room on its disk", self._journal.path, error)
+
+
+def _unwritable(journal: Path, error: OSError) -> str:
+    """Why a job without a memory ends."""
+    return (f"the journal {journal} cannot be written ({error.strerror or error}), and a failure that is not written "
+            f"down cannot be recovered: make room on, or mend, the disk of {journal.parent}, or choose another "
+            f"--run-dir. {RESTART}")

@@ -26,7 +26,7 @@ from megatron_recycle.control import Coordinator, Journal, JournalError, Timeout
 from megatron_recycle.control.measured import Profiles
 from megatron_recycle.control.planning import Planning, load_plan
 from megatron_recycle.control.ports import listen
-from megatron_recycle.membership.restart import restore, taken_up, untold
+from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import Offered
 from megatron_recycle.observe.events import EventLog, read_events

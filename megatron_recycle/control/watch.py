@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.membership.detectors import Doing, HangUps, Heartbeats, Hosts, Stalls
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.state import Member
 
 
@@ -14,7 +15,7 @@ from megatron_recycle.membership.state import Member
 class Findings:
     """What a tick has found, by incarnation; times are the caller's clock."""
 
-    lost: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, FailureKind] = field(default_factory=dict)
     """Kind of failure of those that are to be declared out, in one decision."""
     since: float = 0.0
     """When the first of them was last well, or when the last one began to wait."""
@@ -37,7 +38,7 @@ class Watch:
 
     def members(self, members: Iterable[Member], others: Iterable[Member], interval: float, timeout: float,
                 now: float) -> None:
-        """Watch exactly these. Who is to join, or is a spare, only has to live; nobody waits for it."""
+        """Watch exactly these. A joiner or a stranded process only has to live; nobody waits for it."""
         training = {member.incarnation: member.host for member in members}
         hosts = {**training, **{member.incarnation: member.host for member in others}}
         self._heartbeats.timeout = timeout
@@ -82,11 +83,12 @@ class Watch:
         lost = self._hosts.judge(silent, self._heartbeats.seen, self._heartbeats.timeout, now)
         since = {key: silent[key] for key in lost}
         for key, at in self._hang_ups.tick(now).items():
-            lost.setdefault(key, "unreachable")
+            lost.setdefault(key, FailureKind.UNREACHABLE)
             since.setdefault(key, at)
         stalled = {key: at for key, at in self._stalls.stalled(now).items() if key not in silent and key not in lost}
         if lost or stalled:
-            return Findings({**lost, **dict.fromkeys(stalled, "stalled")}, min([*since.values(), *stalled.values()]))
+            found = {**lost, **dict.fromkeys(stalled, FailureKind.STALLED)}
+            return Findings(found, min([*since.values(), *stalled.values()]))
         waiting = None if silent else self._stalls.all_wait(now)
         return Findings() if waiting is None else Findings(since=now - _shortest(waiting), waiting=waiting)
 

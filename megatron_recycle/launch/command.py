@@ -38,11 +38,12 @@ from megatron_recycle.launch.network import (
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.torch_store import Store, keep_store
-from megatron_recycle.membership.notices import describe_status
+from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.observe.output import spare_output
 
 _HIGHEST_PORT = 65534
 """The next one is for torch's store."""
+_JOIN_SECONDS = 600.0  # --join-timeout
 _START_LIMIT = 600.0
 """Seconds that hosts wait for host 0; it waits as long for their workers."""
 
@@ -99,7 +100,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--join-timeout",
         type=float,
-        default=600.0,
         metavar="SECONDS",
         help="with --join: how long to wait for a place without a worker (default 600; 0: not at all)",
     )
@@ -281,7 +281,8 @@ def _join(
     if token is None:
         raise ConfigError("--join needs the job's token: give the job's run folder instead of its address, or "
                           "--token-file, or RECYCLE_TOKEN, as the job was started with")
-    found = join_request.ask(control, token, args.nproc or default_nproc(os.environ), args.join_timeout, say)
+    found = join_request.ask(control, token, args.nproc or default_nproc(os.environ),
+                             _JOIN_SECONDS if args.join_timeout is None else args.join_timeout, say)
     run_dir = _run_dir(args, config)
     make(run_dir)
     host, _, port = found.store.rpartition(":")
@@ -317,8 +318,11 @@ def _check(args: argparse.Namespace) -> None:
                           f"{(args.nnodes or 1) - 1}")
     if not 0 <= args.master_port <= _HIGHEST_PORT:
         raise ConfigError(f"--master-port is {args.master_port}; give a port up to {_HIGHEST_PORT}")
-    if not 0 <= args.join_timeout < float("inf"):
+    if args.join_timeout is not None and not 0 <= args.join_timeout < float("inf"):
         raise ConfigError(f"--join-timeout is {args.join_timeout:g}; give a number of seconds, 0 or more")
+    if args.join_timeout is not None and args.join is None:
+        raise ConfigError("--join-timeout is how long --join waits for a place: give --join RUN_DIR or HOST:PORT with "
+                          "it, or leave it out")
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

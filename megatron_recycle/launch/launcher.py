@@ -32,8 +32,8 @@ from megatron_recycle.launch.log_tail import Follower
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.launch.torch_store import Store
+from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
 from megatron_recycle.membership.messages import TO_LAUNCHER
-from megatron_recycle.membership.notices import describe_status
 from megatron_recycle.observe.text import printable
 
 _GLANCE = 0.25
@@ -43,7 +43,7 @@ _SAME_SIGNAL = 2.0
 """Seconds in which another SIGTERM is the same one: Slurm sends it to every process, srun and scripts pass it on."""
 _IDLE = 3.0
 """Seconds without a worker after which a host says so."""
-_CUT_OFF = "unreachable"
+_CUT_OFF = FailureKind.UNREACHABLE
 """How workers fail whose host was out of reach: nothing is wrong with them."""
 
 
@@ -298,7 +298,7 @@ class Launcher:
             places = "place is" if len(back) == 1 else f"{len(back)} places are"
             self._say(f"this host's {places} free again: rejoining (rank {', '.join(map(str, back))})")
         for rank in due:
-            self._try_spawn(rank, self.workers[rank].out or "exit")
+            self._try_spawn(rank, self.workers[rank].out or FailureKind.EXIT)
 
     def _try_spawn(self, rank: int, out: str, move: int = 0) -> None:
         """Start one more process in a job that runs: that it cannot be started costs nobody else anything."""
@@ -441,7 +441,7 @@ class Launcher:
             worker.out = event.get("kind")
             if worker.out == _CUT_OFF and not self._over():
                 self._was_cut_off(worker)
-            elif self._end is None and worker.out == "exit":  # that comes by itself, unless it hangs on the way
+            elif self._end is None and worker.out == FailureKind.EXIT:  # it comes by itself, unless it hangs
                 if worker.status is None:
                     why = f"{event['error']} {event['where']}; see" if "error" in event else "see"
                     self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed: {why} {worker.child.log}")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.observe.events import format_event
 from megatron_recycle.observe.text import printable
 
@@ -86,7 +87,7 @@ class Summary:
             return _line(event)
         if name == "finished":  # the closing line has its words
             return _line({key: value for key, value in event.items() if key != "message"})
-        moved = name == "left" and event.get("kind") == "move"
+        moved = name == "left" and event.get("kind") == FailureKind.MOVE
         return _line(event) if moved or name in _TOLD else None
 
     def rank_of(self, event: Mapping[str, Any]) -> int | None:
@@ -114,7 +115,7 @@ class Summary:
                 event["kind"],
                 event["iteration"],
                 event.get("ms", 0.0),
-                event.get("ms", 0.0) if event.get("spare") else None,  # training did not stop for it
+                event.get("ms", 0.0) if event.get("stranded") else None,  # training did not stop for it
             )
         )
 

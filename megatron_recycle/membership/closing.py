@@ -1,9 +1,9 @@
-"""The end of a job that can still save: one last generation, in which nobody trains. Pure, like `machine`.
+"""The end of a job: at once, or after one last generation, in which nobody trains. Pure, like `machine`.
 
-It is decided, stored and announced like any other. Its members bring themselves to the last committed iteration, each
-writes its part of a checkpoint and says where, and then the job ends with the words that it would have ended with
-before. A member that is lost meanwhile is left out, and it is begun again; whatever else goes wrong ends the job at
-once: a checkpoint must not stand in the way of what has failed.
+A last generation is decided, recorded and announced like any other. Its members bring themselves to the last committed
+iteration, each writes its part of a checkpoint and says where, and then the job ends with the words that it would have
+ended with before. A member that is lost meanwhile is left out, and the generation is begun again; whatever else goes
+wrong ends the job at once: a checkpoint must not stand in the way of what has failed.
 """
 
 from __future__ import annotations
@@ -11,13 +11,46 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from megatron_recycle.membership import notices
-from megatron_recycle.membership.decisions import Emit, Step, Tell
+from megatron_recycle.membership import messages, records
+from megatron_recycle.membership.decisions import Emit, End, Step, Tell
 from megatron_recycle.membership.inputs import Saved, SavedLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import by_stage
 from megatron_recycle.membership.state import Member, Phase, State
+
+LAST = "the job ends after a last checkpoint"
+"""Why there is a generation that does not train."""
+
+
+def end(state: State, status: int, message: str, now: float) -> Step:
+    """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none."""
+    if state.closing is not None:
+        status = state.closing.status
+        message = f"{sentence(state.closing.message)} No checkpoint was written: {sentence(message)} {last(state)}"
+    told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
+    event = {
+        "event": "finished",
+        "t": now,
+        "generation": state.generation,
+        "iteration": state.committed if state.committed >= 0 else None,
+        "status": status,
+        "message": message,
+        "out": dict(state.out),
+    }
+    record = records.ended(status, message, event)
+    decisions = (record, Emit(event), messages.end(told, status, message), End(status, message))
+    return state.with_(phase=Phase.ENDED, ended=(status, message)), decisions
+
+
+def sentence(text: str) -> str:
+    """With a full stop, whoever has written it."""
+    return text if text.endswith(".") else f"{text}."
+
+
+def last(state: State) -> str:
+    """The last committed iteration, as a sentence."""
+    return f"Last committed iteration: {state.committed if state.committed >= 0 else 'none'}."
 
 
 def possible(state: State, lost: Collection[str]) -> bool:
@@ -73,11 +106,11 @@ def saved(state: State, happened: Saved, now: float) -> Step:
         first = next(iter(errors), "")
         shared = len(errors) == len(state.members) and len(set(errors.values())) == 1
         text = errors.get(first, "those that were to write it have lost one another")
-        return notices.end(state, 1, text if shared or not first else f"{first}: {text}", now)
+        return end(state, 1, text if shared or not first else f"{first}: {text}", now)
     iteration, status = state.resume.target, closing.status
     event = {"event": "saved", "t": now, "generation": state.generation, "iteration": iteration, "place": place}
-    message = f"{notices.sentence(closing.message)} The state after iteration {iteration} is saved in {place}."
-    state, ending = notices.end(state.with_(closing=None), status, message, now)
+    message = f"{sentence(closing.message)} The state after iteration {iteration} is saved in {place}."
+    state, ending = end(state.with_(closing=None), status, message, now)
     return state, (Emit(event), *ending)
 
 
@@ -86,4 +119,4 @@ def late(state: State, happened: SavedLate, now: float) -> Step:
     if state.closing is None or happened.generation != state.generation:
         return state, ()
     missing = [name for name in in_order(state.members) if name not in state.closing.saved]
-    return notices.end(state, 1, f"it took too long ({', '.join(missing)})", now)
+    return end(state, 1, f"it took too long ({', '.join(missing)})", now)

@@ -11,8 +11,8 @@ from megatron_recycle.membership.state import Message, State
 
 
 @dataclass(frozen=True)
-class Store:
-    """Put this record on disk before anything that follows.
+class Record:
+    """Put this record on disk before anything that follows is done.
 
     What cannot be written must not be done, unless it is not `needed`: then a coordinator that comes back knows less,
     and is right all the same.
@@ -101,5 +101,5 @@ class End:
     message: str
 
 
-Decision = Store | Note | Tell | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
+Decision = Record | Note | Tell | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
 Step = tuple[State, tuple[Decision, ...]]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, TypeVar
+
+from megatron_recycle.membership.failure_kinds import FailureKind
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -45,14 +48,26 @@ class Heartbeats(Generic[Key]):
         return {key: seen for key, seen in self._seen.items() if now - seen > self.timeout}
 
 
+class ThreadState(str, Enum):
+    """What a training thread is in."""
+
+    WORKING = "working"
+    WAITING = "waiting"
+    """For other workers."""
+    STANDING_BY = "standing by"
+    """Its script has ended well."""
+    OUTSIDE = "outside"
+    """The script's own code."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
 @dataclass(frozen=True)
 class Doing:
-    """What a training thread does, as its worker told it: `for_s` seconds of at most `limit_s` (None: no limit).
+    """What a training thread does, as its worker told it: `for_s` seconds of at most `limit_s` (None: no limit)."""
 
-    `state` is "working", "waiting", "standing by" (its script has ended well) or "outside" (the script's own code).
-    """
-
-    state: str
+    state: ThreadState
     what: str
     number: int
     for_s: float
@@ -66,7 +81,7 @@ class Doing:
         try:
             limit = told["limit_s"]
             return cls(
-                str(told["state"]),
+                ThreadState(told["state"]),
                 str(told["what"])[:40],
                 int(told["number"]),
                 float(told["for_s"]),
@@ -77,7 +92,7 @@ class Doing:
 
     @property
     def waits(self) -> bool:
-        return self.state in ("waiting", "standing by")
+        return self.state in (ThreadState.WAITING, ThreadState.STANDING_BY)
 
     @property
     def too_long(self) -> bool:
@@ -118,13 +133,13 @@ class Stalls(Generic[Key]):
         return {
             key: at - doing.for_s
             for key, (doing, at) in self._known()
-            if doing.state == "working" and doing.too_long
+            if doing.state is ThreadState.WORKING and doing.too_long
         }
 
     def all_wait(self, now: float) -> dict[Key, Doing] | None:
         """What everybody waits for, if all do, for longer than any of them has learnt to be possible."""
         found = {key: doing for key, (doing, at) in self._known() if doing.waits and now - at <= 3 * self.interval}
-        if len(found) < len(self._told) or not any(doing.state == "waiting" for doing in found.values()):
+        if len(found) < len(self._told) or not any(doing.state is ThreadState.WAITING for doing in found.values()):
             return None
         limits = [doing.limit_s for doing in found.values() if doing.limit_s is not None]
         if len(limits) < len(found) or any(doing.for_s <= max(limits) for doing in found.values()):
@@ -164,12 +179,12 @@ class Hosts(Generic[Key]):
         self._launchers[host] = now
 
     def judge(self, silent: Mapping[Key, float], seen: Mapping[Key, float], timeout: float,
-              now: float) -> dict[Key, str]:
+              now: float) -> dict[Key, FailureKind]:
         """The kind of failure of those of `silent` (key -> when last heard of) that can be told now.
 
         `seen` has everybody's last sign of life.
         """
-        verdicts: dict[Key, str] = {}
+        verdicts: dict[Key, FailureKind] = {}
         for host in {self._host.get(key, "") for key in silent}:
             here = [key for key, at in self._host.items() if at == host]
             gone = {key: silent[key] for key in silent if self._host.get(key, "") == host}
@@ -177,12 +192,12 @@ class Hosts(Generic[Key]):
             signs += [self._launchers[host]] if host in self._launchers else []
             last = max(gone.values())
             if any(sign > last + 2 * self.interval for sign in signs):
-                verdicts.update(dict.fromkeys(gone, "frozen"))
+                verdicts.update(dict.fromkeys(gone, FailureKind.FROZEN))
             elif all(now - sign > timeout for sign in signs):
                 alone = len(gone) + (host in self._launchers) < 2
-                verdicts.update(dict.fromkeys(gone, "frozen" if alone else "unreachable"))
+                verdicts.update(dict.fromkeys(gone, FailureKind.FROZEN if alone else FailureKind.UNREACHABLE))
             elif now - min(gone.values()) > timeout + 2 * self.interval:
-                verdicts.update(dict.fromkeys(gone, "frozen"))
+                verdicts.update(dict.fromkeys(gone, FailureKind.FROZEN))
         return verdicts
 
 

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import learnt, notices
-from megatron_recycle.membership.decisions import Emit, MakePlan, Step, Store
+from megatron_recycle.membership import closing, messages, records
+from megatron_recycle.membership.decisions import Emit, MakePlan, Step
+from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.persistent_map import put
@@ -26,13 +27,13 @@ def hello(state: State, member: Member, now: float) -> Step:
     for other in state.known.values():
         if member.worker == other.worker or member.rank == other.rank:
             text = f"rank {member.rank} as {member.worker}: rank {other.rank} is {other.worker} already"
-            return state, (notices.refuse(member, text),)
+            return state, (messages.refuse(member, text),)
     if not 0 <= member.rank < state.size:
         text = f"rank {member.rank} is not of this job of {state.size} workers"
-        return state, (notices.refuse(member, text),)
+        return state, (messages.refuse(member, text),)
     state = state.with_(known={**state.known, member.incarnation: member})
     if state.gone:
-        return notices.end(state, 1, _left_early(min(state.gone), 0, ""), now)
+        return closing.end(state, 1, _left_early(min(state.gone), 0, ""), now)
     return state, ()
 
 
@@ -51,7 +52,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
                 f"worker {other} has {name} = {ours} but worker {member.worker} has {theirs}: give all "
                 f"workers the same configuration and the same model"
             )
-            return notices.end(state, 1, text, now)
+            return closing.end(state, 1, text, now)
     state = state.with_(
         descriptions=put(state.descriptions, member.worker, happened.description),
         reports=put(state.reports, member.worker, happened.report),
@@ -95,7 +96,7 @@ def _form(state: State, now: float) -> Step:
             + (f" x {parts} parts" if parts > 1 else "") + ", but the workers are "
             f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
         )
-        return notices.end(state, 1, text, now)
+        return closing.end(state, 1, text, now)
     state = state.with_(
         phase=Phase.RECOVERING,
         generation=1,
@@ -122,9 +123,8 @@ def _form(state: State, now: float) -> Step:
         "max_restarts": description.get("max_restarts", 0),
         "leave_timeout": _time_to_leave(description),
     }
-    kept = (Store(learnt.stored(state.learnt)),) if any(state.learnt.values()) else ()
-    decided = Store(notices.decided_record(state, [started]))
-    return state, (*kept, decided, Emit(started), MakePlan(1, frozenset()))
+    kept = (records.learnt(state),) if any(state.learnt.values()) else ()
+    return state, (*kept, records.decided(state, [started]), Emit(started), MakePlan(1, frozenset()))
 
 
 def _time_to_leave(description: Mapping[str, Any]) -> float | None:
@@ -137,16 +137,16 @@ def exited_early(state: State, member: Member | None, happened: Exited, now: flo
     """An exit before generation 1 ends the job, unless nobody uses the plugin and all end well."""
     well = not happened.status and not happened.said and (member is None or member.worker in state.finished)
     if not well or (member is None and state.known):
-        return notices.end(state, 1, _left_early(happened.rank, happened.status, happened.log, happened.said), now)
+        return closing.end(state, 1, _left_early(happened.rank, happened.status, happened.log, happened.said), now)
     state = state.with_(gone=state.gone | {happened.rank})
     if len(state.gone) < state.size:
         return state, ()
-    return notices.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
+    return closing.end(state, 0, "all workers ended well; none of them trained with the plugin", now)
 
 
 def _left_early(rank: int, status: int | None, log: str, said: str = "") -> str:
     if said:
         return f"rank {rank} has failed before training began: {said}"
     where = f": see {log}" if log else ""
-    ended = "has ended" if status is None else f"ended with {notices.describe_status(status)}"
+    ended = "has ended" if status is None else f"ended with {describe_status(status)}"
     return f"rank {rank} {ended} before training began{where}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.state import Member, Message
 
@@ -25,7 +26,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Ready:
-    """`learnt` is what the process was told by others before, of one of the start (see `learnt`)."""
+    """`learnt` is what the process was told by others before, of one of the start (see `records.learnt`)."""
 
     incarnation: str
     description: Message
@@ -35,8 +36,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Loss:
+    """One process that is to be declared out."""
+
     incarnation: str
-    kind: str
+    kind: FailureKind
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,7 @@ class Stuck:
 
 @dataclass(frozen=True)
 class Restarted:
-    """The coordinator has come back; its state is from `restart.restore`."""
+    """The coordinator has come back; its state is from `records.restore`."""
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,34 @@
-"""The messages of the control protocol and the fields each must have.
+"""The messages of the control protocol, and the fields each must have.
 
 Both sides check what they receive, so that a malformed message is refused at the door and no code behind it
-has to expect one.
+has to expect one. Below the tables are the messages that several decisions tell.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any
 
+from megatron_recycle.membership.decisions import Tell
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.state import Member, State
 from megatron_recycle.plan.grid import Grid
 
 Message = dict[str, Any]
+FENCED_STATUS = 3
+"""Exit status of a worker that was declared out and notices."""
+
+
+class Role(str, Enum):
+    """Part of a process in a new generation."""
+
+    MEMBER = "member"
+    OUTSIDE = "outside"
 
 
 class WireError(ValueError):
@@ -158,3 +173,73 @@ def _fields(kind: str, message: Mapping[str, Any], wanted: Mapping[str, Any]) ->
 def _names(types: Any) -> str:
     many = types if isinstance(types, tuple) else (types,)
     return " or ".join("null" if item is type(None) else item.__name__ for item in many)
+
+
+# What is told
+
+
+def group_prefix(generation: int, members: Mapping[str, str]) -> str:
+    """The store prefix of a generation's groups: workers that disagree on the members never meet."""
+    text = json.dumps(dict(members), sort_keys=True, separators=(",", ":"))
+    return f"g{generation}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def stop(state: State) -> Message:
+    """The end of all generations before the current one, with its members; see `wire_forms`."""
+    return {"type": "stop", "generation": state.generation, "members": state.incarnations(), "out": dict(state.out)}
+
+
+def wire_forms(tell: Tell) -> list[Tell]:
+    """What really travels. A stop is the most urgent message of all: each process hears of its own part in the new
+    generation only, since everybody's, for thousands of workers, would take longer to send than to decide on."""
+    message = tell.message
+    if message["type"] != "stop":
+        return [tell]
+    members = set(message["members"].values())
+    short = {"type": "stop", "generation": message["generation"], "missing": len(message["out"])}
+    return [Tell(tuple(one for one in tell.to if (one in members) is inside), {**short, "role": role.value})
+            for inside, role in ((True, Role.MEMBER), (False, Role.OUTSIDE))]
+
+
+def switch(state: State) -> Message:
+    """The offer of a boundary: an offer without a plan."""
+    return {"type": "offer", "generation": state.generation, "number": state.switch, "plan": None}
+
+
+def end(to: tuple[str, ...], status: int, message: str) -> Tell:
+    """The job is over for these incarnations."""
+    return Tell(to, {"type": "end", "status": status, "message": message})
+
+
+def ended(state: State, incarnation: str) -> Tell:
+    """How the job ended, for a process that comes too late."""
+    status, message = state.ended or (1, "the job has ended")
+    return end((incarnation,), status, message)
+
+
+def learnt(state: State, rank: int) -> Message:
+    """To a process that is to join, before its script begins: what the process of its rank was told at the start."""
+    return {"type": "learnt", "record": list(state.learnt.get(str(rank), ()))}
+
+
+def refuse(member: Member, text: str) -> Tell:
+    """A process that may not come in."""
+    return end((member.incarnation,), 1, text)
+
+
+def fence(state: State, member: Member) -> Tell:
+    """A process that was declared out, should it still live."""
+    kind = state.out.get(member.worker, FailureKind.EXIT)
+    text = (
+        f"worker {member.worker} was declared out ({kind}); the job goes on without it in generation "
+        f"{state.generation}, and nothing this process does counts any more"
+    )
+    return end((member.incarnation,), FENCED_STATUS, text)
+
+
+def farewell(member: Member, kind: FailureKind, generation: int) -> Tell:
+    """The end of the job for a process that has asked to leave, or whose worker has moved."""
+    moved = kind is FailureKind.MOVE
+    why = "moved to another stage, where another process stands for it" if moved else "left as it was asked to"
+    text = f"worker {member.worker} has {why}; the job goes on in generation {generation}"
+    return end((member.incarnation,), 0, text)

@@ -8,11 +8,12 @@ Whatever goes wrong before ends the move: the mover is where it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_recycle.membership import notices
-from megatron_recycle.membership.decisions import Decision, Emit, FindMoves, Step, Store
+from megatron_recycle.membership import messages, records
+from megatron_recycle.membership.decisions import Decision, Emit, FindMoves, Step
+from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
 from megatron_recycle.membership.inputs import Exited, MovesFound, StaysOut
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import by_stage
@@ -20,8 +21,6 @@ from megatron_recycle.membership.state import Member, Phase, State
 
 _FRUITLESS = 3
 """So many moves in a row whose process failed: the next one's would, too."""
-_NOT_RESTARTED = ("unreachable", "leave", "move")
-"""How a position became empty for which no launcher starts another process."""
 _PROCESS = "its process"
 
 
@@ -32,7 +31,7 @@ def seek(state: State) -> tuple[Decision, ...]:
     if not quiet or not wanted or not state.moves_due or not state.out or state.joiners or state.leaving or state.moves:
         return ()
     if (state.description or {}).get("max_restarts") and any(
-            kind not in _NOT_RESTARTED and name not in state.given_up for name, kind in state.out.items()):
+            kind.refilled and name not in state.given_up for name, kind in state.out.items()):
         return ()  # a launcher starts it again
     return (FindMoves(state.generation, state.failed),)
 
@@ -44,7 +43,7 @@ def stays_out(state: State, happened: StaysOut, now: float) -> Step:
     if name is None or name in state.given_up:
         return state, ()
     state = state.with_(given_up=state.given_up | {name}, moves_due=True)
-    return state, (_record(state, []), *seek(state))
+    return state, (records.moves(state, ()), *seek(state))
 
 
 def begin(state: State, happened: MovesFound, now: float) -> Step:
@@ -58,7 +57,7 @@ def begin(state: State, happened: MovesFound, now: float) -> Step:
     moves = {to: mover.incarnation for to, mover in found.items()}
     state = state.with_(moves=moves, move=state.move + 1, moves_due=False)
     begun = [moving(state, to, mover, now) for to, mover in found.items()]
-    return state, (_record(state, begun, needed=True), *map(Emit, begun))
+    return state, (records.moves(state, begun, needed=True), *map(Emit, begun))
 
 
 def moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def not_started(state: State, happened: Exited, now: float) -> Step:
     to = next((to for to in state.moves if own and state.ranks[to] == happened.rank), None)
     if to is None or to in state.joiners or to in state.members:
         return state, ()
-    return _drop(state, to, f"{_PROCESS} ended with {notices.describe_status(happened.status)}; see {happened.log}",
+    return _drop(state, to, f"{_PROCESS} ended with {describe_status(happened.status)}; see {happened.log}",
                  now)
 
 
@@ -91,7 +90,7 @@ def follow(before: State, state: State, decisions: tuple[Decision, ...], now: fl
         if mover is None:  # gone: as it should, or it has failed, and its device is the new process's alone
             left = {other: who for other, who in state.moves.items() if other != to}
             state = state.with_(moves=left, fruitless=0)
-            decisions = (*decisions, _record(state, []))
+            decisions = (*decisions, records.moves(state, ()))
         elif reason := _void(before, state, to, mover):
             state, more = _drop(state, to, reason, now)
             decisions = (*decisions, *more)
@@ -116,10 +115,11 @@ def _void(before: State, state: State, to: str, mover: Member) -> str | None:
     return None
 
 
-def changed(before: State, lost: Mapping[str, str], joined: Iterable[str]) -> bool:
+def changed(before: State, lost: Mapping[str, FailureKind], joined: Iterable[str]) -> bool:
     """Whether more has happened than moves: what pays off may be another thing now. After moves it is what was wanted,
     and durations that were measured anew are no reason to move back and forth."""
-    return any(kind != "move" for kind in lost.values()) or any(name not in before.moves for name in joined)
+    failed = any(kind is not FailureKind.MOVE for kind in lost.values())
+    return failed or any(name not in before.moves for name in joined)
 
 
 def _drop(state: State, to: str, reason: str, now: float) -> Step:
@@ -129,20 +129,14 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
              "reason": reason, "to_rank": state.ranks[to], "number": state.move}
     left = {other: who for other, who in state.moves.items() if other != to}
     state = state.with_(moves=left, fruitless=state.fruitless + fails, moves_due=True)
-    decisions: tuple[Decision, ...] = (_record(state, [event]), Emit(event))
+    decisions: tuple[Decision, ...] = (records.moves(state, (event,)), Emit(event))
     waiting = state.joiners.get(to)
     if waiting is not None and waiting.host == mover.host:
         joiners = {name: other for name, other in state.joiners.items() if name != to}
         state = state.with_(joiners=joiners, prepared=state.prepared - {waiting.incarnation})
         text = f"worker {mover.worker} does not move to {to}: {reason}"
-        decisions = (*decisions, notices.refuse(waiting, text))
+        decisions = (*decisions, messages.refuse(waiting, text))
     return state, decisions
-
-
-def _record(state: State, events: list[dict[str, Any]], needed: bool = False) -> Store:
-    """Who does not know that a move has ended finds that again."""
-    record = {"kind": "moves", "generation": state.generation, **notices.of_moves(state), "events": events}
-    return Store(record, needed)
 
 
 def moved(state: State) -> dict[str, str]:
@@ -163,12 +157,3 @@ def from_where(state: State, name: str) -> str | None:
     """The position that the member `name` has moved from, while it does."""
     incarnation = state.moves.get(name)
     return None if incarnation is None else state.known[incarnation].worker
-
-
-def restored(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fields of the state as the journal has them."""
-    last = next((record for record in reversed(records) if "moves" in record), None)
-    if last is None:
-        return {}
-    fields = {name: last[name] for name in ("moves", "move", "moves_due", "fruitless")}
-    return {**fields, "given_up": frozenset(last["given_up"])}

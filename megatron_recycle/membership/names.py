@@ -7,12 +7,13 @@ parts, named "1:2.0", "1:2.1" and so on. They are lost together: no part can com
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron_recycle.plan.grid import Worker
 
+Value = TypeVar("Value")
 _NAME = re.compile(r"(\d+:\d+)(?:\.(\d+))?\Z")
 
 
@@ -49,3 +50,9 @@ def siblings(names: Iterable[str], lost: Iterable[str]) -> list[str]:
     """Those of ``names`` that are not ``lost`` themselves, but whose worker has lost a part."""
     broken = set(workers_of(lost))
     return [name for name in in_order(set(names) - set(lost)) if Process.parse(name).worker in broken]
+
+
+def incomplete(names: Mapping[str, Value], done: Collection[str]) -> dict[str, Value]:
+    """Those of ``names`` whose worker has a part that is not ``done``."""
+    without = set(workers_of(names.keys() - set(done)))
+    return {name: value for name, value in names.items() if Process.parse(name).worker in without}

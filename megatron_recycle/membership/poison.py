@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process, in_order, siblings
 from megatron_recycle.membership.resume import RESTART, by_stage
@@ -79,7 +80,7 @@ def too_many(state: State, fault: Fault, text: str) -> str:
     return f"{text} {lately} micro-batches were left out within {_WITHIN} iterations; more are not (poison: skip)."
 
 
-def how(state: State, out: list[str], kinds: Mapping[str, str] | None = None) -> str:
+def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = None) -> str:
     """Each of ``out`` with the kind of its failure (of ``kinds``, or as it is known), and with what it has said."""
     said = {one.worker: str(one.fault) for one in state.faults}
     kinds = state.out if kinds is None else kinds

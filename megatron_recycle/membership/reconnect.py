@@ -7,73 +7,75 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_recycle.membership import notices
-from megatron_recycle.membership.decisions import AwaitLoss, Emit, Step
-from megatron_recycle.membership.inputs import THE_END, Hinted
-from megatron_recycle.membership.names import in_order, siblings
-from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership import closing, failing
+from megatron_recycle.membership.decisions import AwaitLoss, Step
+from megatron_recycle.membership.inputs import THE_END, Hinted, NoLoss, Stuck
+from megatron_recycle.membership.names import in_order
+from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Phase, State
 
 _TRIES, _BUILDINGS = 2, 3
 """New generations with the same members in a row; more of them where not even their groups could be built, since that
 may be slow, and gets more time each time."""
-_ALIVE = ("stalled", "slow")
 
 
 def hinted(state: State, happened: Hinted, now: float) -> Step:
     """Remembered; the first one of a generation starts the wait for the failure that may be behind it."""
     member = state.member(happened.incarnation)
-    if member is None or happened.generation != state.generation or not in_force(state):
+    if member is None or happened.generation != state.generation or not _in_force(state):
         return state, ()
     first = not state.hints
     state = state.with_(hints={**state.hints, member.worker: happened.error})
     return state, (AwaitLoss(state.generation, now),) if first else ()
 
 
-def in_force(state: State) -> bool:
+def no_loss(state: State, happened: NoLoss, now: float) -> Step:
+    """The time in which any failure is found is over: the communication errors have come by themselves."""
+    if happened.generation != state.generation or not _in_force(state):
+        return state, ()
+    return _again(state, _errors(state.hints), happened.since, now)
+
+
+def stuck(state: State, happened: Stuck, now: float) -> Step:
+    """All members wait, for longer than anything takes."""
+    if happened.generation != state.generation or state.phase is not Phase.TRAINING:
+        return state, ()
+    return _again(state, _waits(happened.waiting), happened.since, now, _ended(happened.waiting))
+
+
+def _again(state: State, reason: str, since: float, now: float, ended: str = "") -> Step:
+    """A new generation with the same members, for this reason."""
+    if _worn_out(state):
+        return closing.end(state, 1, _given_up(state, reason, ended), now)
+    return failing.next_generation(state.with_(mended=state.mended + 1), {}, since, now, reason=reason)
+
+
+def _in_force(state: State) -> bool:
     """Whether members are told to train, as far as this coordinator knows."""
     return state.phase in (Phase.TRAINING, Phase.RETURNING)
 
 
-def worn_out(state: State) -> bool:
+def _worn_out(state: State) -> bool:
     """Whether one more generation with the same members would be no better than the last ones."""
     built = len(state.resumed) == len(state.members)
     return state.mended >= (_TRIES if built else _BUILDINGS)
 
 
-def spare(
-    state: State, lost: Mapping[str, str], since: float, now: float
-) -> tuple[State, dict[str, str], tuple[Emit, ...]]:
-    """`lost` (worker -> kind) without those that live, only too slowly, and without whom a stage would be empty: to
-    remove them would end the job, to wait may not. They are reported, once per generation."""
-    kept: list[str] = []
-    gone = {*lost, *siblings(state.members, lost)}
-    for names in by_stage(state.stages, state.proven):
-        if gone.issuperset(names):
-            kept += [name for name in names if lost.get(name) in _ALIVE]
-    events = tuple(
-        Emit(notices.suspected(state, state.members[name], lost[name], since, now, removed=False))
-        for name in in_order(set(kept) - state.spared)
-    )
-    left = {name: kind for name, kind in lost.items() if name not in kept}
-    return state.with_(spared=state.spared.union(kept)), left, events
-
-
-def errors(hints: Mapping[str, str]) -> str:
+def _errors(hints: Mapping[str, str]) -> str:
     """Who hinted, and why."""
     return "; ".join(f"{name}: {hints[name]}" for name in in_order(hints))
 
 
-def waits(waiting: Mapping[str, str]) -> str:
+def _waits(waiting: Mapping[str, str]) -> str:
     return "all workers wait: " + ", ".join(f"{name} for {waiting[name]}" for name in in_order(waiting))
 
 
-def ended(waiting: Mapping[str, str]) -> str:
+def _ended(waiting: Mapping[str, str]) -> str:
     """Whose script has ended."""
     return ", ".join(name for name in in_order(waiting) if waiting[name] == THE_END)
 
 
-def given_up(state: State, reason: str, ended: str) -> str:
+def _given_up(state: State, reason: str, ended: str) -> str:
     """Why the job stops, though the script has ended on nobody but these."""
     remedy = ("look at the network between them" if not ended else
               f"the script has ended on {ended} while the others train on: let all ranks run the same number of "

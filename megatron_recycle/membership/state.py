@@ -6,18 +6,18 @@ All of it is frozen; a state is replaced, never changed. Times are Unix seconds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.resume import Resume
 
-if TYPE_CHECKING:
-    from megatron_recycle.membership.inputs import Improved
-
 Message = Mapping[str, Any]
+_OF_GENERATION = {"of_generation": True}
+"""Marks a field that is void when its generation is over: the next one begins with the field's default."""
 
 
 class Phase(Enum):
@@ -68,7 +68,10 @@ class Closing:
 
 @dataclass(frozen=True)
 class State:
-    """Everything the coordinator's decisions depend on. `size` is the number of workers of the whole grid."""
+    """Everything the coordinator's decisions depend on. `size` is the number of workers of the whole grid.
+
+    A new field is named in `records` too: how the journal keeps it, or why it need not.
+    """
 
     size: int
     host: str = ""
@@ -79,21 +82,21 @@ class State:
     """Every process that has said hello and was not refused, by incarnation."""
     members: Mapping[str, Member] = field(default_factory=dict)
     """The live workers of this generation, by position."""
-    out: Mapping[str, str] = field(default_factory=dict)
-    """Positions without a live worker, and the kind of failure."""
+    out: Mapping[str, FailureKind] = field(default_factory=dict)
+    """Positions without a worker, and how they came to be."""
     fenced: frozenset[str] = frozenset()
     """Incarnations that were declared out; they are never members again."""
-    spares: Mapping[str, Member] = field(default_factory=dict)
-    """Live processes that have no work, by name: the other parts of a worker that has lost one. They come in again
-    together with a joiner in that one's place."""
+    stranded: Mapping[str, Member] = field(default_factory=dict)
+    """Live processes without work, by name: the other parts of a worker that has lost one. They come in again together
+    with a joiner in that one's place."""
     joiners: Mapping[str, Member] = field(default_factory=dict)
     """Processes that want to come in, by name; they wait for a boundary."""
     prepared: frozenset[str] = frozenset()
-    """Incarnations of joiners (and spares) whose model and engine are built, and who stand still."""
-    unproven: Mapping[str, str] = field(default_factory=dict)
+    """Incarnations of joiners and stranded ones whose model and engine are built, and who stand still."""
+    unproven: Mapping[str, FailureKind] = field(default_factory=dict)
     """Members that came in with this generation and have not acknowledged their peers' state yet; with each the
     reason why its position was empty."""
-    acknowledged: frozenset[str] = frozenset()
+    acknowledged: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
     """Of the unproven those that have, while another part of their worker has not."""
     leaving: frozenset[str] = frozenset()
     """Incarnations of members that have asked to leave at a boundary."""
@@ -107,9 +110,9 @@ class State:
     """Moves in a row whose process has failed."""
     given_up: frozenset[str] = frozenset()
     """Positions that are out and that no launcher will start again."""
-    switch: int = 0
+    switch: int = field(default=0, metadata=_OF_GENERATION)
     """Number of the offer by which the members make a boundary; 0: none is being made."""
-    standing: Mapping[str, float] = field(default_factory=dict)
+    standing: Mapping[str, float] = field(default_factory=dict, metadata=_OF_GENERATION)
     """Members that stand at the boundary, and since when."""
     stood_since: float | None = None
     """When the first member began to wait for those that came in with this generation."""
@@ -126,21 +129,21 @@ class State:
     samples: Mapping[str, str] = field(default_factory=dict)
     """For each kind of model the first worker that was ready, until generation 1."""
     description: Message | None = None
-    reports: Mapping[str, Message] = field(default_factory=dict)
-    plan: Message | None = None
+    reports: Mapping[str, Message] = field(default_factory=dict, metadata=_OF_GENERATION)
+    plan: Message | None = field(default=None, metadata=_OF_GENERATION)
     """The plan of this generation, from when it is made."""
     go: Message | None = None
     """The last announced go, to be told again to a worker that lost its connection."""
     resume: Resume | None = None
     """The last resume point that was announced."""
-    returned: frozenset[str] = frozenset()
+    returned: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
     """RETURNING: members that have said they are in the current generation."""
     ended: tuple[int, str] | None = None
     """Status and message of the end."""
     since: float | None = None
     """When the failure happened that is being recovered from; of several, the first."""
-    resumed: Mapping[str, float] = field(default_factory=dict)
-    finished: frozenset[str] = frozenset()
+    resumed: Mapping[str, float] = field(default_factory=dict, metadata=_OF_GENERATION)
+    finished: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
     """Positions whose script has ended well; they stand by until all have."""
     committed: int = -1
     """The last iteration that all members have committed."""
@@ -148,15 +151,15 @@ class State:
     behind: int = 0
     """Members that have not committed the iteration after `committed` yet; 0: to be counted again."""
     losses: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    adopted: Mapping[str, str] = field(default_factory=dict)
-    offered: Message | None = None
+    adopted: Mapping[str, str] = field(default_factory=dict, metadata=_OF_GENERATION)
+    offered: Message | None = field(default=None, metadata=_OF_GENERATION)
     """The offer of a plan that not all members are known to have adopted."""
-    better: Improved | None = None
-    """The plan that is offered when they have."""
+    better: tuple[Message, float] | None = field(default=None, metadata=_OF_GENERATION)
+    """The plan that is offered when they have, and the milliseconds that the search for it took."""
     offers: int = 0
-    hints: Mapping[str, str] = field(default_factory=dict)
+    hints: Mapping[str, str] = field(default_factory=dict, metadata=_OF_GENERATION)
     """Who met a communication error in this generation, and which."""
-    spared: frozenset[str] = frozenset()
+    spared: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
     """Members of this generation that were suspected, but are the last of their stage."""
     mended: int = 0
     """Generations with the same members in a row, without a committed iteration in between."""
@@ -164,7 +167,7 @@ class State:
     """Errors of scripts, the latest ones, in their order."""
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
-    closing: Closing | None = None
+    closing: Closing | None = field(default=None, metadata=_OF_GENERATION)
     """What this generation is for, if not for training."""
 
     @property
@@ -186,8 +189,8 @@ class State:
         return {name: self.members[name].incarnation for name in in_order(self.members)}
 
     def reachable(self) -> tuple[str, ...]:
-        """Incarnations of all that are told of a new generation: members and spares."""
-        return (*self.incarnations().values(), *(self.spares[name].incarnation for name in in_order(self.spares)))
+        """Incarnations of all that are told of a new generation: members and stranded ones."""
+        return (*self.incarnations().values(), *(self.stranded[name].incarnation for name in in_order(self.stranded)))
 
     def member(self, incarnation: str) -> Member | None:
         """The member of this incarnation; None if it is unknown, out, or not yet in."""
@@ -201,3 +204,9 @@ class State:
 
     def with_(self, **changes: Any) -> State:
         return replace(self, **changes)
+
+    def next_generation(self, **changes: Any) -> State:
+        """The state in generation g+1: with ``changes``, and without whatever was of g alone."""
+        void = {one.name: one.default if one.default_factory is MISSING else one.default_factory()
+                for one in fields(self) if one.metadata == _OF_GENERATION}
+        return replace(self, **{**void, "generation": self.generation + 1, **changes})

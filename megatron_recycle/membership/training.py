@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import moving
-from megatron_recycle.membership.decisions import Decision, Emit, Improve, Note, Step, Store, Tell
+from megatron_recycle.membership import moving, records
+from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step, Tell
 from megatron_recycle.membership.inputs import Adopted, Committed, Improved, Resumed
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import Resume
-from megatron_recycle.membership.state import Phase, State
+from megatron_recycle.membership.state import Message, Phase, State
 
 
 def begin(state: State) -> State:
@@ -76,8 +76,7 @@ def resumed(state: State, happened: Resumed, now: float) -> Step:
             "ms": state.ms(last),
             "survivors": len(workers_of(state.members)),
         }
-        record = {"kind": "resumed", "generation": state.generation, "events": [event]}
-        decisions += [Store(record, needed=False), Emit(event)]
+        decisions += [records.resumed(state, event), Emit(event)]
     reached = {name: max(state.committed_by.get(name, -1), resume.target) for name in state.members}
     state, more = committed_by_all(state.with_(since=None, committed_by=reached), now)
     # The plan may be missing after a coordinator has come back: nothing better is looked for then.
@@ -109,8 +108,7 @@ def committed_by_all(state: State, now: float) -> Step:
     if not events:
         return state, ()
     losses = {iteration: by for iteration, by in state.losses.items() if iteration > slowest}
-    note = Note({"kind": "committed", "iteration": slowest})
-    return state.with_(committed=slowest, losses=losses, mended=0), (*events, note)
+    return state.with_(committed=slowest, losses=losses, mended=0), (*events, records.committed(slowest))
 
 
 def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]:
@@ -131,13 +129,16 @@ def improved(state: State, happened: Improved, now: float) -> Step:
     if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.switch:
         return state, ()
     if state.offered is not None:
-        return state.with_(better=happened), ()
+        return state.with_(better=(happened.plan, happened.plan_ms)), ()
+    return _offer(state, happened.plan, happened.plan_ms, now)
+
+
+def _offer(state: State, plan: Message, plan_ms: float, now: float) -> Step:
     number = state.offers + 1
-    offer = {"type": "offer", "generation": state.generation, "number": number, "plan": happened.plan}
-    event = planned_event(state, happened.plan, happened.plan_ms, now)
-    state = state.with_(offers=number, plan=happened.plan, adopted={}, offered=offer, better=None)
-    record = {"kind": "offer", "generation": state.generation, "number": number, "events": []}
-    return state, (Store(record), Emit(event), Tell(tuple(state.incarnations().values()), offer))
+    offer = {"type": "offer", "generation": state.generation, "number": number, "plan": plan}
+    event = planned_event(state, plan, plan_ms, now)
+    state = state.with_(offers=number, plan=plan, adopted={}, offered=offer, better=None)
+    return state, (records.offer(state, number), Emit(event), Tell(tuple(state.incarnations().values()), offer))
 
 
 def adopted(state: State, happened: Adopted, now: float) -> Step:
@@ -157,6 +158,6 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
         "digest": happened.digest,
     }
     state = state.with_(offered=None)
-    state, more = (state, ()) if state.better is None else improved(state, state.better, now)
-    record = {"kind": "adopted", "generation": state.generation, "digest": happened.digest, "events": [event]}
-    return state, (Store(record, needed=False), Emit(event), *more)
+    record = records.adopted(state, happened.digest, event)
+    state, more = (state, ()) if state.better is None or state.switch else _offer(state, *state.better, now)
+    return state, (record, Emit(event), *more)

@@ -43,7 +43,7 @@ def free_places(state: State, places: Places | None, count: int, now: float) -> 
         if state.phase is Phase.ENDED:
             return _answer(refusal="it is over")
         return _answer(refusal="its training has not begun yet", again_s=_AGAIN_S)
-    there = {*state.members, *state.joiners, *state.spares, *state.moves}
+    there = {*state.members, *state.joiners, *state.stranded, *state.moves}
     empty = [name for name in in_order(state.ranks) if name not in there]
     free = [name for name in empty if places.kept.get(name, now) <= now][:count]
     if not free:

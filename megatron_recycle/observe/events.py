@@ -23,7 +23,7 @@ from megatron_recycle.observe.disk import of_disk
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.observe.text import one_line
 
-KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move")
+KINDS = ("exit", "frozen", "stalled", "unreachable", "slow", "corrupt", "leave", "move", "stranded")
 """Values of `kind`: how a worker failed or left."""
 
 _LEADING = ("generation", "attempt", "iteration", "worker", "kind", "ms")

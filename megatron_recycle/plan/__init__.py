@@ -1,7 +1,7 @@
 """The plan as pure data: grid, actions, costs, problem, plan file, validator, replay and bounds. Standard
 library only."""
 
-from megatron_recycle.plan.blocks import pieces
+from megatron_recycle.plan.blocks import Piece, pieces
 from megatron_recycle.plan.messages import Message, channels, read_by, reads, receives, surplus
 from megatron_recycle.plan.transfers import Transfer, postings, transfers
 
@@ -9,14 +9,14 @@ from .action import STEP, Action
 from .bounds import lower_bound
 from .costs import Costs
 from .errors import DeadlockError, PlanError
-from .grid import Grid, Worker
+from .grid import Grid, Microbatch, Worker
 from .plan import Plan
 from .problem import AHEAD, Problem
 from .replay import Timeline, replay
 from .validate import check, overfull, violations
 
 __all__ = [
-    "AHEAD", "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Plan", "PlanError", "Problem",
-    "Timeline", "Transfer", "Worker", "channels", "check", "lower_bound", "overfull", "pieces", "postings", "read_by",
-    "reads", "receives", "replay", "surplus", "transfers", "violations",
+    "AHEAD", "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Microbatch", "Piece", "Plan", "PlanError",
+    "Problem", "Timeline", "Transfer", "Worker", "channels", "check", "lower_bound", "overfull", "pieces", "postings",
+    "read_by", "reads", "receives", "replay", "surplus", "transfers", "violations",
 ]

@@ -8,7 +8,7 @@ from .grid import Worker
 from .plan import Plan
 
 Piece = tuple[int, int, int]
-"""Pipeline, first block and last block of one accumulator."""
+"""(pipeline, first block, last block) of one accumulator, both blocks inclusive."""
 
 
 def pieces(plan: Plan, stage: int) -> dict[Worker, tuple[Piece, ...]]:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from .errors import PlanError
 
+Microbatch = tuple[int, int]
+"""(pipeline, micro-batch)."""
+
 _WORKER = re.compile(r"([0-9]{1,9}):([0-9]{1,9})\Z")
 
 
@@ -62,7 +65,7 @@ class Grid:
         """Every worker of the grid, in order of pipeline, then stage."""
         return tuple(Worker(d, s) for d in range(self.pipelines) for s in range(self.stages))
 
-    def items(self) -> Iterator[tuple[int, int]]:
+    def items(self) -> Iterator[Microbatch]:
         """Every ``(pipeline, microbatch)``, in logical order."""
         for pipeline, count in enumerate(self.microbatches):
             for microbatch in range(count):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from megatron_recycle.plan import Action, Plan
+from megatron_recycle.plan import Action, Microbatch, Plan
 from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
 from megatron_recycle.runtime.comm.activations import Message, Transport
 from megatron_recycle.runtime.comm.handles import Groups
@@ -21,9 +21,6 @@ from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Forward, Stage
-
-Microbatch = tuple[int, int]
-"""(pipeline, micro-batch)."""
 
 
 @dataclass

@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-WORKING, WAITING, STANDING_BY, OUTSIDE = "working", "waiting", "standing by", "outside"
+from megatron_recycle.membership.detectors import ThreadState
+
+WORKING, WAITING = ThreadState.WORKING, ThreadState.WAITING
+STANDING_BY, OUTSIDE = ThreadState.STANDING_BY, ThreadState.OUTSIDE
 REDUCE = "reduce"
 """The wait for the stage's gradient. Most of it is transfer, so that how long it takes is learnt as well."""
 
@@ -58,7 +61,7 @@ class Activity:
         self._enter(WORKING, what)
 
     @contextmanager
-    def during(self, state: str, what: str) -> Iterator[None]:
+    def during(self, state: ThreadState, what: str) -> Iterator[None]:
         """The thread is in ``state`` in the block, and back in the one before afterwards. A block that is left by an
         exception was cut short: how long it took says nothing."""
         before, doing, _, _ = self._now
@@ -88,7 +91,7 @@ class Activity:
             return round(factor * max(self._longest.values(), default=0.0) + floor, 3)
         return None
 
-    def _enter(self, state: str, what: str, whole: bool = True) -> None:
+    def _enter(self, state: ThreadState, what: str, whole: bool = True) -> None:
         before, doing, number, since = self._now
         now = self._clock()
         self._now = (state, what, number + 1, now)

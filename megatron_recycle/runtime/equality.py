@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_recycle.errors import VerificationError
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.activity import COPY, WORKING
 from megatron_recycle.runtime.comm.reduction import all_reduce
@@ -90,9 +91,9 @@ def _heal(worker: StageWorker, odd: Sequence[Worker], digests: dict[Worker, int]
 def _take_over(worker: StageWorker, odd: Sequence[Worker], digests: dict[Worker, int]) -> None:
     groups, iteration = worker.current_groups(), worker.ledger.committed
     began = time.monotonic()
-    worker.agent.event("suspected", kind="corrupt", removed=False, iteration=iteration + 1, pid=os.getpid(),
+    worker.agent.event("suspected", kind=FailureKind.CORRUPT, removed=False, iteration=iteration + 1, pid=os.getpid(),
                        digests={str(peer): f"{value:08x}" for peer, value in digests.items()})
     tensors, facts, received = take(groups, odd, worker.stage.device)
     worker.stepper.enter(tensors, facts)
-    worker.agent.event("healed", kind="corrupt", iteration=iteration + 1, bytes=received.bytes,
+    worker.agent.event("healed", kind=FailureKind.CORRUPT, iteration=iteration + 1, bytes=received.bytes,
                        ms=round(1000 * (time.monotonic() - began), 1))

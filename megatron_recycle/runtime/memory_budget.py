@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Worker, pieces
+from megatron_recycle.plan import Piece, Worker, pieces
 from megatron_recycle.plan.replay import peak
-from megatron_recycle.runtime.compute.accumulate import Piece
 from megatron_recycle.runtime.compute.memory import nbytes
 
 if TYPE_CHECKING:

@@ -72,7 +72,25 @@ class SetUp(Protocol):
         """Training begins; returns what was told, of a process of the start. Raises SetUpError."""
 
 
-class SetUpRecorder:
+class _Apart:
+    """What both sides of a record do alike.
+
+    ``_hidden``: how many blocks of `apart` this process is in.
+    """
+
+    def __init__(self) -> None:
+        self._hidden = 0
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        self._hidden += 1
+        try:
+            yield
+        finally:
+            self._hidden -= 1
+
+
+class SetUpRecorder(_Apart):
     """Records what the collectives of this process bring it, from `begin` to `close`.
 
     Parameters are left out: who joins gets them from its peers. Once the record is too long, recording ends: training
@@ -80,9 +98,9 @@ class SetUpRecorder:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._entries: list[Entry] = []
         self._bytes = 0
-        self._hidden = 0
         self._thread = threading.get_ident()
         self._stock: dict[str, Any] = {}
         self._parameters: dict[int, weakref.ref[nn.Parameter]] = {}
@@ -99,14 +117,6 @@ class SetUpRecorder:
             setattr(dist.ProcessGroup, name, method)
         self._stock = {}
         return self._entries
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        self._hidden += 1
-        try:
-            yield
-        finally:
-            self._hidden -= 1
 
     def note(self, name: str, find: Callable[[], Any]) -> Any:
         value = find()
@@ -188,13 +198,13 @@ class _Awaited:
         return getattr(self._work, name)
 
 
-class SetUpReplay:
+class SetUpReplay(_Apart):
     """Tells a process that joins what the process of its rank was told at the start: ``record``."""
 
     def __init__(self, record: Sequence[Entry]) -> None:
+        super().__init__()
         self._record = record
         self._next = 0
-        self._hidden = 0
         self._closed = False
 
     def close(self) -> list[Entry]:
@@ -207,14 +217,6 @@ class SetUpReplay:
     def closed(self) -> bool:
         """Whether this process has asked to come in."""
         return self._closed
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        self._hidden += 1
-        try:
-            yield
-        finally:
-            self._hidden -= 1
 
     def note(self, name: str, find: Callable[[], Any]) -> Any:
         return self._take({"what": name})["value"]

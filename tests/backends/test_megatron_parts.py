@@ -41,7 +41,7 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
         results = job.wait()
         ranks = job.wait_event("started")["ranks"]
         assert [result.status for rank, result in results.items() if rank != ranks[position]] == [0] * 7, job.where()
-    assert job.wait_event("decided")["out"] == {position: "exit", spare: "spare"}
+    assert job.wait_event("decided")["out"] == {position: "exit", spare: "stranded"}
     survivors = [rank for name, rank in ranks.items() if name not in (position, spare)]
     for rank in survivors:
         assert not differences(results[rank], undisturbed[rank])

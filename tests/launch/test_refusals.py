@@ -24,6 +24,7 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
         (["--run-dir", "/proc/foo", SCRIPT], {}, "/proc/foo cannot be made"),
         (["--run-dir", SCRIPT, SCRIPT], {}, "fake_worker.py cannot be made (File exists)"),
         (["--join-timeout", "-1", SCRIPT], {}, "--join-timeout is -1; give a number of seconds, 0 or more"),
+        (["--join-timeout", "5", SCRIPT], {}, "--join-timeout is how long --join waits for a place: give --join"),
         (["--join", "nonsense", SCRIPT], {"RECYCLE_TOKEN": TOKEN}, "--join is 'nonsense'; give HOST:PORT"),
         (["--join", "host:99999", SCRIPT], {"RECYCLE_TOKEN": TOKEN}, "--join is 'host:99999'"),
         ([SCRIPT], {"RECYCLE_INTERFACE": "1.2.3.4"}, "nobody can listen on 1.2.3.4"),

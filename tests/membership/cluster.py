@@ -8,6 +8,7 @@ from typing import Any
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.machine import step
 
 
@@ -40,7 +41,7 @@ class Cluster:
     @property
     def journal(self) -> list[dict[str, Any]]:
         """What a coordinator that comes back would read."""
-        return [json.loads(json.dumps(one.record)) for one in self.log if isinstance(one, (do.Store, do.Note))]
+        return [json.loads(json.dumps(one.record)) for one in self.log if isinstance(one, (do.Record, do.Note))]
 
     def feed(self, happened: Any, after: float = 0.01) -> list[do.Decision]:
         self.now += after
@@ -63,6 +64,11 @@ class Cluster:
         member = self.member(name)
         moment = self.now if since is None else since
         return self.feed(inputs.Exited(member.rank, member.pid, status, moment, "worker.log"))
+
+    def declare(self, kind: FailureKind, *incarnations: str, ago: float = 0.0) -> list[do.Decision]:
+        """A detector's verdict on these."""
+        losses = tuple(inputs.Loss(one, kind) for one in incarnations)
+        return self.feed(inputs.Lost(losses, self.now - ago))
 
     def reports(self, *names: str, **fields: Any) -> list[do.Decision]:
         """These workers report for the current generation (all members if none is named)."""

@@ -8,8 +8,9 @@ from megatron_recycle.errors import DataError, UnsupportedError
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.records import restore
 from tests.membership.cluster import Cluster, endings, events, told
 
 CORRUPT = Fault("ValueError", "sample 31 is corrupt", 6, "F1.3", whole=True)
@@ -87,8 +88,7 @@ def test_nobody_begins_to_look_for_plans_or_to_take_others_in():
     (lambda cluster: saves(cluster, "0:1", error="OSError: No space left")
      + saves(cluster, "0:0", "1:1", "2:0", "2:1", place=""), "0:1: OSError: No space left."),
     (lambda cluster: saves(cluster, error="the script has not saved before"), "the script has not saved before."),
-    (lambda cluster: cluster.feed(inputs.Lost((inputs.Loss("0:1/0", "unreachable"), inputs.Loss("1:1/0", "unreachable"),
-                                           inputs.Loss("2:1/0", "unreachable")), cluster.now)), "0:1 unreachable, 1:1"),
+    (lambda cluster: cluster.declare(FailureKind.UNREACHABLE, "0:1/0", "1:1/0", "2:1/0"), "0:1 unreachable, 1:1"),
     (lambda cluster: cluster.feed(inputs.SavedLate(3)), "it took too long (0:0, 0:1, 1:1, 2:0, 2:1)"),
     (lambda cluster: cluster.feed(inputs.Interrupted(130, "interrupted by SIGINT")), "interrupted by SIGINT"),
     (lambda cluster: cluster.feed(inputs.Stuck(3, {"0:0": "a verdict"}, cluster.now)), "all workers wait"),
@@ -159,7 +159,7 @@ def test_a_job_that_cannot_or_does_not_want_to_save_ends_at_once():
 
 def test_a_restarted_coordinator_knows_what_the_generation_is_for():
     cluster = gone(closing())
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Store)]
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Record)]
     cluster.state = restore(6, records)
     assert do.AwaitSaved(3) in cluster.feed(inputs.Restarted())
     for name in tuple(cluster.state.members):

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from megatron_recycle.control.watch import Findings, Watch
-from megatron_recycle.membership.detectors import Doing, HangUps, Hosts, Stalls
+from megatron_recycle.membership.detectors import Doing, HangUps, Hosts, Stalls, ThreadState
 from megatron_recycle.membership.state import Member
 
 INTERVAL, TIMEOUT = 0.5, 10.0
 
 
 def doing(state: str, for_s: float, limit_s: float | None = 10.0, what: str = "forward") -> Doing:
-    return Doing(state, what, 1, for_s, limit_s)
+    return Doing(ThreadState(state), what, 1, for_s, limit_s)
 
 
 def stalls(*keys: str) -> Stalls[str]:

@@ -18,7 +18,7 @@ from megatron_recycle.control import journal as store_module
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership.restart import restore, taken_up
+from megatron_recycle.membership.records import restore, taken_up
 from megatron_recycle.membership.state import Phase
 from tests.membership.cluster import PLAN, Cluster
 from tests.membership.service import TOKEN

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership import inputs, learnt
+from megatron_recycle.membership import inputs, messages
 from megatron_recycle.membership.machine import step
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.records import restore
 from tests.membership.cluster import Cluster, endings, events, report
 
 RECEIVED = {"bytes": 4000, "ms": 2.0}
@@ -156,5 +156,5 @@ def test_what_each_rank_was_told_at_the_start_is_there_for_its_next_process() ->
         cluster.feed(inputs.Ready(f"{name}/0", description, report(attempt=0), [{"what": "broadcast", "value": name}]))
     cluster.plan()
     for state in (cluster.state, restore(4, cluster.journal)):
-        assert learnt.answer(state, 2) == {"type": "learnt", "record": [{"what": "broadcast", "value": "1:0"}]}
-    assert learnt.answer(Cluster(2, 2).train().state, 2)["record"] == []
+        assert messages.learnt(state, 2) == {"type": "learnt", "record": [{"what": "broadcast", "value": "1:0"}]}
+    assert messages.learnt(Cluster(2, 2).train().state, 2)["record"] == []

@@ -7,7 +7,8 @@ from typing import Any
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.vacancies import Offered, Places, free_places
 from tests.membership.cluster import Cluster, endings, events, report, told
 
@@ -79,7 +80,7 @@ def test_a_failure_while_it_comes_in_sends_the_joiner_back_to_wait_and_its_word_
 def test_a_joiner_that_dies_while_it_comes_in_is_a_failure_like_any_other() -> None:
     cluster = Joins().lost()
     cluster.taken_in()
-    decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", "exit"),), cluster.now))
+    decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", FailureKind.EXIT),), cluster.now))
     assert [event["worker"] for event in events(decisions, "suspected")] == ["1:1"]
     assert "1:1/1" in cluster.state.fenced and not cluster.state.joiners
 
@@ -87,7 +88,7 @@ def test_a_joiner_that_dies_while_it_comes_in_is_a_failure_like_any_other() -> N
 def test_one_that_only_waits_is_missed_by_nobody() -> None:
     cluster = Joins().lost()
     cluster.hello("1:1", 1)
-    decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", "frozen"),), cluster.now))
+    decisions = cluster.feed(inputs.Lost((inputs.Loss("1:1/1", FailureKind.FROZEN),), cluster.now))
     assert events(decisions, "join_failed") and not told(decisions, "stop")
     assert cluster.state.generation == 2 and not cluster.state.joiners
 
@@ -168,6 +169,6 @@ def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
     refused = free_places(cluster.state, places, 1, now=1001.0)
     assert "no place" in refused["refusal"] and refused["again_s"] > 0
     places.taken("1:1")
-    cluster.feed(inputs.Lost((inputs.Loss("1:1/1", "exit"),), cluster.now))
+    cluster.feed(inputs.Lost((inputs.Loss("1:1/1", FailureKind.EXIT),), cluster.now))
     assert free_places(cluster.state, places, 4, now=1002.0)["ranks"] == [3], "it came, and has gone again"
     assert "not started by `recycle run`" in free_places(cluster.state, None, 1, now=0.0)["refusal"]

@@ -7,8 +7,9 @@ import pytest
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership.notices import group_prefix
-from megatron_recycle.membership.restart import restore, taken_up
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.messages import group_prefix
+from megatron_recycle.membership.records import restore, taken_up
 from tests.membership.cluster import PLAN, Cluster, endings, events, report, told
 
 
@@ -19,7 +20,7 @@ def test_generation_one_forms_when_the_last_worker_is_ready() -> None:
     for name in cluster.names[:-1]:
         assert cluster.ready(name) == []
     decisions = cluster.ready(cluster.names[-1])
-    assert isinstance(decisions[0], do.Store)
+    assert isinstance(decisions[0], do.Record)
     assert do.MakePlan(1, frozenset()) in decisions
     ((to, go),) = told(cluster.plan(), "go")
     assert to == set(cluster.names)
@@ -68,7 +69,7 @@ def test_an_exit_stops_all_survivors_at_once_and_planning_starts_before_the_repo
     cluster = Cluster().train()
     decisions = cluster.exit("1:1")
     kinds = [type(decision) for decision in decisions]
-    assert kinds.index(do.Store) < kinds.index(do.Tell) < kinds.index(do.MakePlan)
+    assert kinds.index(do.Record) < kinds.index(do.Tell) < kinds.index(do.MakePlan)
     ((to, stop),) = told(decisions, "stop")
     assert to == set(cluster.names) - {"1:1"} == set(stop["members"])
     assert stop["generation"] == 2 and stop["out"] == {"1:1": "exit"}
@@ -133,7 +134,7 @@ def test_a_second_kill_while_reports_come_in_starts_again_with_fresh_reports() -
 
 def test_two_exits_in_one_verdict_are_one_decision() -> None:
     cluster = Cluster().train()
-    losses = (inputs.Loss("0:1/0", "unreachable"), inputs.Loss("1:0/0", "unreachable"))
+    losses = (inputs.Loss("0:1/0", FailureKind.UNREACHABLE), inputs.Loss("1:0/0", FailureKind.UNREACHABLE))
     decisions = cluster.feed(inputs.Lost(losses, cluster.now - 10))
     assert cluster.state.generation == 2
     assert len(events(decisions, "suspected")) == 2 and len(told(decisions, "stop")) == 1
@@ -175,7 +176,7 @@ def test_the_limit_for_reports_does_nothing_once_all_are_in() -> None:
 
 def test_nothing_that_a_fenced_worker_says_has_an_effect() -> None:
     cluster = Cluster().train()
-    cluster.feed(inputs.Lost((inputs.Loss("1:1/0", "frozen"),), cluster.now - 2))
+    cluster.feed(inputs.Lost((inputs.Loss("1:1/0", FailureKind.FROZEN),), cluster.now - 2))
     before = cluster.state
     for happened in (
         inputs.Reported("1:1/0", 2, report(holds=40)),
@@ -474,13 +475,12 @@ def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
     cluster = Cluster(pipelines=2).train()
     cluster.exit("0:1")
     _go_on(cluster)
-    lost = inputs.Lost((inputs.Loss("1:1/0", "stalled"),), cluster.now)
+    lost = inputs.Lost((inputs.Loss("1:1/0", FailureKind.STALLED),), cluster.now)
     decisions = cluster.feed(lost)
     (suspected,) = events(decisions, "suspected")
     assert suspected["removed"] is False and suspected["kind"] == "stalled"
     assert len(decisions) == 1 and cluster.feed(lost) == []
-    both = inputs.Lost((inputs.Loss("1:1/0", "stalled"), inputs.Loss("1:0/0", "stalled")), cluster.now)
-    cluster.feed(both)
+    cluster.declare(FailureKind.STALLED, "1:1/0", "1:0/0")
     assert dict(cluster.state.out) == {"0:1": "exit", "1:0": "stalled"}
     (end,) = endings(cluster.exit("1:1"))
     assert "1:1 exit" in end.message
@@ -489,7 +489,7 @@ def test_a_stalled_worker_without_peers_is_reported_and_not_removed() -> None:
 def test_a_coordinator_that_died_between_the_last_loss_of_a_stage_and_the_end_ends_the_job_when_it_is_back() -> None:
     cluster = Cluster(pipelines=1).train()
     (store, *_) = cluster.exit("0:1")
-    assert isinstance(store, do.Store) and store.record["kind"] == "decided"
+    assert isinstance(store, do.Record) and store.record["kind"] == "decided"
     cluster.state = restore(2, [store.record])
     (end,) = endings(cluster.feed(inputs.Restarted()))
     assert end.status == 1 and "stage 1 has lost its last worker (0:1 exit)" in end.message

@@ -23,8 +23,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.machine import step
-from megatron_recycle.membership.restart import restore, untold
+from megatron_recycle.membership.records import restore, untold
 from tests.membership.cluster import PLAN
 
 PIPELINES, STAGES = 3, 2
@@ -115,13 +116,13 @@ class Protocol(RuleBasedStateMachine):
         self.state, decisions = step(before, happened, self.now)
         assert self.state.generation >= before.generation
         assert self.state.fenced >= before.fenced
-        self.todo.extend(sorted(decisions, key=lambda one: not isinstance(one, do.Store)))  # all of that first
+        self.todo.extend(sorted(decisions, key=lambda one: not isinstance(one, do.Record)))  # all of that first
 
     def _carry_out(self) -> None:
         decision = self.todo.popleft()
         if isinstance(decision, do.Note):
             self.journal.append(dict(decision.record))
-        elif isinstance(decision, do.Store):
+        elif isinstance(decision, do.Record):
             self._stored(json.loads(json.dumps(decision.record)))
         elif isinstance(decision, do.Tell):
             self._told(decision)
@@ -373,7 +374,7 @@ class Protocol(RuleBasedStateMachine):
         names = sorted(self.processes)
         first = _pick(data, range(len(names)))
         chosen = names[first : first + 1 + both]
-        losses = tuple(inputs.Loss(self.processes[name].member.incarnation, "frozen") for name in chosen)
+        losses = tuple(inputs.Loss(self.processes[name].member.incarnation, FailureKind.FROZEN) for name in chosen)
         self._feed(inputs.Lost(losses, self.now - 2))
 
     @precondition(lambda self: self.troubles and self.state.generation)
@@ -383,7 +384,7 @@ class Protocol(RuleBasedStateMachine):
         self.troubles -= 1
         process = self.processes[_pick(data, sorted(self.processes))]
         before = self.state.phase is st.Phase.ENDED
-        self._feed(inputs.Lost((inputs.Loss(process.member.incarnation, "stalled"),), self.now - 12))
+        self._feed(inputs.Lost((inputs.Loss(process.member.incarnation, FailureKind.STALLED),), self.now - 12))
         assert (self.state.phase is st.Phase.ENDED) is before
 
     @precondition(lambda self: self.troubles and self._those(lambda p: p.running))

@@ -9,7 +9,8 @@ import pytest
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs, moving
 from megatron_recycle.membership import state as st
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.vacancies import Offered, Places, free_places
 from tests.membership.cluster import Cluster, events, report, told
 
@@ -163,7 +164,7 @@ def test_after_three_processes_in_a_row_have_failed_nothing_is_moved_any_more() 
     for life in (1, 2, 3):
         assert cluster.state.moves or events(cluster.found(), "moving")
         cluster.hello(TO, life)
-        assert events(cluster.feed(inputs.Lost((inputs.Loss(f"{TO}/{life}", "exit"),), cluster.now)), "move_failed")
+        assert events(cluster.declare(FailureKind.EXIT, f"{TO}/{life}"), "move_failed")
     assert not cluster.found()
 
 
@@ -192,7 +193,7 @@ def test_the_process_fails_once_it_is_in_and_the_mover_stays() -> None:
     cluster = Moves()
     cluster.taken_in()
     cluster.commit(7)
-    decisions = cluster.feed(inputs.Lost((inputs.Loss(f"{TO}/1", "exit"),), cluster.now))
+    decisions = cluster.declare(FailureKind.EXIT, f"{TO}/1")
     assert events(decisions, "move_failed") and MOVER in cluster.state.members
     cluster.plan()
     cluster.reports(*list(cluster.state.members), iteration=8, holds=7, committed=7)

@@ -8,9 +8,10 @@ from megatron_recycle.control.wire import WireError
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.records import restore
 from megatron_recycle.membership.resume import Resume, Stop, decide
 from megatron_recycle.membership.vacancies import Offered, Places, free_places
 from megatron_recycle.plan import Worker
@@ -67,12 +68,12 @@ def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle()
     ((to, stop),) = told(decisions, "stop")
     assert to == set(cluster.names) - {"0:1.1"}
     assert set(stop["members"]) == to - {"0:1.0"}
-    assert stop["out"] == {"0:1.1": "exit", "0:1.0": "spare"}
+    assert stop["out"] == {"0:1.1": "exit", "0:1.0": "stranded"}
     assert do.MakePlan(2, frozenset({"0:1"})) in decisions
     assert [event["worker"] for event in events(decisions, "suspected")] == ["0:1.1"]
     ((to, _),) = told(decisions, "end")
     assert to == {"0:1.1"}
-    assert set(cluster.state.spares) == {"0:1.0"}
+    assert set(cluster.state.stranded) == {"0:1.0"}
     cluster.plan()
     ((to, _),) = told(cluster.reports(), "go")
     assert to == set(stop["members"])
@@ -87,23 +88,23 @@ def test_one_lost_part_takes_its_worker_out_and_the_other_part_is_told_to_idle()
     assert end["status"] == 0 and to == {*stop["members"], "0:1.0"}
 
 
-def test_both_parts_lost_at_once_are_one_decision_without_a_spare() -> None:
+def test_both_parts_lost_at_once_are_one_decision_without_a_stranded() -> None:
     cluster = Parts().train()
-    lost = tuple(inputs.Loss(f"0:1.{part}/0", "frozen") for part in range(2))
+    lost = tuple(inputs.Loss(f"0:1.{part}/0", FailureKind.FROZEN) for part in range(2))
     decisions = cluster.feed(inputs.Lost(lost, cluster.now))
     ((_, stop),) = told(decisions, "stop")
-    assert stop["out"] == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.spares
+    assert stop["out"] == {"0:1.0": "frozen", "0:1.1": "frozen"} and not cluster.state.stranded
 
 
-def test_a_spare_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None:
+def test_a_stranded_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None:
     cluster = Parts().train()
     cluster.exit("0:1.1")
     (emitted,) = cluster.exit("0:1.0")
-    assert isinstance(emitted, do.Emit) and emitted.event["event"] == "suspected" and emitted.event["spare"]
-    assert cluster.state.generation == 2 and not cluster.state.spares
+    assert isinstance(emitted, do.Emit) and emitted.event["event"] == "suspected" and emitted.event["stranded"]
+    assert cluster.state.generation == 2 and not cluster.state.stranded
 
 
-def test_a_spare_that_comes_back_to_another_coordinator_idles_on() -> None:
+def test_a_stranded_that_comes_back_to_another_coordinator_idles_on() -> None:
     cluster = Parts().train()
     cluster.exit("0:1.1")
     cluster.state = restore(8, cluster.journal)
@@ -173,7 +174,7 @@ def taken_in() -> Parts:
     for member in list(cluster.state.members.values()):
         cluster.feed(inputs.Boundary(member.incarnation, cluster.state.generation, 3, cluster.now))
     recover(cluster, 3)
-    assert cluster.state.unproven == {"0:1.0": "spare", "0:1.1": "exit"}
+    assert cluster.state.unproven == {"0:1.0": "stranded", "0:1.1": "exit"}
     return cluster
 
 
@@ -183,14 +184,14 @@ def acknowledges(cluster: Parts, incarnation: str) -> list[do.Decision]:
 
 def test_a_new_part_and_the_spare_come_in_together() -> None:
     cluster = taken_in()
-    assert not cluster.state.spares and not cluster.state.joiners and not cluster.state.out
+    assert not cluster.state.stranded and not cluster.state.joiners and not cluster.state.out
     assert set(cluster.state.members) == set(cluster.names)
     acknowledges(cluster, "0:1.0/0")
     acknowledges(cluster, "0:1.1/1")
     assert not cluster.state.unproven and not cluster.state.acknowledged
     assert [event["worker"] for event in events(cluster.log, "joined")] == ["0:1.0", "0:1.1"]
     cluster.exit("1:1.0")
-    assert cluster.state.phase is st.Phase.RECOVERING and set(cluster.state.spares) == {"1:1.1"}
+    assert cluster.state.phase is st.Phase.RECOVERING and set(cluster.state.stranded) == {"1:1.1"}
 
 
 @pytest.mark.parametrize("restarted", [False, True])
@@ -204,12 +205,12 @@ def test_a_part_alone_is_no_copy_of_its_stage(restarted: bool) -> None:
     assert "stage 1 has lost its last worker" in end.message
 
 
-def test_a_part_that_dies_before_it_has_its_state_leaves_the_other_a_spare_again() -> None:
+def test_a_part_that_dies_before_it_has_its_state_leaves_the_other_a_stranded_again() -> None:
     cluster = taken_in()
     acknowledges(cluster, "0:1.0/0")
     member = cluster.state.members["0:1.1"]
     cluster.feed(inputs.Exited(member.rank, member.pid, -9, cluster.now))
-    assert set(cluster.state.spares) == {"0:1.0"} and cluster.state.out == {"0:1.1": "exit", "0:1.0": "spare"}
+    assert set(cluster.state.stranded) == {"0:1.0"} and cluster.state.out == {"0:1.1": "exit", "0:1.0": "stranded"}
     assert not cluster.state.unproven and not endings(cluster.log)
     recover(cluster, 3)
     says_ready(cluster, "0:1.0/0")
@@ -222,7 +223,7 @@ def test_a_failure_elsewhere_sends_both_parts_back_to_wait() -> None:
     cluster = taken_in()
     acknowledges(cluster, "0:1.0/0")
     cluster.exit("1:0.0")
-    assert set(cluster.state.joiners) == {"0:1.0", "0:1.1"} and set(cluster.state.spares) == {"1:0.1"}
+    assert set(cluster.state.joiners) == {"0:1.0", "0:1.1"} and set(cluster.state.stranded) == {"1:0.1"}
     recover(cluster, 3)
     assert not cluster.state.switch
     says_ready(cluster, "0:1.0/0")
@@ -230,15 +231,15 @@ def test_a_failure_elsewhere_sends_both_parts_back_to_wait() -> None:
     assert cluster.state.switch
 
 
-def test_a_spare_keeps_its_place_until_it_is_silent() -> None:
+def test_a_stranded_keeps_its_place_until_it_is_silent() -> None:
     cluster = without_a_part()
     ((_, refusal),) = told(cluster.hello("0:1.0", life=1), "end")
     assert "another process" in refusal["message"]
     places = Places(Offered("host:1", {}))
     assert free_places(cluster.state, places, 8, cluster.now)["ranks"] == [cluster.names.index("0:1.1")]
-    decisions = cluster.feed(inputs.Lost((inputs.Loss("0:1.0/0", "frozen"),), cluster.now))
+    decisions = cluster.feed(inputs.Lost((inputs.Loss("0:1.0/0", FailureKind.FROZEN),), cluster.now))
     assert told(decisions, "end") and events(decisions, "suspected")[0]["kind"] == "frozen"
-    assert not cluster.state.spares and cluster.state.phase is st.Phase.TRAINING
+    assert not cluster.state.stranded and cluster.state.phase is st.Phase.TRAINING
     for name in ("0:1.0", "0:1.1"):
         cluster.hello(name, life=2)
         assert not cluster.state.switch

@@ -12,7 +12,7 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.messages import FROM_WORKER, check
-from megatron_recycle.membership.restart import restore
+from megatron_recycle.membership.records import restore
 from tests.membership.cluster import Cluster, endings, events, told
 
 CORRUPT = Fault("ValueError", "sample 31 is corrupt", 6, "F1.3", whole=True)
@@ -185,7 +185,7 @@ def test_a_joiner_that_raises_does_not_join_and_its_error_is_told():
 def test_a_coordinator_that_comes_back_knows_which_work_has_failed():
     cluster = Cluster().train()
     raised(cluster, "1:0", CORRUPT)
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Store)]
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Record)]
     cluster.state = restore(6, records)
     cluster.feed(inputs.Restarted())
     (end,) = endings(raised(cluster, "2:0", CORRUPT))
@@ -264,5 +264,5 @@ def test_a_restarted_coordinator_leaves_out_the_same():
     cluster = skipping()
     fails(cluster, "1:0", CORRUPT)
     fails(cluster, "2:0", CORRUPT)
-    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Store)]
+    records = [dict(decision.record) for decision in cluster.log if isinstance(decision, do.Record)]
     assert restore(6, records).left_out == ((6, "1.3"),)

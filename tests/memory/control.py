@@ -20,11 +20,11 @@ from megatron_recycle.control import coordinator as real
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.machine import step
-from megatron_recycle.membership.messages import FROM_WORKER, check
-from megatron_recycle.membership.notices import wire_forms
-from megatron_recycle.membership.restart import restore, taken_up, untold
+from megatron_recycle.membership.messages import FROM_WORKER, check, wire_forms
+from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.state import Member, Phase, State
 from tests.memory.network import Delays
 
@@ -125,7 +125,7 @@ class Control:
         else:
             self.feed(inputs.Exited(rank, pid, status, moment))
 
-    def lost(self, *workers: str, kind: str = "heartbeat") -> None:
+    def lost(self, *workers: str, kind: FailureKind = FailureKind.FROZEN) -> None:
         """A detector finds that these have failed, whatever they do."""
         def declare() -> None:
             found = tuple(inputs.Loss(self.state.members[name].incarnation, kind) for name in workers
@@ -143,7 +143,7 @@ class Control:
         self.state, decisions = step(self.state, happened, time.time())
         # What is decided is remembered before anybody hears of it.
         self.journal += [json.loads(json.dumps(one.record)) for one in decisions
-                         if isinstance(one, (do.Store, do.Note))]
+                         if isinstance(one, (do.Record, do.Note))]
         for decision in decisions:
             self._carry_out(decision)
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Plan, Worker, pieces
+from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.runtime.comm.handles import Groups, wait_for
 from megatron_recycle.runtime.comm.tied_gradients import fold_ties, pipelines_alike
-from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout, Piece
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.stage import Averaging, Tie
 
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums

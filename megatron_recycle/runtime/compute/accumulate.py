@@ -16,10 +16,8 @@ from torch import nn
 from torch._utils import _unflatten_dense_tensors
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.plan import Piece
 from megatron_recycle.runtime.compute.split import AddTo, Contribution
-
-Piece = tuple[int, int, int]
-"""(pipeline, first block, last block), blocks inclusive."""
 
 WHOLE: Piece = (-1, 0, 0)
 """The one piece of ``fast``: everything this worker computed."""

@@ -17,11 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_recycle.plan import Microbatch
 from megatron_recycle.runtime.compute.split import WeightQueue
 
 _MEASURED = range(1, 3)
 """Which of this worker's forwards are measured: not the first, which also fills caches that stay."""
-Microbatch = tuple[int, int]
 
 
 class ActivationMemory:

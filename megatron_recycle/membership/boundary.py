@@ -1,0 +1,98 @@
+"""A boundary that the members make: processes come in there, and others leave. Pure, like `machine`.
+
+Once a joiner is ready, or a member has asked to leave, and no recovery is under way, the members are offered a switch:
+like a better plan it is agreed upon with a commit, and they then stand still between two iterations, with nothing in
+flight. When all of them have said so, a new generation is decided, as after a failure: with the joiners in it, and
+without the leavers. A failure meanwhile cancels all of it; it is offered again after the recovery.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from megatron_recycle.membership import closing, ending, failing, messages, moving, records
+from megatron_recycle.membership.decisions import Decision, Step, Tell
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import Boundary
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.state import Closing, Member, Phase, State
+
+
+def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
+    """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
+    quiet = state.phase is Phase.TRAINING and state.since is None and not state.switch
+    asked = state.joiners or state.leaving or moving.moved(state)
+    if not quiet or not asked or not (_entering(state) or _going(state)):
+        return state, decisions
+    number = state.offers + 1
+    state = state.with_(switch=number, offers=number)
+    offer = Tell(tuple(state.incarnations().values()), messages.switch(state))
+    return state, (*decisions, records.offer(state, number), offer)
+
+
+def stands(state: State, happened: Boundary, now: float) -> Step:
+    """A member stands at the boundary."""
+    return switch(_stands(state, happened), now)
+
+
+def switch(state: State, now: float) -> Step:
+    """The next generation, once all members stand at the boundary."""
+    if not _all_stand(state):
+        return state, ()
+    leavers = _going(state)
+    if (text := _stage_left(state, leavers)) and closing.wanted(state):
+        return ending.leave(state, Closing(text), now)
+    if text:
+        return closing.end(state, 1, text, now)
+    return failing.next_generation(state, leavers, now, now, joined=_entering(state))
+
+
+def _entering(state: State) -> dict[str, Member]:
+    """Who can be taken in: joiners, and with them the stranded parts of their worker. All parts of a worker or none."""
+    found = {
+        name: member
+        for name, member in {**state.stranded, **state.joiners}.items()
+        if member.incarnation in state.prepared and name not in state.members
+    }
+    parts = Counter(Process.parse(name).worker for name in found)
+    wanted = int((state.description or {}).get("parts", 1))
+    return {name: member for name, member in found.items() if parts[Process.parse(name).worker] == wanted}
+
+
+def _going(state: State) -> dict[str, FailureKind]:
+    """The members that leave at the boundary, and whether as asked or because they have moved. A member that is to give
+    its state to a joiner stays until that is done."""
+    wanted = [name for name, member in state.members.items() if member.incarnation in state.leaving]
+    moved = dict.fromkeys((name for name in moving.moved(state) if name not in wanted), FailureKind.MOVE)
+    staying = by_stage(state.stages, set(state.proven) - set(wanted))
+    joining = by_stage(state.stages, _entering(state))
+    kept = {names[0] for stage, names in enumerate(by_stage(state.stages, wanted))
+            if names and joining[stage] and not staying[stage]}
+    return {**dict.fromkeys((name for name in in_order(wanted) if name not in kept), FailureKind.LEAVE), **moved}
+
+
+def _stands(state: State, happened: Boundary) -> State:
+    """A member waits at the boundary. A coordinator that has come back meanwhile hears it again."""
+    member = state.member(happened.incarnation)
+    current = state.phase in (Phase.TRAINING, Phase.RETURNING) and happened.generation == state.generation
+    if member is None or not current:
+        return state
+    return state.with_(standing=put(state.standing, member.worker, happened.t))
+
+
+def _all_stand(state: State) -> bool:
+    return state.phase is Phase.TRAINING and bool(state.standing) and state.standing.keys() >= state.members.keys()
+
+
+def _stage_left(state: State, leavers: Mapping[str, FailureKind]) -> str | None:
+    """Why the job cannot go on without `leavers`; None if it can."""
+    left = by_stage(state.stages, set(state.proven) - set(leavers))
+    stage = next((stage for stage, names in enumerate(left) if not names), None)
+    if stage is None:
+        return None
+    names = ", ".join(name for name in leavers if Process.parse(name).worker.stage == stage)
+    return (f"stage {stage} would have no worker any more: the last of it leave as they were asked to ({names}); last "
+            f"committed iteration: {state.committed}. {RESTART}")

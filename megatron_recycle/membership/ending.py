@@ -1,0 +1,45 @@
+"""The end of a job that has not failed: all scripts have ended, or somebody outside ends it. Pure, like `machine`."""
+
+from __future__ import annotations
+
+import signal
+
+from megatron_recycle.membership import closing, failing
+from megatron_recycle.membership.decisions import AwaitSaved, Emit, Step
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import Finished, Interrupted
+from megatron_recycle.membership.state import Closing, Phase, State
+
+_TOLD_TO_LEAVE = 128 + signal.SIGTERM
+
+
+def finished(state: State, happened: Finished, now: float) -> Step:
+    """A worker that has nothing more to do stands by until all have: its peers may still need it."""
+    member = state.member(happened.incarnation)
+    if state.phase is Phase.FORMING:
+        member = state.known.get(happened.incarnation)
+    if member is None or state.phase is Phase.RECOVERING or happened.generation != state.generation:
+        return state, ()
+    state = state.with_(finished=state.finished | {member.worker})
+    event = {"event": "left", "t": now, "generation": state.generation, "worker": member.worker}
+    left = Emit({**event, "kind": FailureKind.LEAVE})
+    if len(state.finished) < (len(state.members) or state.size):
+        return state, (left,)
+    state, ending = closing.end(state, 0, "the job has finished", now)
+    return state, (left, *ending)
+
+
+def interrupted(state: State, happened: Interrupted, now: float) -> Step:
+    """Launchers tell of it again after a reconnect, and there may be several."""
+    leaves = happened.status == _TOLD_TO_LEAVE
+    if leaves and state.closing is not None:
+        return state, ()
+    if not leaves or not closing.wanted(state):
+        return closing.end(state, happened.status, happened.message, now)
+    return leave(state, Closing(happened.message, happened.status), now)
+
+
+def leave(state: State, to_close: Closing, now: float) -> Step:
+    """The whole job goes, and saves before."""
+    state, decisions = failing.next_generation(state, {}, now, now, reason=closing.LAST, to_close=to_close)
+    return state, (*decisions, AwaitSaved(state.generation, (state.description or {}).get("leave_timeout")))

@@ -1,0 +1,329 @@
+"""The coordinator's half of a failure, top to bottom: who is lost, who can be spared, the next generation, the members'
+reports, the plan, and the go. Pure, like `machine`.
+
+The other half is `runtime.recovery`, which a worker runs from the stop that `next_generation` tells to the first action
+after the go. The path begins with a verdict of the detectors (`lost`), the end of a process (`exited`), an error in a
+script (`script_errors`), a broken connection between members that all live (`reconnect`), or a boundary at which
+processes come in or leave (`boundary`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron_recycle.membership import closing, forming, joining, messages, moving, poison, records, training
+from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, MakePlan, Step, Tell
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Reported, ReportsLate
+from megatron_recycle.membership.names import in_order, siblings
+from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
+from megatron_recycle.membership.state import Closing, Member, Message, Phase, State
+
+# Who is lost
+
+
+def exited(state: State, happened: Exited, now: float) -> Step:
+    """A process has ended. Of a member that is a failure, unless its script had ended well."""
+    member = next((m for m in state.known.values() if (m.rank, m.pid) == (happened.rank, happened.pid)), None)
+    if state.phase is Phase.FORMING:
+        return forming.exited_early(state, member, happened, now)
+    if member is not None and member in state.stranded.values():
+        return _lost_stranded(state, member, FailureKind.EXIT, happened.since, now)
+    if member is None:
+        return moving.not_started(state, happened, now)
+    left = not happened.status and member.worker in state.finished
+    kind = FailureKind.LEAVE if left else FailureKind.EXIT
+    return lost(state, Lost((Loss(member.incarnation, kind),), happened.since), now)
+
+
+def reports_late(state: State, happened: ReportsLate, now: float) -> Step:
+    """The time for reports is over: members that have said nothing are stuck."""
+    if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
+        return state, ()
+    missing = [name for name in in_order(state.proven) if name not in state.reports]
+    if not missing:
+        return state, ()
+    return next_generation(state, dict.fromkeys(missing, FailureKind.STALLED), now, now)
+
+
+def lost(state: State, happened: Lost, now: float) -> Step:
+    """These processes are lost together: members, joiners, or parts of a worker without work."""
+    decisions: tuple[Decision, ...] = ()
+    out: dict[str, FailureKind] = {}
+    for loss in happened.losses:
+        if (member := state.member(loss.incarnation)) is not None:
+            out[member.worker] = loss.kind
+    for loss in happened.losses:
+        state, told = joining.lost(state, loss.incarnation, loss.kind, now)
+        decisions += told
+        if (idle := joining.stranded(state, loss.incarnation)) is not None:
+            decisions += (messages.fence(state, idle),)
+            state, told = _lost_stranded(state, idle, loss.kind, happened.since, now)
+            decisions += told
+    state, out, spared = _spare(state, out, happened.since, now)
+    state, more = next_generation(state, out, happened.since, now) if out else (state, ())
+    return state, (*decisions, *spared, *more)
+
+
+def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float, now: float) -> Step:
+    """Training does not notice, but the launcher has to know that this end was a failure."""
+    kept = {name: other for name, other in state.stranded.items() if other != member}
+    event = {**suspected(state, member, kind, since, now), "stranded": True}
+    return state.with_(stranded=kept, fenced=state.fenced | {member.incarnation}), (Emit(event),)
+
+
+# Who can be spared
+
+
+def _spare(
+    state: State, lost: Mapping[str, FailureKind], since: float, now: float
+) -> tuple[State, dict[str, FailureKind], tuple[Emit, ...]]:
+    """`lost` without members that live, only too slowly, and without whom a stage would be empty: to remove them would
+    end the job, to wait may not. They are reported, once per generation."""
+    kept: list[str] = []
+    gone = {*lost, *siblings(state.members, lost)}
+    for names in by_stage(state.stages, state.proven):
+        if gone.issuperset(names):
+            kept += [name for name in names if name in lost and lost[name].lives]
+    events = tuple(
+        Emit(suspected(state, state.members[name], lost[name], since, now, removed=False))
+        for name in in_order(set(kept) - state.spared)
+    )
+    left = {name: kind for name, kind in lost.items() if name not in kept}
+    return state.with_(spared=state.spared.union(kept)), left, events
+
+
+# The next generation
+
+
+def next_generation(
+    state: State,
+    lost: Mapping[str, FailureKind],
+    since: float,
+    now: float,
+    *,
+    joined: Mapping[str, Member] | None = None,
+    reason: str | None = None,
+    to_close: Closing | None = None,
+    more: Sequence[Message] = (),
+) -> Step:
+    """Generation g+1 without `lost` and with `joined`: decided, recorded, announced; everything of g is void.
+
+    The other parts of a lost worker are stranded: told of it, and without work until that one is replaced.
+
+    Args:
+        since: when the first of `lost` failed.
+        reason: why there is a new generation, if nobody is lost.
+        to_close: the generation is for a last checkpoint.
+        more: events to be told with the decision.
+    """
+    joined = joined or {}
+    if state.closing is not None:
+        if not closing.goes_on(state, lost):
+            return _closed_without(state, lost, since, reason, now)
+        to_close = Closing(state.closing.message, state.closing.status)
+    removed = [state.members[name] for name in in_order(lost)]
+    planned = {member for member in removed if _as_asked(state, member, lost[member.worker])}
+    of_each = [
+        _left(state, member, lost[member.worker], now) if member in planned
+        else suspected(state, member, lost[member.worker], since, now)
+        for member in removed
+    ]
+    before, state = state, state.next_generation(
+        phase=Phase.RECOVERING,
+        **_membership(state, lost, joined),
+        fenced=state.fenced | {member.incarnation for member in removed},
+        faults=tuple(said for said in state.faults if said.worker not in joined),
+        since=since if state.since is None else min(state.since, since),
+        stood_since=min(state.standing.values(), default=now) if joined else None,
+        mended=0 if lost else state.mended,
+        closing=to_close,
+    )
+    events = (*of_each, *more, _decided(state, reason, now))
+    # Survivors learn of it before anything else happens: they hang until their transports are aborted.
+    announce: list[Decision] = [
+        Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state)),
+        MakePlan(state.generation, state.failed),
+        Await(state.generation),
+    ]
+    told: list[Decision] = [*map(Emit, events)]
+    told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
+             else messages.fence(state, member) for member in removed]
+    record = records.decided(state, events)
+    state, commits = training.committed_by_all(state, now)
+    if (text := stage_gone(state)) is not None:
+        state, ending = closing.end(state, 1, text, now)
+        return state, (record, *told, *commits, *ending)
+    return state, (record, *announce, *told, *commits)
+
+
+def _closed_without(state: State, lost: Mapping[str, FailureKind], since: float, reason: str | None,
+                    now: float) -> Step:
+    """A generation for a last checkpoint that cannot be begun again: the job ends without one."""
+    told = tuple(Emit(suspected(state, state.members[name], lost[name], since, now)) for name in in_order(lost))
+    why = poison.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
+    state, ending = closing.end(state, 1, why, now)
+    return state, (*told, *ending)
+
+
+def _membership(state: State, lost: Mapping[str, FailureKind], joined: Mapping[str, Member]) -> dict[str, Any]:
+    """Fields of the state that say who is in, who waits and who is out, without `lost` and with `joined`.
+
+    A process that came in with the last generation and has not acknowledged its state goes back to waiting: that state
+    may be half a copy, or older than what was decided without it.
+    """
+    idle = siblings(state.members, lost)
+    out = {**lost, **dict.fromkeys(idle, FailureKind.STRANDED)}
+    back = {name: state.members[name] for name in state.unproven if name not in out}
+    waiting = {name: member for name, member in state.joiners.items() if joined.get(name) != member}
+    stranded = {name: member for name, member in state.stranded.items() if joined.get(name) != member}
+    return {
+        "members": {name: member for name, member in {**state.members, **joined}.items()
+                    if name not in out and name not in back},
+        "out": {name: kind for name, kind in {**state.out, **state.unproven, **out}.items() if name not in joined},
+        "joiners": {**waiting, **back},
+        "prepared": state.prepared - {member.incarnation for member in (*joined.values(), *back.values())},
+        "stranded": {**stranded, **{name: state.members[name] for name in idle}},
+        "unproven": {name: state.out.get(name, FailureKind.EXIT) for name in joined},
+        "leaving": state.leaving - {state.members[name].incarnation for name in out},
+        "given_up": state.given_up - joined.keys(),
+        "moves_due": state.moves_due or moving.changed(state, out, joined),
+    }
+
+
+def _as_asked(state: State, member: Member, kind: FailureKind) -> bool:
+    """Whether this is the end of a move, or of a member that has asked to leave."""
+    return kind is FailureKind.MOVE or (kind.asked_for and member.incarnation in state.leaving)
+
+
+def _sent_back(before: State, after: State) -> tuple[str, ...]:
+    """Incarnations of members of `before` that wait to come in again."""
+    return tuple(member.incarnation for name, member in before.members.items() if after.joiners.get(name) == member)
+
+
+def stage_gone(state: State) -> str | None:
+    """Why the job cannot go on: the first stage that no member holds. None if there is none."""
+    stage = next((stage for stage, names in enumerate(by_stage(state.stages, state.proven)) if not names), None)
+    if stage is None:
+        return None
+    how = poison.how(state, by_stage(state.stages, state.out)[stage])
+    last = str(state.committed) if state.committed >= 0 else "none"
+    return (
+        f"stage {stage} has lost its last worker ({how}), so nobody holds its parameters any more; last "
+        f"committed iteration: {last}. {RESTART}"
+    )
+
+
+# Reports, the plan, and the go
+
+
+def reported(state: State, happened: Reported, now: float) -> Step:
+    """A member stands still and says what it holds. A process that has come in holds nothing and is not waited for."""
+    member = state.member(happened.incarnation)
+    if member is None or state.phase is not Phase.RECOVERING or happened.generation != state.generation:
+        return state, ()
+    if member.worker in state.unproven:
+        return state, ()
+    state = state.with_(reports=put(state.reports, member.worker, happened.report))
+    if not _all_reported(state):
+        return state, ()
+    event = {"event": "stopped", "t": now, "generation": state.generation, "ms": state.ms(now)}
+    stopped = Emit({**event, "reports": dict(state.reports)})
+    state, decisions = _go(state, now)
+    return state, (stopped, *decisions)
+
+
+def planned(state: State, happened: Planned, now: float) -> Step:
+    """The plan for the members that are left."""
+    if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
+        return state, ()
+    state = state.with_(plan=happened.plan)
+    event = training.planned_event(state, happened.plan, happened.plan_ms, now)
+    state, decisions = _go(state, now)
+    return state, (Emit(event), *decisions)
+
+
+def plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
+    """Nobody can train without a plan."""
+    if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
+        return state, ()
+    out = ", ".join(in_order(state.out)) or "nobody"
+    return closing.end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now)
+
+
+def _all_reported(state: State) -> bool:
+    return len(state.reports) >= len(state.members) - len(state.unproven)
+
+
+def _go(state: State, now: float) -> Step:
+    """Once reports and plan are there: where training goes on (`resume.decide`), recorded and announced."""
+    if state.plan is None or not _all_reported(state):
+        return state, ()
+    incarnations = state.incarnations()
+    holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.unproven}
+    last = state.resume
+    announced = None if last is None else (last.next, last.attempt)
+    resume = decide(state.stages, holding, state.reports, announced=announced)
+    if isinstance(resume, Stop):
+        return closing.end(state, 1, resume.message, now)
+    resume = replace(resume, joined=tuple(in_order(state.unproven)))
+    go = {
+        "type": "go",
+        "generation": state.generation,
+        "attempt": resume.attempt,
+        "members": incarnations,
+        "plan": state.plan,
+        "resume": resume.to_json(),
+        "prefix": messages.group_prefix(state.generation, incarnations),
+        "tries": state.mended,
+        "closing": None if state.closing is None else state.closing.message,
+        "left_out": [list(each) for each in state.left_out],
+    }
+    events = [training.reconciled_event(state, resume, now)] if state.generation > 1 else []
+    record = records.went(state, resume, state.plan.get("digest"), events)
+    state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
+    limit = () if state.closing is None else (AwaitSaved(state.generation),)
+    return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)
+
+
+# Events
+
+
+def suspected(
+    state: State, member: Member, kind: FailureKind, since: float, now: float, removed: bool = True
+) -> dict[str, Any]:
+    """The event of a failure. A member that is not `removed` stays, since its stage would be empty without it."""
+    event = {
+        "event": "suspected",
+        "t": now,
+        "generation": state.generation,
+        "iteration": state.committed + 1,
+        "worker": member.worker,
+        "kind": kind,
+        "ms": round((now - since) * 1000, 3),
+        "rank": member.rank,
+        "pid": member.pid,
+    }
+    if (fault := poison.said_by(state, member)) is not None:
+        event |= {"error": str(fault), "where": fault.where}
+    return event if removed else {**event, "removed": False}
+
+def _left(state: State, member: Member, kind: FailureKind, now: float) -> dict[str, Any]:
+    """The event of a planned leave, or of the end of a move."""
+    event = {"event": "left", "t": now, "generation": state.generation, "iteration": state.committed + 1}
+    return {**event, "worker": member.worker, "kind": kind, "rank": member.rank, "pid": member.pid}
+
+
+def _decided(state: State, reason: str | None, now: float) -> dict[str, Any]:
+    return {
+        "event": "decided",
+        "t": now,
+        "generation": state.generation,
+        "ms": state.ms(now),
+        "members": state.incarnations(),
+        "out": dict(state.out),
+        "reason": reason,
+    }

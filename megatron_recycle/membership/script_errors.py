@@ -1,0 +1,69 @@
+"""A process has raised an error that its script has not handled: what follows from it. Pure, like `machine`.
+
+`poison` answers whether others would meet the same. If not, the process is out, as if it had died. If they would, the
+job goes on without that micro-batch (`poison: skip`), or ends: after a last checkpoint, if there can be one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_recycle.membership import closing, failing, joining, poison
+from megatron_recycle.membership.decisions import Emit, Step
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.inputs import Exited, Loss, Lost, Raised
+from megatron_recycle.membership.state import Closing, Member, Phase, State
+
+
+def raised(state: State, happened: Raised, now: float) -> Step:
+    """A process that is no member counts as one that ends, since nobody has counted on it."""
+    who, fault = state.known.get(happened.incarnation), happened.fault
+    if who is None or who.incarnation in state.fenced:
+        return state, ()
+    said = f"{fault} {fault.where}"
+    if state.phase is Phase.FORMING and not fault.refused:
+        return failing.exited(state, Exited(who.rank, who.pid, None, happened.since, said=said), now)
+    if state.phase is Phase.FORMING:
+        return closing.end(state, 1, fault.text, now)
+    if joining.waiting(state, who.incarnation) is not None:
+        return joining.lost(state, who.incarnation, said, now)
+    member = state.member(who.incarnation)
+    if member is not None and poison.repeated(state, member, happened.number):
+        return state, (closing.answer(member, happened.number),)
+    state = poison.remembered(state, who, fault, happened.number)
+    if member is not None and fault.whole and (state.closing is not None or poison.left_out(state, fault)):
+        return state, (closing.answer(member, happened.number),)
+    if member is None or state.closing is not None or (text := poison.fatal(state, member, fault)) is None:
+        return failing.lost(state, Lost((Loss(who.incarnation, FailureKind.EXIT),), happened.since), now)
+    if (without := poison.without(state, fault)) is not None:
+        event = _skipped(state, member, fault, now)
+        reason = f"micro-batch {fault.microbatch} of iteration {fault.iteration} is left out"
+        state, decisions = failing.next_generation(without, {}, happened.since, now, reason=reason, more=(event,))
+        return state, (*decisions, closing.answer(member, happened.number))
+    return _end_with(state, member, happened, poison.too_many(state, fault, text), now)
+
+
+def _end_with(state: State, member: Member, happened: Raised, text: str, now: float) -> Step:
+    """The job ends for this error, after a last checkpoint if there can be one. Peers that differ, or that read
+    different data, have nothing to save: who finds that does not hold a state that counts."""
+    fault = happened.fault
+    lost = {} if fault.whole else {member.worker: FailureKind.EXIT}
+    stays = failing.suspected(state, member, FailureKind.EXIT, happened.since, now, removed=False)
+    told = () if fault.refused else (Emit(stays),)
+    why_not = "" if fault.refused and not fault.whole else closing.why_not(state, lost)
+    if why_not is not None:
+        if why_not or not fault.refused:
+            none = f" No checkpoint was written: {why_not}." if why_not else ""
+            text = f"{closing.sentence(text)}{none} {closing.last(state)}"
+        state, ending = closing.end(state, 1, text, now)
+        return state, (*told, *ending)
+    state, decisions = failing.next_generation(
+        state, lost, happened.since, now, reason=closing.LAST, to_close=Closing(text))
+    return state, (*decisions, *((closing.answer(member, happened.number), *told) if fault.whole else ()))
+
+
+def _skipped(state: State, member: Member, fault: Fault, now: float) -> dict[str, Any]:
+    """The line of events.jsonl about a micro-batch that the job goes on without."""
+    event = {"event": "skipped", "t": now, "generation": state.generation, "iteration": fault.iteration}
+    return {**event, "worker": member.worker, "microbatch": fault.microbatch, "error": str(fault)}

@@ -1,0 +1,86 @@
+"""What a coordinator that comes back knows: every field of the state is kept by a record, or need not be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from typing import Any
+
+from megatron_recycle.membership import records
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.state import Closing, Member, Phase, Said, State
+from megatron_recycle.observe.events import KINDS
+
+ONE, OTHER = Member("0:0", 0, "a", 10, "host"), Member("0:1.1", 1, "b", 11, "host")
+KEPT: dict[str, Any] = {
+    "generation": 7,
+    "members": {"0:0": ONE},
+    "out": {"1:0": FailureKind.FROZEN, "0:1.0": FailureKind.EXIT, "0:1.1": FailureKind.STRANDED},
+    "fenced": frozenset({"c", "d"}),
+    "stranded": {"0:1.1": OTHER},
+    "unproven": {"0:0": FailureKind.UNREACHABLE},
+    "models": {"0": {"model": "m"}},
+    "ranks": {"0:0": 0, "0:1": 1},
+    "committed": 12,
+    "description": {"grid": {"stages": 2, "microbatches": [1, 1]}},
+    "left_out": ((3, "0.1"),),
+    "closing": Closing("the disk is full", 3),
+    "faults": (Said("0:0", "a", Fault("KeyError", "'x'", 3, "F0.1"), 2),),
+    "moves": {"1:0": "a"},
+    "move": 4,
+    "moves_due": True,
+    "fruitless": 2,
+    "given_up": frozenset({"1:1"}),
+}
+"""A value for every field that a record keeps as it is, unlike the field's default."""
+
+
+def test_every_field_is_kept_by_a_record_or_listed_with_the_reason_why_not() -> None:
+    lists = [{*records.DECIDED}, {*records.MOVES}, {*records.OTHERWISE}, {*records.TRANSIENT}]
+    named = [name for one in lists for name in one]
+    assert sorted(named) == sorted(one.name for one in fields(State)), "a field of the state in none, or in two"
+    assert all(records.TRANSIENT.values()) and all(records.OTHERWISE.values())
+
+
+def test_what_a_record_keeps_is_what_was_written() -> None:
+    assert KEPT.keys() == {*records.DECIDED, *records.MOVES}, "give the new field a value, unlike its default"
+    before = State(size=2, **KEPT)
+    assert all(getattr(before, name) != getattr(State(size=2), name) for name in KEPT)
+    written = json.loads(json.dumps(records.decided(before, ()).record))
+    after = records.restore(2, [written])
+    assert {name: getattr(after, name) for name in KEPT} == KEPT
+    assert all(isinstance(kind, FailureKind) for kind in (*after.out.values(), *after.unproven.values()))
+    assert after.phase is Phase.RETURNING and after.known == {"a": ONE, "b": OTHER}
+
+
+def test_what_follows_from_other_records() -> None:
+    state = State(size=2, **{**KEPT, "learnt": {"1": [{"what": "broadcast"}]}, "closing": None}, since=5.0)
+    resume = Resume(target=12, next=13, attempt=1)
+    event = {"event": "x", "t": 1.0, "worker": "0:0"}
+    written = [records.learnt(state), records.decided(state, ()), records.went(state, resume, "sha256:1", ()),
+               records.offer(state, 9), records.proven(state, "0:0", event), records.moves(state.with_(move=5), ())]
+    journal = json.loads(json.dumps([one.record for one in written]))
+    after = records.taken_up(records.restore(2, journal), journal, {"sha256:1": {"plan": 1}}.get)
+    assert (after.resume, after.offers, after.unproven, after.move) == (resume, 9, {}, 5)
+    assert (after.learnt, after.plan, after.since) == ({"1": [{"what": "broadcast"}]}, {"plan": 1}, 5.0)
+    more = [records.adopted(state, "sha256:2", event), records.resumed(state, event), records.committed(14),
+            records.ended(1, "over", event)]
+    journal += json.loads(json.dumps([one.record for one in more]))
+    after = records.taken_up(records.restore(2, journal), journal, {"sha256:2": {"plan": 2}}.get)
+    assert (after.plan, after.since, after.committed, after.ended) == ({"plan": 2}, None, 14, (1, "over"))
+    assert after.phase is Phase.ENDED
+
+
+def test_a_generation_begins_without_what_was_of_the_last_one_alone() -> None:
+    state = State(size=2, generation=3, reports={"0:0": {}}, plan={"x": 1}, switch=4, hints={"0:0": "e"}, offers=4)
+    after = state.next_generation(mended=1)
+    assert (after.generation, after.reports, after.plan, after.switch, after.hints) == (4, {}, None, 0, {})
+    assert (after.offers, after.mended) == (4, 1)
+
+
+def test_kinds_travel_as_their_text() -> None:
+    assert json.dumps({"kind": FailureKind.EXIT}) == '{"kind": "exit"}' and f"{FailureKind.EXIT}" == "exit"
+    assert FailureKind("stalled").lives and not FailureKind.UNREACHABLE.refilled and FailureKind.MOVE.asked_for
+    assert {*KINDS} == {*FailureKind}, "what events are shown with"
