@@ -25,8 +25,9 @@ from . import cpsat
 from .instance import Instance, Schedule, build
 from .portfolio import Found, search, value
 
-#: arguments of the interpreter that make it serve one search
-COMMAND = ("-c", "from megatron_recycle.planner.search_process import serve; serve()")
+#: arguments of the interpreter that make it serve one search; modules in the working folder ('') are not ours
+COMMAND = ("-c", "import sys; sys.path[:] = filter(None, sys.path); "
+                 "from megatron_recycle.planner.search_process import serve; serve()")
 #: seconds kept back for reading and validating, at the least and per action of the plan
 RESERVE, RESERVE_PER_ACTION = 0.05, 8e-6
 #: actions scheduled and timed per second, well below what one core does: work ends a search before the clock does

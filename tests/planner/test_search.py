@@ -138,6 +138,13 @@ def test_improve_has_nothing_to_say_about_an_optimal_plan():
     assert improve(problem, plan_for(problem, work=10_000), 1.0) is None
 
 
+def test_a_file_of_the_packages_name_in_the_working_folder_does_not_end_the_search(monkeypatch, tmp_path):
+    (tmp_path / "megatron_recycle.py").write_text("raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    problem = study(3, 4, 6, "1")
+    assert improve(problem, drop(problem), 1.0) is not None
+
+
 def test_improve_never_holds_up_the_job():
     problem = study(32, 8, 32, "1")
     plan = quick(problem)
