@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,13 +26,12 @@ import torch
 from megatron_recycle.errors import DataError, GenerationOver, VerificationError
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import COMMITS
+from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
 
-COMMITTING = "recycle-commit"
-"""Name of the threads that wait for a verdict."""
-
-_TAG = 2**30
-"""The first of the tags that commits use; those of the losses are below."""
+_LONGEST_CLOSE = 5.0
+"""Seconds that the end waits for a thread that waits for a verdict."""
 
 _ALONE = 7  # numbers in a contribution that are not one for each of something
 
@@ -127,7 +127,7 @@ class Commit:
         self.plan = plan
         self.done = threading.Event()
         self._grid = grid
-        self._group = groups.control
+        self._all = groups.control
         self._slots = grid.stages * groups.parts
         self._notify = notify
         self._error: GenerationOver | None = None
@@ -136,7 +136,7 @@ class Commit:
     def run(self) -> None:
         """Take part; returns when it is done, whichever way."""
         try:
-            add_up(self._vector, self._group, _TAG + self.iteration % (_TAG // 2))
+            add_up(self._vector, self._all, COMMITS[self.iteration])
         except GenerationOver as error:
             self._error = error
         self.done.set()
@@ -157,7 +157,7 @@ class Commit:
         """
         if self._error is not None:
             raise self._error
-        slots, total, members = self._slots, self._grid.total, self._group.size()
+        slots, total, members = self._slots, self._grid.total, self._all.size
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
         loss, weight, offers, squares, zeros, plans, plan_squares = numbers[2 * slots:2 * slots + _ALONE]
@@ -175,6 +175,7 @@ class Committer:
     def __init__(self) -> None:
         self._queue: SimpleQueue[Commit | None] = SimpleQueue()
         self._last: Commit | None = None
+        self._threads = Threads()
 
     def start(self, commit: Commit) -> None:
         """Let ``commit`` run."""
@@ -182,14 +183,15 @@ class Committer:
             # The first one; or one of an older generation, which ends when its handles do, is not waited for.
             self._queue.put(None)
             self._queue = SimpleQueue()
-            threading.Thread(target=_run_all, args=(self._queue,), name=COMMITTING, daemon=True).start()
+            self._threads.start("recycle-commit", partial(_run_all, self._queue), _LONGEST_CLOSE)
         self._last = commit
         self._queue.put(commit)
 
     def close(self) -> None:
-        """No more commits; the thread ends after the last one."""
+        """No more commits; waits for the last one, whose handles have been aborted."""
         self._queue.put(None)
         self._last = None
+        self._threads.close()
 
 
 def _run_all(queue: SimpleQueue[Commit | None]) -> None:

@@ -19,7 +19,6 @@ from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.activity import COPY, WORKING
-from megatron_recycle.runtime.comm.reduction import all_reduce
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 
@@ -75,7 +74,7 @@ def _exchange(worker: StageWorker) -> dict[Worker, int]:
     digests = torch.zeros(len(peers), dtype=torch.float64)
     with worker.activity.during(WORKING, "check"):
         digests[peers.index(groups.me)] = digest(worker.stage.state())
-    all_reduce(digests, groups.stage_control)
+    groups.stage_control.sum(digests).wait()
     return dict(zip(peers, map(int, digests.tolist())))
 
 

@@ -16,7 +16,6 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.comm.activations import Message, Transport
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.reduction import all_reduce
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.random_state import seed_of
 
@@ -55,22 +54,22 @@ class Evaluations:
             if place in reports:
                 table[position] = torch.tensor(reports[place], dtype=torch.float64)
         # One slot per micro-batch, filled by the one worker that ran it: exact in any order.
-        all_reduce(table, groups.control)
+        groups.control.sum(table).wait()
         self.table = table
         self.done += 1
 
     def reconcile(self, groups: Groups) -> None:
         """Bring workers that a failure kept from the end of a pass level with the others. Raises GenerationOver."""
-        counts = torch.zeros(groups.control.size(), dtype=torch.float64)
-        me = groups.control.rank()
+        counts = torch.zeros(groups.control.size, dtype=torch.float64)
+        me = groups.control.rank
         counts[me] = self.done
-        all_reduce(counts, groups.control)
+        groups.control.sum(counts).wait()
         newest = int(counts.max())
         if bool((counts == newest).all()):
             return
         giver = counts.tolist().index(newest)
         table = self.table.clone() if me == giver else torch.zeros_like(self.table)
-        all_reduce(table, groups.control)
+        groups.control.sum(table).wait()
         self.table, self.done = table, newest
 
 

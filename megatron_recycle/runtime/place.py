@@ -37,6 +37,12 @@ class Place:
         return str(Process(self.me, self.part if self.parts > 1 else None))
 
     @property
+    def names(self) -> Mapping[int, str]:
+        """Every process' name, by its global rank."""
+        return {rank: str(Process(worker, part if len(ranks) > 1 else None))
+                for worker, ranks in self.ranks.items() for part, rank in enumerate(ranks)}
+
+    @property
     def first(self) -> bool:
         return self.me.stage == 0
 

@@ -20,7 +20,8 @@ from megatron_recycle.membership import workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import CONNECT, COPY, WORKING
-from megatron_recycle.runtime.comm.handles import Groups, Limits, is_broken
+from megatron_recycle.runtime.comm.comm import is_broken
+from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.compute.data import NotReadHere, digest
 from megatron_recycle.runtime.description import description, standing
@@ -179,7 +180,7 @@ def _connect(worker: StageWorker, members: Sequence[Worker], patience: float) ->
     config = worker.config
     connect = connect_limit(config, len(members) * worker.place.parts, worker.tries)
     with worker.activity.during(WORKING, CONNECT):  # these limits hold, and none that has been learnt
-        return worker.connect(
+        return worker.network.connect(
             generation=worker.generation, prefix=worker.prefix, place=worker.place, members=members,
             limits=Limits(config.transport_timeout, connect, max(patience, connect)), interrupted=worker.interrupted)
 

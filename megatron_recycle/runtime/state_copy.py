@@ -12,22 +12,21 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver, TransferError
+from megatron_recycle.errors import TransferError
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import STATE_FACTS, STATE_PIECES, STATE_SUMS
 from megatron_recycle.runtime.stage import Stage
 
 PIECE = 16 * 2**20
 """Bytes that have one checksum."""
-_SIZE_TAG, _FACTS_TAG, _SUMS_TAG, _FIRST_TAG = 1, 2, 3, 4
 _SCALARS = (type(None), bool, int, float, str)
 
 
@@ -77,24 +76,21 @@ def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.T
     mine = [piece for piece in pieces({name: tensor.nbytes for name, tensor in own.items()}, len(givers))
             if givers[piece.giver] == groups.me]
     flat = {name: _bytes_of(tensor) for name, tensor in own.items()}
-    with _aborting("giving the state to a worker that comes in"):
-        control = groups.stage_control
-        works: list[tuple[dist.Work, dist.ProcessGroup]] = []
-        text = torch.frombuffer(bytearray(written.encode()), dtype=torch.uint8)
-        size = torch.tensor([text.numel()])
-        for taker in map(peers.index, takers):
-            if givers[0] == groups.me:
-                works += [(control.send([size], taker, _SIZE_TAG), control),
-                          (control.send([text], taker, _FACTS_TAG), control)]
-            for number, piece in enumerate(mine):
-                part = flat[piece.name][piece.start:piece.stop]
-                group = _group(groups, part)
-                works.append((group.send([part], taker, _FIRST_TAG + number), group))
-        # While they travel.
-        sums = torch.tensor([_checksum(flat[piece.name][piece.start:piece.stop]) for piece in mine] or [0])
-        works += [(control.send([sums], taker, _SUMS_TAG), control) for taker in map(peers.index, takers)]
-        for work, group in works:
-            wait_for(work, group)
+    control = groups.stage_control
+    moving: list[Pending] = []
+    text = torch.frombuffer(bytearray(written.encode()), dtype=torch.uint8)
+    size = torch.tensor([text.numel()])
+    for taker in map(peers.index, takers):
+        if givers[0] == groups.me:
+            moving += [control.send(size, taker, STATE_FACTS[0]), control.send(text, taker, STATE_FACTS[1])]
+        for number, piece in enumerate(mine):
+            part = flat[piece.name][piece.start:piece.stop]
+            moving.append(_comm(groups, part).send(part, taker, STATE_PIECES[number]))
+    # While they travel.
+    sums = torch.tensor([_checksum(flat[piece.name][piece.start:piece.stop]) for piece in mine] or [0])
+    moving += [control.send(sums, taker, STATE_SUMS[0]) for taker in map(peers.index, takers)]
+    for pending in moving:
+        pending.wait()
 
 
 def take(groups: Groups, joined: Sequence[Worker],
@@ -110,18 +106,18 @@ def take(groups: Groups, joined: Sequence[Worker],
     """
     peers = groups.peers(groups.me.stage)
     givers = [peers.index(worker) for worker in peers if worker not in joined]
-    with _aborting("receiving the state of this stage"):
-        size = torch.zeros(1, dtype=torch.int64)
-        wait_for(groups.stage_control.recv([size], givers[0], _SIZE_TAG), groups.stage_control)
-        began = time.monotonic()
-        text = torch.empty(int(size), dtype=torch.uint8)
-        wait_for(groups.stage_control.recv([text], givers[0], _FACTS_TAG), groups.stage_control)
-        told = json.loads(text.numpy().tobytes())
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
-                   for name, kind, shape, on_cpu in told["tensors"]}
-        flat = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
-        cut = pieces({name: tensor.nbytes for name, tensor in tensors.items()}, len(givers))
-        _receive(groups, givers, cut, flat)
+    control = groups.stage_control
+    size = torch.zeros(1, dtype=torch.int64)
+    control.receive(size, givers[0], STATE_FACTS[0]).wait()
+    began = time.monotonic()
+    text = torch.empty(int(size), dtype=torch.uint8)
+    control.receive(text, givers[0], STATE_FACTS[1]).wait()
+    told = json.loads(text.numpy().tobytes())
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
+               for name, kind, shape, on_cpu in told["tensors"]}
+    flat = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
+    cut = pieces({name: tensor.nbytes for name, tensor in tensors.items()}, len(givers))
+    _receive(groups, givers, cut, flat)
     received = Received(sum(tensor.nbytes for tensor in tensors.values()), 1000 * (time.monotonic() - began))
     return tensors, _read(told["facts"], tensors), received
 
@@ -129,21 +125,20 @@ def take(groups: Groups, joined: Sequence[Worker],
 def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Piece], flat: Mapping[str, torch.Tensor]) -> None:
     """All pieces from all givers, each compared with the giver's checksum of it."""
     shares = [[piece for piece in cut if piece.giver == number] for number in range(len(givers))]
-    works = []
+    arriving = []
     for giver, share in zip(givers, shares):
         parts = [flat[piece.name][piece.start:piece.stop] for piece in share]
-        works.append([_group(groups, part).recv([part], giver, _FIRST_TAG + number)
-                      for number, part in enumerate(parts)])
+        arriving.append([_comm(groups, part).receive(part, giver, STATE_PIECES[number])
+                         for number, part in enumerate(parts)])
     found = []
-    for share, arriving in zip(shares, works):
-        for piece, work in zip(share, arriving):
-            part = flat[piece.name][piece.start:piece.stop]
-            wait_for(work, _group(groups, part))
-            found.append((piece, _checksum(part)))
+    for share, coming in zip(shares, arriving):
+        for piece, pending in zip(share, coming):
+            pending.wait()
+            found.append((piece, _checksum(pending.tensor)))
     sent = []
     for giver, share in zip(givers, shares):
         sums = torch.zeros(max(1, len(share)), dtype=torch.int64)
-        wait_for(groups.stage_control.recv([sums], giver, _SUMS_TAG), groups.stage_control)
+        groups.stage_control.receive(sums, giver, STATE_SUMS[0]).wait()
         sent += sums.tolist()[:len(share)]
     wrong = sorted({piece.name for (piece, own), theirs in zip(found, sent, strict=True) if own != theirs})
     if wrong:
@@ -157,7 +152,7 @@ def stage_tensors(stage: Stage) -> dict[str, torch.Tensor]:
     return {**stage.state(), **stage.fixed()}
 
 
-def _group(groups: Groups, tensor: torch.Tensor) -> dist.ProcessGroup:
+def _comm(groups: Groups, tensor: torch.Tensor) -> Comm:
     return groups.stage_control if tensor.device.type == "cpu" else groups.stage
 
 
@@ -205,12 +200,3 @@ def _read(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return dict(pairs) if kind == "dict" else Counter(dict(pairs))
     read = [_read(item, tensors) for item in items]
     return tuple(read) if kind == "tuple" else read
-
-
-@contextmanager
-def _aborting(what: str) -> Iterator[None]:
-    """What a broken transfer raises becomes GenerationOver."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise GenerationOver(f"{what} failed: {error}") from error

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver, RecycleError
+from megatron_recycle.errors import RecycleError
 from megatron_recycle.membership import Process, Resume
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held, Verdict
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
@@ -276,18 +276,11 @@ class Stepper:
             if receiver == me:
                 gradient = self.layout.empty()
                 numbers = torch.empty(Held.count(total, self.stage.report_width), dtype=torch.float64)
-                _move(groups.stage, False, gradient, peers.index(giver))
-                _move(groups.stage_control, False, numbers, peers.index(giver))
+                groups.stage.receive(gradient, peers.index(giver), HELD[0]).wait()
+                groups.stage_control.receive(numbers, peers.index(giver), HELD[1]).wait()
                 self.held = Held.from_numbers(target, gradient, numbers, total)
                 self.ledger.holds = target
             elif giver == me:
                 assert self.held is not None and self.held.iteration == target
-                _move(groups.stage, True, self.held.gradient, peers.index(receiver))
-                _move(groups.stage_control, True, self.held.numbers(), peers.index(receiver))
-
-
-def _move(group: dist.ProcessGroup, outward: bool, tensor: torch.Tensor, peer: int) -> None:
-    try:
-        wait_for((group.send if outward else group.recv)([tensor], peer, 0), group)
-    except RuntimeError as error:
-        raise GenerationOver(f"copying the reduced gradient failed: {error}") from error
+                groups.stage.send(self.held.gradient, peers.index(receiver), HELD[0]).wait()
+                groups.stage_control.send(self.held.numbers(), peers.index(receiver), HELD[1]).wait()

@@ -22,12 +22,12 @@ from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.comm.activations import Transport
-from megatron_recycle.runtime.comm.default_group import World
-from megatron_recycle.runtime.comm.handles import CONNECTING, RETIRING, Groups, build_groups
+from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
+from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.comm.reduction import Reduction, per_token, reduction_of
 from megatron_recycle.runtime.comm.trained_alike import Agreement, Trained
-from megatron_recycle.runtime.commit import COMMITTING, Held, Verdict
+from megatron_recycle.runtime.commit import Held, Verdict
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.edits import Edits
@@ -50,9 +50,6 @@ from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 
 _POLL_SECONDS = 0.001
-_LONGEST_CLOSE = {RETIRING: 5.0, COMMITTING: 5.0, CONNECTING: 55.0}
-"""Seconds that the end waits for threads, by name; gloo gives up connecting after five times its limit, which is
-`heartbeat_timeout` and a bit."""
 _STEP = ("reduce", "reduced", "step")  # phases in which an error is the step's
 _NO_WORK = ("recovering", "joining", "boundary", "step", "stepped")  # phases that are no work, or told by `stepping`
 
@@ -77,14 +74,13 @@ class StageWorker:
             part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
             raise anything. None: there is no such thing.
         setup: the time until `begin`, as what this process is told in it; None: nobody joins later.
-        connect: builds the handles of a generation, as `build_groups`.
+        network: builds each generation's communicators; None: torch's.
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
                  generators: Generators, config: RecycleConfig, observer: Observer | None = None,
                  save_last: Callable[[], str] | None = None, setup: SetUp | None = None,
-                 connect: Callable[..., Groups] = build_groups) -> None:
-        self.connect = connect
+                 network: Network | None = None) -> None:
         self.setup = setup
         if config.on_leave == "checkpoint" and save_last is None:
             raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with "
@@ -123,7 +119,7 @@ class StageWorker:
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
         """The tensors and counters that this worker came in with, until it trains."""
         self.evaluations = Evaluations(place.grid, stage.report_width)
-        self._world = World()
+        self.network = network or TorchNetwork()
         self._passes = 0  # of evaluation that the script has asked for
         self._announce_resumed = False
         self._handlers = {**dict.fromkeys(("F", "B", "W", "FB"), self._micro_batch), "S": self._reduce_and_step}
@@ -305,9 +301,7 @@ class StageWorker:
         self.uninstall()
         self.stepper.close()
         self.agent.close()
-        for thread in threading.enumerate():
-            if thread.name in _LONGEST_CLOSE:
-                thread.join(_LONGEST_CLOSE[thread.name])
+        self.network.close()
 
     def _run_to(self, iteration: int, commit: bool = False) -> float:
         # More than one iteration to run: a failure has undone a step that train() had already returned from.
@@ -488,7 +482,7 @@ class StageWorker:
         if groups is not None and groups.generation < generation:
             groups.abort()
         if self.agent.breaks_off:
-            self._world.abort()
+            self.network.abort_default()
 
     def discard_attempt(self) -> None:
         """Forget the iteration in flight; what is held of a complete one stays."""
@@ -512,7 +506,7 @@ class StageWorker:
         self._members = groups.members
         self._transport = Transport(groups, self.stage.device)
         self.use_plan(self._plan)
-        self._world.become(groups.everybody)
+        self.network.become(groups.everybody)
         self.stage.regroup(groups)
         if self.interrupted():
             raise GenerationOver("a newer generation was announced while this one was being installed")
@@ -522,8 +516,7 @@ class StageWorker:
         with self._lock:
             groups, self.groups = self.groups, None
         if groups is not None:
-            self._world.become(None)
-            groups.abort()
+            self.network.become(None)
             groups.retire()
 
     def use_plan(self, plan: Plan) -> None:
@@ -542,7 +535,7 @@ class StageWorker:
         """A block for code of the script's framework, which finds its random numbers as the script has left them, and
         in torch those that are left only, in the order of their ranks. What is done over all of them ends with the
         generation."""
-        with self._world.renumbered(self.current_groups().control), self.generators.of_script():
+        with self.network.renumbered(self.current_groups().control), self.generators.of_script():
             yield
 
     def announce_resumed(self) -> None:

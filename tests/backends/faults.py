@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megatron_recycle.backends.deepspeed.engine import DeepSpeedStage
 from megatron_recycle.runtime import recovery
-from megatron_recycle.runtime import worker as worker_module
-from megatron_recycle.runtime.comm import handles as groups
+from megatron_recycle.runtime.comm import network, rendezvous
+from megatron_recycle.runtime.comm.abort import foreign
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.compute.data import DatasetSource
 from megatron_recycle.runtime.worker import StageWorker
@@ -57,7 +57,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Faul
     _stretch_forwards(slow or {})
     if connecting is not None:
         recovery._LONGEST_CONNECT = connecting
-        worker_module._LONGEST_CLOSE = {}  # it would wait for that at the end, too
+        rendezvous._LONGEST_CONNECT = 0.0  # it would wait for that at the end, too
     if hop:
         _stretch_transfers(hop)
     forwards = _count_forwards()
@@ -84,16 +84,16 @@ def _abort(worker: StageWorker) -> None:
 
 
 def _apart(worker: StageWorker) -> None:
-    groups.abort_group(dist.group.WORLD)
+    foreign(dist.group.WORLD).abort()
 
 
 class _Sent:
     """A send that says it is done."""
 
-    def wait(self) -> bool:
-        return True
+    def wait(self) -> None:
+        pass
 
-    def is_completed(self) -> bool:
+    def done(self) -> bool:
         return True
 
 
@@ -103,7 +103,7 @@ def _swallow(worker: StageWorker) -> None:
     def swallowed(self: Transport, target: Any, channel: Any, tensor: torch.Tensor) -> Any:
         Transport._start_send = start  # type: ignore[method-assign]
         channel.number += 1
-        return _Sent(), tensor
+        return _Sent()
 
     Transport._start_send = swallowed  # type: ignore[method-assign]
 
@@ -138,12 +138,12 @@ class _LastWords(dist.Store):
 
 def _hit_connecting(hit: signal.Signals) -> Callable[[StageWorker], None]:
     def install(worker: StageWorker) -> None:
-        new_group = groups.new_group
+        new_group = network.new_group
 
         def hit_group(name: str, ranks: Any, store: dist.Store, **options: Any) -> Any:
             return new_group(name, ranks, _LastWords(store, hit), **options)
 
-        groups.new_group = hit_group
+        network.new_group = hit_group
 
     return install
 

@@ -11,12 +11,13 @@ import torch
 
 from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.errors import GenerationOver, VerificationError
+from megatron_recycle.runtime.comm.threads import Threads
 
 
 def test_who_learns_of_a_failure_when_the_new_groups_stand_does_not_go_on_with_them(monkeypatch):
     """They were not there yet when those that wait for the dead were freed, so nothing would end a wait in them."""
     detached = object.__new__(megatron_groups.Detached)
-    vars(detached).update(_place=None, _first=False, _prefix="", _spanning={}, _alone={})
+    vars(detached).update(_place=None, _first=False, _prefix="", _spanning={}, _alone={}, _threads=Threads())
     stopped: list[bool] = []
 
     def stand(place: Any, prefix: str, interrupted: Callable[[], bool]) -> dict[str, Any]:

@@ -210,7 +210,7 @@ class Job:
                              link=functools.partial(MemoryLink, self.control))
         process.worker = made = _Worker(
             place=place, stage=stage, splitter=Splitter(stage.module), data=Data(), agent=agent,
-            generators=_Own(CPU), config=config, observer=_Observer(self, process), connect=self.network.connect)
+            generators=_Own(CPU), config=config, observer=_Observer(self, process), network=self.network)
         worker.append(made)
         agent.start()
         for iteration in range(shape.iterations):

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.backend import Backend
+from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
+from megatron_recycle.runtime.comm.tags import CONTROL, STAGE, WORLD, Table
 from megatron_recycle.runtime.place import Place
 
 LIMIT = 20.0
@@ -61,6 +65,16 @@ class Delays:
                     return
                 _, _, function = heapq.heappop(self._due)
             function()
+
+
+class _Memory(Backend):
+    ordered, host, quick = False, True, True
+
+    def wait(self, work: Any, limit: Any, closed: Any, read: bool) -> None:
+        work.wait()
+
+    def abort(self, group: Any) -> None:
+        group.abort()
 
 
 class Network:
@@ -126,25 +140,35 @@ class Network:
                 raise GenerationOver("some did not come")
             time.sleep(0.0005)
 
+    def become(self, everybody: Comm | None) -> None:
+        """There is no default group."""
+
+    def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def abort_default(self) -> None:
+        """There is no default group."""
+
     def close(self) -> None:
         if self._delays is not None:
             self._delays.close()
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
                 interrupted: Callable[[], bool]) -> Groups:
-        """As `handles.build_groups`."""
+        """As `TorchNetwork.connect`."""
         rank_of = {worker: place.ranks[worker][0] for worker in place.ranks}
         ordered = tuple(sorted(members, key=rank_of.__getitem__))
         everyone, me = [rank_of[worker] for worker in ordered], rank_of[place.me]
         self.meet(prefix, me, everyone, interrupted, min(limits.meet, LIMIT))
 
-        def group(name: str, ranks: list[int]) -> Any:
-            return Group(self.context(f"{prefix}/{name}", ranks), ranks.index(me))
+        def group(name: str, ranks: list[int], table: Table) -> Comm:
+            return Comm(Group(self.context(f"{prefix}/{name}", ranks), ranks.index(me)), _Memory(), table)
 
-        stage = group(f"stage{place.me.stage}", [rank_of[one] for one in ordered if one.stage == place.me.stage])
+        peers = [rank_of[one] for one in ordered if one.stage == place.me.stage]
+        stage = group(f"stage{place.me.stage}", peers, STAGE)
         return MemoryGroups(
-            generation=generation, me=place.me, members=ordered, world=group("world", everyone), stage=stage,
-            pipeline=stage, siblings=None, control=group("control", everyone),
+            generation=generation, me=place.me, members=ordered, world=group("world", everyone, WORLD), stage=stage,
+            pipeline=stage, siblings=None, control=group("control", everyone, CONTROL),
             control_ranks={worker: index for index, worker in enumerate(ordered)}, stage_control=stage)
 
 
@@ -286,9 +310,6 @@ class Group:
 
     def size(self) -> int:
         return len(self._context.ranks)
-
-    def name(self) -> str:
-        return "nccl"  # the library that can be told to abort, and whose waits need no helper
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Work:
         self._context.post(self._index, peer, tag, tensors)

@@ -19,7 +19,8 @@ from megatron_recycle.control.agent import Ended
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import worker as worker_module
-from megatron_recycle.runtime.comm.handles import CONNECTING, meet, unless_interrupted
+from megatron_recycle.runtime.comm.rendezvous import meet, unless_interrupted
+from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.recovery import await_stop, connect_limit
@@ -86,7 +87,7 @@ def test_what_is_still_connecting_when_the_generation_ends_is_left_behind_and_th
         return "handles"
 
     with pytest.raises(GenerationOver):
-        unless_interrupted(ends.is_set, connect, lambda handles: thrown_away.set())
+        unless_interrupted(ends.is_set, connect, lambda handles: thrown_away.set(), Threads())
     ends.clear()
     answers.set()
     assert thrown_away.wait(10)
@@ -95,12 +96,11 @@ def test_what_is_still_connecting_when_the_generation_ends_is_left_behind_and_th
 
 def test_the_end_waits_for_what_was_left_behind():
     """An interpreter that ends while a thread comes back from the communication library aborts the process."""
-    ends = threading.Event()
-    left = threading.Thread(target=ends.wait, name=CONNECTING, daemon=True)
-    left.start()
+    ends, threads = threading.Event(), Threads()
+    left = threads.start("left behind", ends.wait, 10.0)
     threading.Timer(0.2, ends.set).start()
     made = SimpleNamespace(uninstall=lambda: None, stepper=SimpleNamespace(close=lambda: None),
-                           agent=SimpleNamespace(close=lambda: None))
+                           agent=SimpleNamespace(close=lambda: None), network=threads)
     MethodType(StageWorker.close, made)()
     assert not left.is_alive()
 

@@ -12,9 +12,13 @@ import torch
 from torch import nn
 
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.reduction import FastReduction
+from megatron_recycle.runtime.comm.tags import STAGE
+from megatron_recycle.runtime.comm.tags import WORLD as TAGS
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Layout
 from megatron_recycle.runtime.stage import Tie
+from tests.runtime.test_transport import Plain
 
 LIMIT = 10.0  # seconds
 WORDS, PLACES = (0, 1), (0, 2)  # the stages of two tied parameters
@@ -25,16 +29,17 @@ class Work:
         self.wait = lambda *_: end and end()
 
 
-class Handle:
-    def name(self) -> str:
-        return "nccl"  # which has no limit of its own
-
-
-class World(Handle):
+class World:
     """All workers, as one of them sees them: messages between threads by sender, receiver and tag."""
 
     def __init__(self, me: int, messages: dict[Any, queue.Queue]) -> None:
         self._me, self._messages = me, messages
+
+    def rank(self) -> int:
+        return self._me
+
+    def size(self) -> int:
+        return 6
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
         self._messages[self._me, to, tag].put(tensors[0].clone())
@@ -44,12 +49,15 @@ class World(Handle):
         return Work(lambda: tensors[0].copy_(self._messages[source, self._me, tag].get(timeout=LIMIT)))
 
 
-class Peers(Handle):
+class Peers:
     """All workers of one stage: sums, when all have come."""
 
     def __init__(self, size: int) -> None:
         self._size, self._given = size, []
         self._barrier = threading.Barrier(size)
+
+    def rank(self) -> int:
+        return 0
 
     def size(self) -> int:
         return self._size
@@ -78,8 +86,9 @@ def reduced(live: list[Worker]) -> dict[Worker, list[float]]:
         layout = Layout(parameters)
         flat = torch.full((len(tied),), 10.0**me.pipeline * 100.0**me.stage)
         sums: Any = SimpleNamespace(layout=layout, sum=lambda piece: flat if piece is WHOLE else None)
-        groups: Any = SimpleNamespace(me=me, peers=stages.__getitem__, rank=live.index, stage=groups_of[me.stage],
-                                      world=World(live.index(me), messages))
+        groups: Any = SimpleNamespace(me=me, peers=stages.__getitem__, rank=live.index,
+                                      stage=Comm(groups_of[me.stage], Plain(), STAGE),
+                                      world=Comm(World(live.index(me), messages), Plain(), TAGS))
         found[me] = FastReduction(1, 1).gradient(sums, groups, ties).tolist()
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in live]

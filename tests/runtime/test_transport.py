@@ -26,12 +26,24 @@ from megatron_recycle.plan import (
 )
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime.comm.activations import Transport, encode_header, meta_of
+from megatron_recycle.runtime.comm.backend import Backend
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.tags import WORLD
 
 UP, DOWN = Worker(0, 0), Worker(0, 1)
 COUNT = 4
 CHANNELS = {(UP, DOWN): [("F", 0, m) for m in range(COUNT)], (DOWN, UP): [("B", 0, m) for m in range(COUNT)]}
 
 READS = {to: [(source, message) for message in messages] for (source, to), messages in CHANNELS.items()}
+
+
+class Plain(Backend):
+    """A library that is waited for without a limit."""
+
+    ordered, host, quick = False, True, True
+
+    def wait(self, work: Any, limit: Any, closed: Any, read: bool) -> None:
+        work.wait()
 
 
 class Work:
@@ -50,8 +62,11 @@ class Wire:
     def __init__(self) -> None:
         self.sends: weakref.WeakSet[Work] = weakref.WeakSet()
 
-    def name(self) -> str:
-        return "nccl"  # which is waited for without a limit
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 9
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         work = Work()
@@ -69,7 +84,7 @@ class Wire:
 
 def transport(me: Worker) -> tuple[Transport, Wire]:
     wire = Wire()
-    groups: Any = SimpleNamespace(me=me, world=wire, rank=lambda worker: worker.stage, generation=1)
+    groups: Any = SimpleNamespace(me=me, world=Comm(wire, Plain(), WORLD), rank=lambda worker: worker.stage)
     made = Transport(groups, torch.device("cpu"))
     made.use(CHANNELS, READS[me])
     return made, wire
@@ -144,7 +159,7 @@ class Counted(Work):
 def most_posted(plan: Plan, me: Worker) -> int:
     """Receives that this worker has posted at a time, over three iterations of ``plan``."""
     wire, talk = Counting(), channels(plan)
-    groups: Any = SimpleNamespace(me=me, world=wire, rank=lambda worker: worker.stage, generation=1)
+    groups: Any = SimpleNamespace(me=me, world=Comm(wire, Plain(), WORLD), rank=lambda worker: worker.stage)
     made = Transport(groups, torch.device("cpu"))
     made.use(talk, reads(plan, me), read_by(plan, me))
     come = {message for _, message in reads(plan, me)}

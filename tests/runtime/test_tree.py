@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.tags import CONTROL
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
+from tests.runtime.test_transport import Plain
 
 
 class Work:
@@ -27,9 +30,6 @@ class Wire:
     def __init__(self, rank: int, size: int, boxes: dict[Any, Queue[torch.Tensor | None]]) -> None:
         self.rank, self.size = (lambda: rank), (lambda: size)
         self.boxes, self.sent = boxes, 0
-
-    def name(self) -> str:
-        return "nccl"  # which is waited for without a limit
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Work:
         self.sent += 1
@@ -56,7 +56,7 @@ def test_everybody_gets_the_sum_with_few_messages(size: int):
     ranks = wires(size)
     tensors = [torch.tensor([float(rank), 1.0]) for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        list(pool.map(lambda wire, tensor: add_up(tensor, wire, 3), ranks, tensors))
+        list(pool.map(lambda wire, tensor: add_up(tensor, Comm(wire, Plain(), CONTROL), 3), ranks, tensors))
     assert all(tensor.tolist() == [size * (size - 1) / 2, size] for tensor in tensors)
     assert sum(wire.sent for wire in ranks) == 2 * (size - 1) and max(wire.sent for wire in ranks) <= 3
 
@@ -65,4 +65,4 @@ def test_a_closed_connection_ends_the_wait():
     one, _ = wires(2)
     one.boxes[1, 0, 3].put(None)
     with pytest.raises(GenerationOver, match="pair closed"):
-        add_up(torch.zeros(1), one, 3)
+        add_up(torch.zeros(1), Comm(one, Plain(), CONTROL), 3)

@@ -350,9 +350,9 @@ class DeepSpeedStage:
     def regroup(self, groups: Groups) -> None:
         """Every handle that DeepSpeed keeps and may use during training or after it."""
         engine, grid = self._engine, self._engine.grid
-        grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage
-        grid.ds_model_proc_group = grid.pp_proc_group = groups.pipeline
-        engine.module.world_group = groups.world
+        grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage.group
+        grid.ds_model_proc_group = grid.pp_proc_group = groups.pipeline.group
+        engine.module.world_group = groups.world.group
         engine.reset_activation_shape()  # told with an evaluation's first message, which new neighbours have not seen
 
     def _load(self, data: Any) -> tuple[torch.Tensor, ...]:

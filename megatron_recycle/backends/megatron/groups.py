@@ -20,15 +20,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.runtime.comm.handles import (
-    Groups,
-    abort_group,
-    meet,
-    new_group,
-    rendezvous,
-    retire,
-    unless_interrupted,
-)
+from megatron_recycle.runtime.comm.abort import abort, foreign, retire
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.rendezvous import job_store, meet, new_group, unless_interrupted
+from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
 
 _TIMEOUT_SECONDS = 600.0
@@ -43,12 +38,14 @@ _OF_PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PAR
 class Detached:
     """Makes Megatron's own collectives end at this worker; made once, before training.
 
-    ``speaks`` tells whether this worker writes the log. ``joining``: this process comes into a running job.
+    ``speaks`` tells whether this worker writes the log. ``joining``: this process comes into a running job. ``threads``
+    make and end groups.
     """
 
-    def __init__(self, place: Place, speaks: Callable[[], bool], joining: bool) -> None:
+    def __init__(self, place: Place, speaks: Callable[[], bool], joining: bool, threads: Threads) -> None:
         state: Any = parallel_state
         self._place = place
+        self._threads = threads
         self._first = not joining
         self._prefix = ""
         self._spanning = {name: getattr(state, name) for name in _SHARED}
@@ -61,8 +58,7 @@ class Detached:
     def abort(self) -> None:
         """A worker is gone: free whoever waits in the groups that span all, from any thread."""
         self._first = False
-        for group in set(self._spanning.values()):
-            abort_group(group)
+        abort([foreign(group) for group in set(self._spanning.values())], self._threads)
 
     @contextmanager
     def attached(self, prefix: str, interrupted: Callable[[], bool]) -> Iterator[None]:
@@ -73,10 +69,10 @@ class Detached:
         if not self._first and self._prefix != prefix:
             # What spanned all before is of no use since one of them died, or came.
             if self._prefix:
-                _retire(self._spanning)
+                self._retire(self._spanning)
             self._prefix = ""
             self._spanning = unless_interrupted(
-                interrupted, lambda over: _spanning(self._place, prefix, over), _retire)
+                interrupted, lambda over: _spanning(self._place, prefix, over), self._retire, self._threads)
             self._prefix = prefix
             if interrupted():  # too early for `abort` to have found these groups
                 raise GenerationOver("a newer generation was announced while Megatron's groups were being made")
@@ -87,14 +83,18 @@ class Detached:
             _use(self._alone)
 
 
+    def _retire(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        retire([foreign(group) for group in set(groups.values())], self._threads)
+
+
 @contextmanager
 def of_those_left(groups: Groups) -> Iterator[None]:
     """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among the
     peers that are left. They end with their generation."""
     state: Any = parallel_state
     peers = groups.stage_control
-    inside: dict[str, Any] = {**dict.fromkeys(_OF_PEERS, peers), "_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size(),
-                              "_MPU_DATA_PARALLEL_RANK": peers.rank()}
+    inside: dict[str, Any] = {**dict.fromkeys(_OF_PEERS, peers.group), "_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size,
+                              "_MPU_DATA_PARALLEL_RANK": peers.rank}
     before = {name: getattr(state, name) for name in inside}
     _use(inside)
     try:
@@ -130,7 +130,7 @@ def _use(groups: Mapping[str, Any]) -> None:
 
 def _spanning(place: Place, prefix: str, interrupted: Callable[[], bool]) -> dict[str, dist.ProcessGroup]:
     """The groups of `_SHARED` over all positions, new ones."""
-    store = dist.PrefixStore(f"recycle/{prefix}/megatron", rendezvous(_CONNECT_SECONDS, interrupted))
+    store = dist.PrefixStore(f"recycle/{prefix}/megatron", job_store(_CONNECT_SECONDS, interrupted))
     meet(store, dist.get_rank(), sorted(rank for ranks in place.ranks.values() for rank in ranks), interrupted)
     replicas = sorted(ranks[place.part] for worker, ranks in place.ranks.items() if worker.stage == place.me.stage)
     model = sorted(rank for worker, ranks in place.ranks.items() if worker.pipeline == place.me.pipeline
@@ -142,10 +142,6 @@ def _spanning(place: Place, prefix: str, interrupted: Callable[[], bool]) -> dic
 
     data = group(f"data{place.me.stage}.{place.part}", replicas)
     return {**dict.fromkeys(_SHARED, data), "_MODEL_PARALLEL_GROUP": group(f"model{place.me.pipeline}", model)}
-
-
-def _retire(groups: Mapping[str, dist.ProcessGroup]) -> None:
-    retire(list({id(group): group for group in groups.values()}.values()))
 
 
 def _alone(place: Place) -> dist.ProcessGroup:

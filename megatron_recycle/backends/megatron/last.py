@@ -110,7 +110,7 @@ class LastCheckpoint:
         if newest:
             return str(place)
         arguments = self._loop.get_args()
-        if arguments.data_parallel_random_init and groups.control.size() < arguments.world_size:
+        if arguments.data_parallel_random_init and groups.control.size < arguments.world_size:
             raise RecycleError("with --data-parallel-random-init it needs all workers, and some are missing; "
                                f"{_to_go_back_to(folder)}")
         try:

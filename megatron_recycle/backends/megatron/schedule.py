@@ -37,6 +37,7 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.admission import backend_for, is_joining
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.network import TorchNetwork
 from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
@@ -251,14 +252,15 @@ class RecycleSchedule:
                                    "--recycle-emergency-checkpoint DIR")
         agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
         self.splitter = MegatronSplitter()
+        network = TorchNetwork()
         self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter, data=self._data,
                                    agent=agent, generators=Generators(self._stage.device, self._place.part),
                                    config=self._settings, observer=self._options.observer,
                                    save_last=None if self._last is None else self._save_last,
-                                   setup=self._options.setup)
+                                   setup=self._options.setup, network=network)
         self._agent = agent
         self._script = ScriptEnd(self._failed)
-        self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining())
+        self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining(), network.threads)
         megatron_training.take_over(self)
         atexit.register(self.finish)
 

@@ -241,7 +241,7 @@ class MegatronStage:
     def regroup(self, groups: Groups) -> None:
         """Only tensor-parallel layers still compute in a group of Megatron's (see `megatron_groups`)."""
         if groups.siblings is not None:
-            self._tensor_group.use(groups.siblings)
+            self._tensor_group.use(groups.siblings.group)
 
     def reports(self, table: torch.Tensor, forward_only: bool) -> list[dict[str, torch.Tensor]]:
         """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch that has

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver, UnsupportedError
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import AHEAD, Worker
-from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import ACTIVATIONS
 from megatron_recycle.runtime.compute.transfer_times import Label, Lags
 
 Message = tuple[str, int, int]
@@ -63,10 +64,10 @@ class _Inbound:
     """Receiving end of a channel: what is expected, what is posted, what has arrived."""
 
     expected: tuple[Message, ...]
-    header: tuple[dist.Work, torch.Tensor] | None = None
+    header: Pending | None = None
     meta: Meta | None = None
     posted: int = 0
-    pending: dict[Message, tuple[list[dist.Work], list[torch.Tensor]]] = field(default_factory=dict)
+    pending: dict[Message, tuple[list[Pending], list[torch.Tensor]]] = field(default_factory=dict)
     number: int = 0
 
 
@@ -90,8 +91,8 @@ class Transport:
         self._groups = groups
         self._device = device
         # A send that is let go of before it has ended is lost, and gloo says that it has to nobody who does not wait.
-        self._sending: dict[Message, list[tuple[dist.Work, torch.Tensor]]] = {}
-        self._before: list[tuple[dist.Work, torch.Tensor]] = []
+        self._sending: dict[Message, list[Pending]] = {}
+        self._before: list[Pending] = []
         self._inbound: dict[Worker, _Inbound] = {}
         self._outbound: dict[Worker, _Outbound] = {}
         self._source: dict[Message, Worker] = {}
@@ -187,13 +188,12 @@ class Transport:
         channel = self._inbound[self._source[message]]
         if message not in channel.pending:
             self._post(self._source[message], channel, channel.expected.index(message) + 1)
-        works, tensors = channel.pending.pop(message)
+        coming, tensors = channel.pending.pop(message)
         self._read[message[0]] += 1
         asked = time.monotonic()
-        for work in works:
-            self._wait(work)
-        if self._groups.world.name() != "nccl":  # of which the stream waits, not this thread
-            self.lags.received(message, asked, time.monotonic())
+        for pending in coming:
+            pending.wait()
+        self.lags.received(message, asked, time.monotonic())
         kind, pipeline, microbatch = message
         if kind == "B":  # of an activation that has been read, then
             self._let_go(self._sending.pop(("F", pipeline, microbatch), []))
@@ -209,27 +209,18 @@ class Transport:
                 if channel.posted <= number and self._meta(source, channel, wait=False) is not None:
                     self._post(source, channel, number + 1)
 
-    def _let_go(self, sends: Sequence[tuple[dist.Work, torch.Tensor]]) -> None:
+    def _let_go(self, sends: Sequence[Pending]) -> None:
         """Of ``sends`` that have been read."""
-        for work, _ in sends:
-            self._wait(work, read=True)
+        for pending in sends:
+            pending.wait(read=True)
 
-    def _start_send(self, target: Worker, channel: _Outbound,
-                    tensor: torch.Tensor) -> tuple[dist.Work, torch.Tensor]:
-        try:
-            work = self._groups.world.send([tensor], self._groups.rank(target), channel.number)
-        except RuntimeError as error:
-            raise GenerationOver(f"sending to {target} failed: {error}") from error
+    def _start_send(self, target: Worker, channel: _Outbound, tensor: torch.Tensor) -> Pending:
         channel.number += 1
-        return work, tensor
+        return self._groups.world.send(tensor, self._groups.rank(target), ACTIVATIONS[channel.number - 1])
 
-    def _start_receive(self, source: Worker, channel: _Inbound, tensor: torch.Tensor) -> dist.Work:
-        try:
-            work = self._groups.world.recv([tensor], self._groups.rank(source), channel.number)
-        except RuntimeError as error:
-            raise GenerationOver(f"receiving from {source} failed: {error}") from error
+    def _start_receive(self, source: Worker, channel: _Inbound, tensor: torch.Tensor) -> Pending:
         channel.number += 1
-        return work
+        return self._groups.world.receive(tensor, self._groups.rank(source), ACTIVATIONS[channel.number - 1])
 
     def _post(self, source: Worker, channel: _Inbound, upto: int) -> None:
         while channel.posted < upto:
@@ -249,18 +240,11 @@ class Transport:
         elif channel.meta is None:
             if channel.header is None:
                 header = torch.empty(_HEADER_SIZE, dtype=torch.int64, device=self._device)
-                channel.header = (self._start_receive(source, channel, header), header)
-            work, header = channel.header
-            if wait or work.is_completed():
-                self._wait(work)
-                channel.meta = decode_header(header)
+                channel.header = self._start_receive(source, channel, header)
+            if wait or channel.header.done():
+                channel.header.wait()
+                channel.meta = decode_header(channel.header.tensor)
         return channel.meta
-
-    def _wait(self, work: dist.Work, read: bool = False) -> None:
-        try:
-            wait_for(work, self._groups.world, read)
-        except RuntimeError as error:
-            raise GenerationOver(f"a transfer of generation {self._groups.generation} failed: {error}") from error
 
 
 def _shapes(meta: Meta | None) -> str:

@@ -13,34 +13,37 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_recycle.runtime.comm.handles import abort_group
+from megatron_recycle.runtime.comm.abort import abort, foreign
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.threads import Threads
 
 
 class World:
-    """What torch takes as WORLD in this process."""
+    """What torch takes as WORLD in this process. ``threads``: those that abort it."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: Threads) -> None:
+        self._threads = threads
         self._first = dist.group.WORLD
         self._aborted: dist.ProcessGroup | None = None
 
-    def become(self, group: dist.ProcessGroup | None) -> None:
-        """Put ``group``, of all global ranks, in WORLD's place; None: the one that the process began with."""
-        c10d._update_default_pg(self._first if group is None else group)
+    def become(self, everybody: Comm | None) -> None:
+        """Put a communicator of all ranks in WORLD's place; None: the group that the process began with."""
+        c10d._update_default_pg(self._first if everybody is None else everybody.group)
 
     @contextmanager
-    def renumbered(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """Inside the block ``group`` is WORLD, and a rank is one's place in it, for every other group as well: so
+    def renumbered(self, comm: Comm) -> Iterator[None]:
+        """Inside the block ``comm`` is WORLD, and a rank is one's place in it, for every other group as well: so
         libraries do what they do over all ranks while some are gone."""
-        ranks_of = c10d._world.pg_group_ranks
+        group, ranks_of = comm.group, c10d._world.pg_group_ranks
         before, known = dist.group.WORLD, dict(ranks_of)
         number_of = known[group]
         for other, places in known.items():
-            ranks_of[other] = {number_of.get(rank, group.size() + rank): place for rank, place in places.items()}
-        self.become(group)
+            ranks_of[other] = {number_of.get(rank, comm.size + rank): place for rank, place in places.items()}
+        c10d._update_default_pg(group)
         try:
             yield
         finally:
-            self.become(before)
+            c10d._update_default_pg(before)
             ranks_of.update(known)
 
     def abort(self) -> None:
@@ -48,4 +51,4 @@ class World:
         group = dist.group.WORLD
         if group is not None and group is not self._aborted:
             self._aborted = group
-            abort_group(group)
+            abort([foreign(group)], self._threads)

@@ -8,18 +8,17 @@ sends the result to the workers that it is responsible for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.plan import Grid
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import Reduction
+from megatron_recycle.runtime.comm.tags import LOSSES
 
 _ATTEMPTS = 256  # attempts at an iteration that have tags of their own
-_TAGS = 2**30
 
 
 class LossRelay:
@@ -39,13 +38,13 @@ class LossRelay:
         self._groups = groups
         self._grid = grid
         self._reduction = reduction
-        self._tag = (iteration * _ATTEMPTS + attempt % _ATTEMPTS) % _TAGS
+        self._tag = LOSSES[iteration * _ATTEMPTS + attempt % _ATTEMPTS]
         self._share = grid.total / (grid.total - left_out) if left_out < grid.total else math.nan
         self._value = torch.zeros(2, dtype=torch.float64)
-        self._adding: list[dist.Work] = []
+        self._adding: list[Pending] = []
         self._sum: torch.Tensor | None = None
-        self._receiving: dist.Work | None = None
-        self._sending: list[dist.Work] = []
+        self._receiving: Pending | None = None
+        self._sending: list[Pending] = []
         self._known: tuple[float, float] | None = None
         self.reports = torch.zeros(grid.total, width, dtype=torch.float64)
         """(total micro-batches, width), at the last stage, once `wait` has returned."""
@@ -54,23 +53,24 @@ class LossRelay:
         others = [worker for worker in groups.members if worker not in last]
         self._targets = [worker for index, worker in enumerate(others) if last[index % len(last)] == groups.me]
         if not self._at_last:
-            self._receiving = self._start(groups.control.recv, last[others.index(groups.me) % len(last)])
+            source = last[others.index(groups.me) % len(last)]
+            self._receiving = groups.control.receive(self._value, groups.control_ranks[source], self._tag)
 
     def add(self, losses: Mapping[tuple[int, int], torch.Tensor],
             reports: Mapping[tuple[int, int], Sequence[float]]) -> None:
         """At the last stage, once its last forward has run: losses and reports of the micro-batches run here."""
         self._sum = self._reduction.losses(losses)
-        self._add_up(self._sum)
+        self._adding.append(self._groups.stage_control.sum(self._sum))
         if self.reports.numel():
             index = {place: position for position, place in enumerate(self._grid.items())}
             for place, numbers in reports.items():
                 self.reports[index[place]] = torch.tensor(numbers, dtype=torch.float64)
-            self._add_up(self.reports)
+            self._adding.append(self._groups.stage_control.sum(self.reports))
         self.poll()
 
     def poll(self) -> None:
         """Pass the loss on if the peers' sums are complete."""
-        if self._sum is not None and self._known is None and all(work.is_completed() for work in self._adding):
+        if self._sum is not None and self._known is None and all(pending.done() for pending in self._adding):
             self._finish()
 
     def wait(self) -> tuple[float, float]:
@@ -82,38 +82,18 @@ class LossRelay:
             self._finish()
         elif self._known is None:
             assert self._receiving is not None
-            _wait(self._receiving, self._groups.control)
+            self._receiving.wait()
             loss, weight = self._value.tolist()
             self._known = loss, weight
         assert self._known is not None
         return self._known
 
-    def _add_up(self, vector: torch.Tensor) -> None:
-        group = self._groups.stage_control
-        if group.size() > 1:
-            try:
-                self._adding.append(group.allreduce([vector]))
-            except RuntimeError as error:
-                raise GenerationOver(f"adding up the losses failed: {error}") from error
-
     def _finish(self) -> None:
         assert self._sum is not None
-        for work in self._adding:
-            _wait(work, self._groups.stage_control)
+        for pending in self._adding:
+            pending.wait()
         weight = sum(self.reports[:, 0].tolist()) if self.reports.numel() else 0.0
         self._known = self._reduction.mean_loss(self._sum) * self._share, weight
         self._value.copy_(torch.tensor(self._known, dtype=torch.float64))
-        self._sending = [self._start(self._groups.control.send, worker) for worker in self._targets]
-
-    def _start(self, start: Callable[..., dist.Work], worker: Worker) -> dist.Work:
-        try:
-            return start([self._value], self._groups.control_ranks[worker], self._tag)
-        except RuntimeError as error:
-            raise GenerationOver(f"passing on the loss failed: {error}") from error
-
-
-def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
-    try:
-        wait_for(work, group)
-    except RuntimeError as error:
-        raise GenerationOver(f"passing on the loss failed: {error}") from error
+        control, ranks = self._groups.control, self._groups.control_ranks
+        self._sending = [control.send(self._value, ranks[worker], self._tag) for worker in self._targets]

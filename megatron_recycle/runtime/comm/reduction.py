@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Piece, Plan, Worker, pieces
-from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import PIECES, SLICES
 from megatron_recycle.runtime.comm.tied_gradients import fold_ties, pipelines_alike
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.stage import Averaging, Tie
@@ -71,7 +71,7 @@ class FastReduction:
             bucket = flat[start:end]
             if self._averaging == "before":
                 bucket.mul_(1.0 / self._pipelines)
-            all_reduce(bucket, groups.stage)
+            groups.stage.sum(bucket).wait()
             if self._averaging == "after":
                 bucket.mul_(1.0 / self._pipelines)
         fold_ties([tie for tie in ties if tie.number not in stages_first], sums.layout, flat, groups)
@@ -118,29 +118,27 @@ class ExactReduction:
         peers = groups.peers(groups.me.stage)
         slices = _slices(sums.layout.numel, len(peers))
         own = slices[peers.index(groups.me)]
-        sending = []
-        for number, (piece, worker) in enumerate(self._logical):
-            if worker == groups.me:
-                flat = sums.sum(piece)
-                sending += [_send(groups.stage, flat[start:end], index, number)
-                            for index, (start, end) in enumerate(slices) if peers[index] != groups.me]
-        arriving = {}
-        for number, (_, worker) in enumerate(self._logical):
-            if worker != groups.me:
-                buffer = torch.empty(own[1] - own[0], dtype=sums.layout.dtype, device=sums.layout.device)
-                arriving[number] = (_receive(groups.stage, buffer, peers.index(worker), number), buffer)
+        mine = {number: sums.sum(piece) for number, (piece, worker) in enumerate(self._logical) if worker == groups.me}
+        buffers = {number: torch.empty(own[1] - own[0], dtype=sums.layout.dtype, device=sums.layout.device)
+                   for number, (_, worker) in enumerate(self._logical) if worker != groups.me}
+        # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
+        with groups.stage.batch():
+            sending = [groups.stage.send(flat[start:end], index, PIECES[number])
+                       for number, flat in mine.items()
+                       for index, (start, end) in enumerate(slices) if peers[index] != groups.me]
+            arriving = {number: groups.stage.receive(buffer, peers.index(self._logical[number][1]), PIECES[number])
+                        for number, buffer in buffers.items()}
         ordered = []
         for number, (piece, worker) in enumerate(self._logical):
             if worker == groups.me:
-                ordered.append((piece, sums.sum(piece)[own[0]:own[1]]))
+                ordered.append((piece, mine[number][own[0]:own[1]]))
             else:
-                work, buffer = arriving[number]
-                _wait(work, groups.stage)
-                ordered.append((piece, buffer))
+                arriving[number].wait()
+                ordered.append((piece, buffers[number]))
         result = sums.layout.empty()
         result[own[0]:own[1]] = fold(ordered).mul_(self._factor)
-        for work in sending:
-            _wait(work, groups.stage)
+        for pending in sending:
+            pending.wait()
         self._share(result, slices, peers, groups)
         fold_ties(ties, sums.layout, result, groups)
         return result
@@ -149,14 +147,14 @@ class ExactReduction:
                groups: Groups) -> None:
         """Every owner sends its slice of ``result`` to all peers."""
         mine = peers.index(groups.me)
-        tag = len(self._logical)
-        works = [_receive(groups.stage, result[start:end], index, tag)
-                 for index, (start, end) in enumerate(slices) if index != mine]
-        start, end = slices[mine]
-        works += [_send(groups.stage, result[start:end], index, tag)
-                  for index in range(len(peers)) if index != mine]
-        for work in works:
-            _wait(work, groups.stage)
+        with groups.stage.batch():
+            moving = [groups.stage.receive(result[start:end], index, SLICES[0])
+                      for index, (start, end) in enumerate(slices) if index != mine]
+            start, end = slices[mine]
+            moving += [groups.stage.send(result[start:end], index, SLICES[0])
+                       for index in range(len(peers)) if index != mine]
+        for pending in moving:
+            pending.wait()
 
     def losses(self, losses: Mapping[tuple[int, int], torch.Tensor]) -> torch.Tensor:
         # One slot per micro-batch, filled by the one worker that ran it: a sum with zeros is exact in any order.
@@ -207,20 +205,11 @@ def fold(addends: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
     return total
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Sum in place over ``group``; raises GenerationOver when the generation ends meanwhile."""
-    if group.size() == 1:
-        return
-    try:
-        wait_for(group.allreduce([tensor]), group)
-    except RuntimeError as error:
-        raise GenerationOver(f"all-reduce failed: {error}") from error
-
-
-def count(group: dist.ProcessGroup, *flags: bool) -> list[int]:
-    """For each flag on how many of ``group`` it is set; nobody knows before all have asked. Raises as `all_reduce`."""
+def count(comm: Comm, *flags: bool) -> list[int]:
+    """For each flag on how many members of ``comm`` it is set; nobody knows before all have asked. Raises
+    GenerationOver."""
     counts = torch.tensor(flags, dtype=torch.float64)
-    all_reduce(counts, group)
+    comm.sum(counts).wait()
     return [int(number) for number in counts.tolist()]
 
 
@@ -237,24 +226,3 @@ def _buckets(layout: Layout) -> list[tuple[int, int]]:
 
 def _slices(numel: int, owners: int) -> list[tuple[int, int]]:
     return [(numel * index // owners, numel * (index + 1) // owners) for index in range(owners)]
-
-
-def _send(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-    try:
-        return group.send([tensor], peer, tag)
-    except RuntimeError as error:
-        raise GenerationOver(f"sending a piece failed: {error}") from error
-
-
-def _receive(group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> dist.Work:
-    try:
-        return group.recv([tensor], peer, tag)
-    except RuntimeError as error:
-        raise GenerationOver(f"receiving a piece failed: {error}") from error
-
-
-def _wait(work: dist.Work, group: dist.ProcessGroup) -> None:
-    try:
-        wait_for(work, group)
-    except RuntimeError as error:
-        raise GenerationOver(f"reducing failed: {error}") from error

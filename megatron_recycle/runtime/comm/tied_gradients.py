@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver, UnsupportedError
-from megatron_recycle.runtime.comm.handles import Groups, wait_for
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.tags import TIES
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.stage import Tie
-
-# Above any number that a channel's messages reach, below the abort's own.
-_FIRST_TAG = 2**30
 
 
 def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, groups: Groups) -> None:
@@ -30,19 +28,16 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
 
     Raises GenerationOver when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
     """
-    for tie in ties:
+    for tie in sorted(ties, key=lambda tie: tie.number):  # in the same order by all
         trained = tie.parameter in layout
-        try:
-            flag = torch.full((1,), float(trained), device=gradient.device)
-            everywhere = [bool(value) for value in _gather(tie, flag, 2 * tie.number, groups)]
-            if len(set(everywhere)) > 1:
-                raise UnsupportedError(_apart(tie, everywhere))
-            if not trained:
-                continue
-            own = layout.view(gradient, tie.parameter)
-            values = _gather(tie, own, 2 * tie.number + 1, groups)
-        except RuntimeError as error:
-            raise GenerationOver(f"exchanging a tied gradient failed: {error}") from error
+        flag = torch.full((1,), float(trained), device=gradient.device)
+        everywhere = [bool(value) for value in _gather(tie, flag, 2 * tie.number, groups)]
+        if len(set(everywhere)) > 1:
+            raise UnsupportedError(_apart(tie, everywhere))
+        if not trained:
+            continue
+        own = layout.view(gradient, tie.parameter)
+        values = _gather(tie, own, 2 * tie.number + 1, groups)
         total = values[0].clone()
         for value in values[1:]:
             total += value
@@ -63,23 +58,19 @@ def _apart(tie: Tie, everywhere: Sequence[bool]) -> str:
 
 def _gather(tie: Tie, own: torch.Tensor, number: int, groups: Groups) -> list[torch.Tensor]:
     """Each stage's value, in stage order."""
-    me = groups.me
+    me, world = groups.me, groups.world
     mine = groups.peers(me.stage)
-    works: list[dist.Work] = []
     outgoing = own.contiguous()
-    values = []
-    for stage in tie.stages:
-        if stage == me.stage:
-            values.append(own)
-            continue
-        theirs = groups.peers(stage)
-        for place, receiver in enumerate(theirs):
-            if mine[place % len(mine)] == me:
-                works.append(groups.world.send([outgoing], groups.rank(receiver), _FIRST_TAG + number))
-        buffer = torch.empty_like(outgoing)
-        giver = theirs[mine.index(me) % len(theirs)]
-        works.append(groups.world.recv([buffer], groups.rank(giver), _FIRST_TAG + number))
-        values.append(buffer)
-    for work in works:
-        wait_for(work, groups.world)
-    return values
+    values = {stage: torch.empty_like(outgoing) for stage in tie.stages if stage != me.stage}
+    moving: list[Pending] = []
+    # Both ends send and receive: where a library runs what is posted one after the other, together only.
+    with world.batch():
+        for stage, buffer in values.items():
+            theirs = groups.peers(stage)
+            moving += [world.send(outgoing, groups.rank(receiver), TIES[number])
+                       for place, receiver in enumerate(theirs) if mine[place % len(mine)] == me]
+            giver = theirs[mine.index(me) % len(theirs)]
+            moving.append(world.receive(buffer, groups.rank(giver), TIES[number]))
+    for pending in moving:
+        pending.wait()
+    return [values.get(stage, own) for stage in tie.stages]

@@ -8,17 +8,13 @@ are computed, and is compared before anything is reduced.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from megatron_recycle.errors import GenerationOver, UnsupportedError
-from megatron_recycle.runtime.comm.handles import Groups, wait_for
-from megatron_recycle.runtime.comm.reduction import all_reduce
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.module_tree import ModuleTree
 
@@ -46,39 +42,25 @@ class Agreement:
 
     def __init__(self, trained: Trained, groups: Groups) -> None:
         self._trained = trained
-        self._group = groups.stage_control
+        self._peers = groups.stage_control
         number, count = trained.number, len(trained.names)
         self._own = torch.tensor([number, number**2, count, count**2])
         self._sums = self._own.clone()
-        self._work: dist.Work | None = None
-        if self._group.size() > 1:
-            with _aborting():
-                self._work = self._group.allreduce([self._sums])
+        self._adding = self._peers.sum(self._sums)
 
     def check(self, iteration: int) -> None:
         """Wait for the others' numbers. Raises UnsupportedError, on all peers alike, and GenerationOver."""
-        if self._work is None:
-            return
-        with _aborting():
-            wait_for(self._work, self._group)
-        size = self._group.size()
+        self._adding.wait()
+        size = self._peers.size
         same = (self._sums == size * self._own).tolist()
         if all(same):
             return
         found = ""
         if all(same[2:]):
             sums = torch.tensor(self._trained.flags)
-            all_reduce(sums, self._group)
+            self._peers.sum(sums).wait()
             named = [f"{name} by {count} of {size}" for name, count in zip(self._trained.names, sums.tolist())
                      if 0 < count < size]
             found = f" ({', '.join(named[:_NAMED])}{' and more' if named[_NAMED:] else ''})"
         raise UnsupportedError(f"iteration {iteration}: the workers of one stage do not train the same parameters"
                                f"{found}. Freeze, unfreeze or add parameters on all ranks alike, in the same iteration")
-
-
-@contextmanager
-def _aborting() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise GenerationOver(f"comparing what is trained failed: {error}") from error

@@ -1,0 +1,190 @@
+"""What differs between the libraries that carry tensors: one object for each of them.
+
+Nobody else asks which library it is. A further one (a test's, for instance) is put into `BACKENDS` under the name that
+torch knows it by.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.tags import ABORT
+from megatron_recycle.runtime.comm.waits import wait_unless
+
+
+class Work(Protocol):
+    """What a library has under way, as torch shows it."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self, limit: timedelta = ...) -> Any: ...
+
+
+class Group(Protocol):
+    """A library's communicator, as torch shows it. Nothing blocks but the `Work` that is waited for."""
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
+
+    def name(self) -> str: ...
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> Any: ...
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Any: ...
+
+
+class Backend:
+    """How one library is spoken to. Has no state: one object serves all communicators.
+
+    Attributes:
+        ordered: whether what is posted on a communicator runs in that order, each after the one before it has ended,
+            and tags mean nothing. What both ends post in different orders, outside of a batch, then waits for ever.
+        host: whether it moves tensors that lie in CPU memory.
+        quick: whether `abort` takes milliseconds for each other member. Otherwise it may hang, and needs a thread.
+    """
+
+    ordered: bool
+    host: bool
+    quick: bool
+
+    def limit(self, group: Any) -> timedelta | None:
+        """How long an operation on ``group`` may take; None if the library does not need to be told."""
+        return None
+
+    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
+        """Block this thread until ``work`` is over: the tensor is whole, or an abort has ended it.
+
+        ``closed()``: whether the communicator's abort is done. ``read``: it is a send that its receiver is known to
+        have got. Raises what the library raises, RuntimeError.
+        """
+        raise NotImplementedError
+
+    def abort(self, group: Any) -> None:
+        """Free whoever waits on ``group``, from any thread; no operation on it succeeds afterwards, but one of NCCL's
+        may say so. Raises nothing."""
+        raise NotImplementedError
+
+    def destroy(self, group: Any) -> None:
+        """Give back what ``group`` takes, some time after its abort. Raises nothing."""
+        try:
+            dist.destroy_process_group(group)
+        except (RuntimeError, ValueError) as error:
+            # What cannot be torn down, or was by a script that destroys all in the end, must not keep the others.
+            get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
+
+    def begin_batch(self, group: Any) -> None:
+        """What is posted on ``group`` from now on starts when the batch ends, all of it together."""
+
+    def end_batch(self, group: Any) -> Work | None:
+        """Start the batch. The work that stands for all of it; None: each operation has its own."""
+        return None
+
+    def in_thread(self) -> Callable[[], None]:
+        """What a thread that works for this one has to call before it connects."""
+        return lambda: None
+
+    def connect(self, group: Any) -> None:
+        """Do what would make the first operation on ``group`` wait for the others to come to theirs; all members come
+        here at the same time. In a thread that can be left behind: nothing may be able to interrupt it."""
+
+
+class Gloo(Backend):
+    """torch's library for tensors in CPU memory. A pair is connected when the group is made, and any transfers of a
+    pair may be under way at a time."""
+
+    ordered, host, quick = False, True, True
+
+    def limit(self, group: Any) -> timedelta | None:
+        # Left to itself gloo gives a transfer between two workers (not a collective) the time that connecting had.
+        limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        return limit
+
+    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
+        assert limit is not None
+        # gloo is in the midst neither of a send that has been read nor of a collective that is completed, so that
+        # nobody has to be able to leave them.
+        if read or work.is_completed():
+            work.wait(limit)
+        else:
+            wait_unless(closed, lambda: work.wait(limit))
+
+    def abort(self, group: Any) -> None:
+        """gloo has no abort, but it closes a pair on which a receive times out and then fails all operations of the
+        group's context: so one receive with a 1 ms limit is posted per peer. Only what it is in the midst of sending
+        or receiving it forgets: `wait` leaves that, a second later."""
+        scratch = torch.zeros(1)
+        for peer in range(group.size()):
+            if peer == group.rank():
+                continue
+            try:
+                group.recv([scratch], peer, ABORT).wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                continue  # this is the purpose: the pair is closed now, or was already
+
+
+class Nccl(Backend):
+    """NVIDIA's library for tensors on GPUs. By its sources and torch's; none of this has run on a GPU."""
+
+    ordered, host, quick = True, False, False
+
+    def __init__(self) -> None:
+        self._streams = threading.local()
+
+    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
+        # Its own wait() only makes the current stream wait, and says yes after an abort. A stream of this thread's own
+        # that waits for the work, and for which the thread waits, ends when the work does, aborted or not.
+        side = self._side()
+        with torch.cuda.stream(side):
+            work.wait()
+        side.synchronize()
+
+    def abort(self, group: Any) -> None:
+        try:
+            group.abort()
+        except RuntimeError as error:
+            get_logger().warning("megatron-recycle: NCCL did not abort a group: %s", error)
+
+    def begin_batch(self, group: Any) -> None:
+        group._start_coalescing(_gpu())
+
+    def end_batch(self, group: Any) -> Work | None:
+        work: Work = group._end_coalescing(_gpu())
+        return work
+
+    def in_thread(self) -> Callable[[], None]:
+        gpu = _gpu()  # each thread has a current device of its own, and begins with the first
+        return lambda: torch.cuda.set_device(gpu)
+
+    def connect(self, group: Any) -> None:
+        # The group then has one communicator, and one queue for everything.
+        group._get_backend(_gpu()).eager_connect_single_device(_gpu())
+
+    def _side(self) -> torch.cuda.Stream:
+        if not hasattr(self._streams, "side"):
+            self._streams.side = torch.cuda.Stream()
+        side: torch.cuda.Stream = self._streams.side
+        return side
+
+
+def _gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+GLOO = Gloo()
+BACKENDS: dict[str, Backend] = {"gloo": GLOO, "nccl": Nccl()}
+"""By the name that torch has for them."""
+
+
+def backend_of(group: dist.ProcessGroup) -> Backend:
+    """Of a group that somebody else has made; one that is unknown is ended as gloo's are."""
+    return BACKENDS.get(group.name(), GLOO)

@@ -1,0 +1,194 @@
+"""Workers that talk to each other in one generation: the one place that calls a communication library.
+
+Libraries raise what they like when a peer is gone, a connection is closed or a limit is over, and none says who is to
+blame. Here all of it becomes `GenerationOver`, with a sentence of what was being done. After an abort nothing that was
+pending counts, even if the library says that it went well: NCCL does, and leaves anything in the tensor.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.backend import Backend, Group, Work
+from megatron_recycle.runtime.comm.tags import Table
+
+_ABORT_WAITS = 1.0
+"""Seconds that an abort waits for a thread that is posting an operation."""
+
+
+class failing_ends:
+    """A block in which an error of the communication library is the end of the generation: raises GenerationOver.
+
+    Args:
+        what: what is being done, for the message; its text is made only if that fails.
+        aborted: whether an abort has come meanwhile; the block then fails even if the library says nothing.
+        means: whether an error in the block is the library's; None if nothing else can raise there.
+    """
+
+    __slots__ = ("_aborted", "_means", "_what")
+
+    def __init__(self, what: object, aborted: Callable[[], bool] | None = None,
+                 means: Callable[[Exception], bool] | None = None) -> None:
+        self._what, self._aborted, self._means = what, aborted, means
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is None:
+            if self._aborted is not None and self._aborted():
+                raise GenerationOver(f"{self._what} was given up: the generation has been ended")
+        elif isinstance(error, (RuntimeError, OSError)) and (self._means is None or self._means(error)):
+            raise GenerationOver(f"{self._what} failed: {error}") from error
+
+
+def is_broken(error: Exception) -> bool:
+    """Whether this is of the communication library; gloo's errors have no type of their own."""
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in ("gloo", "pair closure"))
+
+
+class Pending:
+    """An operation that was started; it goes on by itself.
+
+    Keep it until it has ended, and its tensor with it: gloo drops a send that is let go of before it has been read, and
+    says that it has been read to nobody who does not wait.
+    """
+
+    __slots__ = ("__weakref__", "_comm", "_kind", "_peer", "_tag", "_work", "tensor")
+
+    def __init__(self, comm: Comm, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        self._comm, self._kind, self._peer, self._tag = comm, kind, peer, tag
+        self._work: Work | None = None
+        self.tensor = tensor
+
+    def wait(self, read: bool = False) -> None:
+        """Block until it has ended; the tensor is whole then. Raises GenerationOver when it failed, or when the
+        communicator has been aborted, whatever became of it. ``read``: it is a send whose receiver is known to have
+        got it, so that there is nothing to wait for."""
+        comm = self._comm
+        with failing_ends(self, comm.is_aborted):
+            if self._work is not None:
+                comm.backend.wait(self._work, comm.limit, comm.is_closed, read)
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once. Never blocks."""
+        return self._work is None or self._work.is_completed()
+
+    def __str__(self) -> str:
+        comm = self._comm
+        if self._kind == "sum":
+            return f"{comm.of}: adding up over {comm.size} workers"
+        way = "sending {} to {}" if self._kind == "send" else "receiving {} from {}"
+        return f"{comm.of}: {way.format(comm.table.what(self._tag), comm.names[self._peer])}"
+
+
+class Comm:
+    """Some workers that talk to each other in one generation.
+
+    Every method may be called from any thread; none but `Pending.wait` blocks. All raise GenerationOver.
+
+    Args:
+        group: the library's communicator.
+        backend: how that library is spoken to.
+        table: whose tags are used here.
+        of: the generation, for messages.
+        names: of the members, by rank, for messages.
+
+    Attributes:
+        group: for frameworks that want torch's own process group.
+        rank, size: this worker's number here, and how many there are.
+        aborted: whether `abort` has been called.
+    """
+
+    def __init__(self, group: Any, backend: Backend, table: Table, of: str = "between generations",
+                 names: Sequence[str] = ()) -> None:
+        self.group = group
+        self.backend = backend
+        self.table = table
+        self.of = of
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(self.size))
+        self.limit = backend.limit(group)
+        self.aborted = False
+        self._group: Group = group
+        self._closed = False
+        self._posting = threading.RLock()
+        self._batch: list[Pending] | None = None
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
+        """Start sending ``tensor``, contiguous, to member ``to``. It must not be written to before that has ended."""
+        return self._start(Pending(self, "send", tensor, to, tag), lambda: self._group.send([tensor], to, tag))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
+        """Start receiving what member ``source`` sends with ``tag`` into ``tensor``, contiguous and of the same size.
+
+        Of several with the same tag the first one posted gets what was sent first.
+        """
+        return self._start(Pending(self, "receive", tensor, source, tag),
+                           lambda: self._group.recv([tensor], source, tag))
+
+    def sum(self, tensor: torch.Tensor) -> Pending:
+        """Start adding up ``tensor`` over all members, in place, the same bits everywhere. All members come to their
+        sums here in the same order."""
+        pending = Pending(self, "sum", tensor, self.rank, 0)
+        return pending if self.size == 1 else self._start(pending, lambda: self._group.allreduce([tensor]))
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """A block in which operations are started together when it ends, and may end in any order, also where the
+        library runs one after the other; they must not be waited for inside."""
+        what = f"{self.of}: a batch of transfers"
+        with self._posting:
+            started: list[Pending] = []
+            with failing_ends(what, self.is_aborted):
+                self.backend.begin_batch(self.group)
+            self._batch = started
+            try:
+                yield
+            finally:
+                self._batch = None
+                with failing_ends(what, self.is_aborted):
+                    together = self.backend.end_batch(self.group)
+                    for pending in started if together is not None else ():
+                        pending._work = together
+
+    def is_aborted(self) -> bool:
+        return self.aborted
+
+    def is_closed(self) -> bool:
+        """Whether `abort` has done its work: what is not stuck in the library has ended."""
+        return self._closed
+
+    def abort(self) -> None:
+        """Make every pending and future operation here fail, from any thread.
+
+        The flag comes first: whoever is freed by the abort sees it. gloo takes a millisecond for each other member;
+        NCCL may take seconds, or never return, if something else on the device is stuck.
+        """
+        self.aborted = True
+        # NCCL must not be inside an operation of this communicator when it is aborted.
+        held = self._posting.acquire(timeout=_ABORT_WAITS)
+        try:
+            self.backend.abort(self.group)
+        finally:
+            self._closed = True
+            if held:
+                self._posting.release()
+
+    def _start(self, pending: Pending, start: Callable[[], Work]) -> Pending:
+        with self._posting, failing_ends(pending, self.is_aborted):
+            if not self.aborted:
+                pending._work = start()
+            if self._batch is not None:
+                self._batch.append(pending)
+        return pending

@@ -1,0 +1,138 @@
+"""The network as one process of the job has it: who builds a generation's communicators.
+
+A worker is given one, and asks nobody else: torch's in a job (`TorchNetwork`), one in memory in tests
+(:mod:`megatron_recycle.runtime.comm.memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch.distributed as dist
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.abort import abort, retire
+from megatron_recycle.runtime.comm.backend import BACKENDS
+from megatron_recycle.runtime.comm.comm import Comm, failing_ends
+from megatron_recycle.runtime.comm.default_group import World
+from megatron_recycle.runtime.comm.handles import Groups, Limits
+from megatron_recycle.runtime.comm.rendezvous import job_store, meet, new_group, unless_interrupted
+from megatron_recycle.runtime.comm.tags import CONTROL, FRAMEWORK, STAGE, WORLD, Table
+from megatron_recycle.runtime.comm.threads import Threads
+from megatron_recycle.runtime.place import Place
+
+
+class Network(Protocol):
+    """What a worker asks of the network."""
+
+    def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
+                interrupted: Callable[[], bool]) -> Groups:
+        """Build the handles of ``generation`` together with all parts of all ``members``.
+
+        ``prefix`` is unique per generation and membership. Raises GenerationOver: ``interrupted()`` became true, or a
+        member vanished or was too slow.
+        """
+
+    def become(self, everybody: Comm | None) -> None:
+        """Between iterations scripts talk over ``everybody``, all ranks of the job; None: over what they began with."""
+
+    def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
+        """Inside the block a script's libraries find the members of ``comm`` only, and a rank is one's place in it."""
+
+    def abort_default(self) -> None:
+        """One of all ranks is gone: free whoever waits for it in a script's own operation, from any thread."""
+
+    def close(self) -> None:
+        """Nothing is asked of it any more: wait for the threads that are in the communication library."""
+
+
+class TorchNetwork:
+    """torch.distributed's, on the job's store."""
+
+    def __init__(self) -> None:
+        self.threads = Threads()
+        self._world = World(self.threads)
+
+    def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
+                interrupted: Callable[[], bool]) -> Groups:
+        """As in `Network`."""
+        in_thread = BACKENDS[place.backend].in_thread()
+
+        def build(over: Callable[[], bool]) -> Groups:
+            in_thread()
+            return _build(generation, prefix, place, members, limits, over, self.threads)
+
+        return unless_interrupted(interrupted, build, Groups.retire, self.threads)
+
+    def become(self, everybody: Comm | None) -> None:
+        """As in `Network`: torch's default group."""
+        self._world.become(everybody)
+
+    def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
+        """As in `Network`: torch's default group."""
+        return self._world.renumbered(comm)
+
+    def abort_default(self) -> None:
+        """As in `Network`: torch's default group."""
+        self._world.abort()
+
+    def close(self) -> None:
+        """As in `Network`."""
+        self.threads.close()
+
+
+class Make(Protocol):
+    """Makes one communicator, together with its other members."""
+
+    def __call__(self, name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
+        """Of global ``ranks``, ascending; ``host``: for tensors in CPU memory."""
+
+
+def assemble(generation: int, place: Place, members: Sequence[Worker], make: Make, threads: Threads) -> Groups:
+    """The handles of a generation. ``make`` is called for one after the other, in the same order by all members."""
+    me, part, ranks = place.me, place.part, place.ranks
+    ordered = tuple(sorted(members, key=lambda worker: ranks[worker][part]))
+    own = {worker: ranks[worker][part] for worker in ordered}
+    everyone = sorted(rank for worker in members for rank in ranks[worker])
+    peers = [rank for worker, rank in own.items() if worker.stage == me.stage]
+    line = [rank for worker, rank in own.items() if worker.pipeline == me.pipeline]
+    again_whole = generation > 1 and len(members) == len(ranks)
+    stage = make(f"stage{me.stage}.{part}", peers, STAGE)
+    return Groups(
+        generation=generation, me=me, part=part, parts=place.parts, members=ordered, stage=stage,
+        world=make(f"world.{part}", list(own.values()), WORLD), pipeline=make(f"pipeline{me.pipeline}.{part}", line),
+        siblings=make(f"worker{me}", ranks[me]) if place.parts > 1 else None,
+        control=make("control", everyone, CONTROL, host=True),
+        everybody=make("everybody", everyone) if again_whole else None,
+        control_ranks={worker: everyone.index(rank) for worker, rank in own.items()},
+        stage_control=stage if stage.backend.host else make(f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
+        threads=threads)
+
+
+def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
+           interrupted: Callable[[], bool], threads: Threads) -> Groups:
+    # First all members meet at the store, which takes as long as the slowest of them.
+    with failing_ends(f"generation {generation}: meeting at torch's store"):
+        store = dist.PrefixStore(f"recycle/{prefix}", job_store(limits.connect, interrupted))
+        everyone = sorted(rank for worker in members for rank in place.ranks[worker])
+        meet(store, place.ranks[place.me][place.part], everyone, interrupted, limits.meet)
+    names = place.names
+    built: list[Comm] = []
+
+    def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
+        backend = "gloo" if host else place.backend
+        group = new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend, timeout=limits.operation,
+                          connect_timeout=limits.connect)
+        built.append(Comm(group, BACKENDS[backend], table, f"generation {generation}", [names[rank] for rank in ranks]))
+        BACKENDS[backend].connect(group)
+        return built[-1]
+
+    try:
+        with failing_ends(f"generation {generation}: connecting"):
+            return assemble(generation, place, members, make, threads)
+    except GenerationOver:
+        retire(built, threads, abort(built, threads))  # those that stood before one failed
+        raise

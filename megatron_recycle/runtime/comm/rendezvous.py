@@ -1,0 +1,141 @@
+"""How the members of a generation find each other: torch's store, and a process group made there."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_any
+from contextlib import contextmanager
+from datetime import timedelta
+from threading import Event
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.threads import Threads
+
+_POLL_SECONDS = 0.002
+_LONGEST_ABSENCE = 60.0  # of torch's store, in seconds
+_SAID_AGAIN = 0.5  # seconds after which a worker that waits for others at the store says again that it is there
+_LONGEST_CONNECT = 55.0
+"""Seconds that the end of the process waits for handles that were left behind: gloo gives up connecting after five
+times its limit, which is `heartbeat_timeout` and a bit."""
+
+Connected = TypeVar("Connected")
+
+
+def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: str, timeout: float,
+              connect_timeout: float) -> dist.ProcessGroup:
+    """A process group of exactly ``ranks`` (global ranks, ascending), known to torch under ``name``.
+
+    Only the members call this. ``connect_timeout`` (seconds) bounds the rendezvous, ``timeout`` every
+    later operation. Raises whatever torch raises when a member does not show up.
+    """
+    with _unbound_default_group():
+        group, _ = c10d._new_process_group_helper(
+            len(ranks), list(ranks).index(dist.get_rank()), list(ranks), c10d.Backend(backend), store,
+            group_name=c10d.GroupName(name), timeout=timedelta(seconds=connect_timeout))
+    # What torch's own new_group() records after the helper returns: global rank -> rank in the group.
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    group.set_timeout(timedelta(seconds=timeout))
+    return group
+
+
+@contextmanager
+def _unbound_default_group() -> Iterator[None]:
+    """Inside the block torch's default group has no device: a group that is made beside one that has is split off it,
+    which takes all ranks that the job began with, and some may be dead."""
+    default = dist.group.WORLD
+    device = None if default is None else default.bound_device_id
+    if default is None or device is None:
+        yield
+        return
+    default.bound_device_id = None
+    try:
+        yield
+    finally:
+        default.bound_device_id = device
+
+
+def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Callable[[], bool]], Connected],
+                       discard: Callable[[Connected], None], threads: Threads) -> Connected:
+    """What ``connect`` returns, or GenerationOver as soon as ``interrupted()`` becomes true.
+
+    gloo cannot be interrupted while it connects, and waits up to five times its limit for a peer that has died, or is
+    frozen, just after it had said where it listens. So ``connect`` runs in one of ``threads``, which is left behind
+    then; what it still brings about goes to ``discard``. It is given what tells whether that has happened, which stays
+    true when ``interrupted()`` is about the next generation already.
+    """
+    outcome: Future[Connected] = Future()
+    left_behind = Event()
+
+    def run() -> None:
+        try:
+            outcome.set_result(connect(lambda: left_behind.is_set() or interrupted()))
+        except BaseException as error:  # noqa: BLE001  (raised again where it is waited for)
+            outcome.set_exception(error)
+
+    def throw_away(late: Future[Connected]) -> None:
+        if late.exception() is None:
+            discard(late.result())
+
+    threads.start("recycle-connect", run, _LONGEST_CONNECT)
+    while not wait_for_any([outcome], _POLL_SECONDS).done:
+        if interrupted():
+            left_behind.set()
+            outcome.add_done_callback(throw_away)
+            raise GenerationOver("a newer generation was announced while this one was being built")
+    return outcome.result()
+
+
+def job_store(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
+    """A new connection to the job's store: the one that torch opened at the start is dead if the store was started
+    again meanwhile. One that is being started again, which takes as long as torch does to load, is waited for.
+
+    Raises GenerationOver when interrupted, and RuntimeError.
+    """
+    if "MASTER_ADDR" not in os.environ:  # a job that met some other way, without a coordinator that comes back
+        return c10d._get_default_store()
+    limit = time.monotonic() + _LONGEST_ABSENCE
+    while True:
+        try:
+            return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                                 timeout=timedelta(seconds=timeout), wait_for_workers=False)
+        except RuntimeError:
+            if interrupted():
+                raise GenerationOver("a newer generation was announced while the store was sought") from None
+            if time.monotonic() > limit:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool],
+         limit: float = math.inf) -> None:
+    """Wait at ``store`` until all ``members`` (ranks) have arrived.
+
+    Anybody who reaches the store can delete what is in it. So each says that it is here again and again while it waits,
+    and once more when it has seen all others, each of which has to be seen once only.
+
+    Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: in a new generation
+    everybody tries again.
+    """
+    here, missing = f"met/{me}", list(members)
+    begun = again = time.monotonic()
+    while missing and not store.check([f"met/{rank}" for rank in missing]):
+        if interrupted():
+            raise GenerationOver("a newer generation was announced while this one was being built")
+        now = time.monotonic()
+        if now - begun > limit:
+            raise GenerationOver(f"rank {', '.join(map(str, missing))} did not come to torch's store within "
+                                 f"{limit:.0f} s, or what they wrote there is gone")
+        if now >= again:
+            store.set(here, "1")
+            missing = [rank for rank in missing if not store.check([f"met/{rank}"])]
+            again = now + _SAID_AGAIN
+        time.sleep(_POLL_SECONDS)
+    store.set(here, "1")

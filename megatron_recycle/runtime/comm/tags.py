@@ -1,0 +1,93 @@
+"""Who may use which number on which communicator.
+
+A transfer is known by its two ends and a number, its tag. Communicators are shared by parts of the program that know
+nothing of each other: each purpose takes a range of numbers of its own from this table, one after the other, so that
+two can never meet. Transfers of a library that has no tags (NCCL) are told apart by their order alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ABORT = 2**31 - 1
+"""Of every communicator; no transfer ever uses it. gloo closes a connection on which a receive with it ends in vain."""
+
+
+@dataclass(frozen=True)
+class Tags:
+    """The numbers of one purpose on a communicator.
+
+    Args:
+        what: what is transferred, in a message's words.
+        first: the least of the numbers.
+        count: how many there are.
+        again: whether the numbers begin anew after ``count``, because the first transfers have long ended by then.
+    """
+
+    what: str
+    first: int
+    count: int
+    again: bool
+
+    def __getitem__(self, number: int) -> int:
+        """The tag of transfer ``number`` (from 0). Raises OverflowError if there are not so many."""
+        if not 0 <= number < self.count and not self.again:
+            raise OverflowError(f"{self.what} have {self.count} tags, and number {number} was to be used")
+        return self.first + number % self.count
+
+    def __contains__(self, tag: int) -> bool:
+        return self.first <= tag < self.first + self.count
+
+
+class Table:
+    """The purposes of one kind of communicator."""
+
+    def __init__(self) -> None:
+        self._taken: list[Tags] = []
+
+    def __iter__(self) -> Iterator[Tags]:
+        return iter(self._taken)
+
+    def take(self, what: str, count: int, *, again: bool = False) -> Tags:
+        """The next ``count`` numbers; nobody else gets them. Raises OverflowError when not enough are left."""
+        first = self._taken[-1].first + self._taken[-1].count if self._taken else 0
+        if first + count > ABORT:
+            raise OverflowError(f"no {count} tags are left for {what}")
+        self._taken.append(Tags(what, first, count, again))
+        return self._taken[-1]
+
+    def what(self, tag: int) -> str:
+        """What a transfer with ``tag`` is for."""
+        return next((tags.what for tags in self._taken if tag in tags), f"what nobody has taken tag {tag} for")
+
+
+FRAMEWORK = Table()
+"""Of communicators in which nobody but a framework sends anything."""
+
+WORLD = Table()
+"""Of `Groups.world`."""
+ACTIVATIONS = WORLD.take("activations or gradients", 2**30, again=True)
+"""By the running number of a message on its channel, which is one direction between two workers."""
+TIES = WORLD.take("a tied parameter's gradient", 2**20)
+"""Two for each tied parameter."""
+
+CONTROL = Table()
+"""Of `Groups.control`."""
+LOSSES = CONTROL.take("the loss", 2**30, again=True)
+"""By iteration and attempt."""
+COMMITS = CONTROL.take("an iteration's commit", 2**29, again=True)
+"""By iteration."""
+
+STAGE = Table()
+"""Of `Groups.stage` and `Groups.stage_control`, which may be the same communicator."""
+PIECES = STAGE.take("pieces of the gradient", 2**28)
+"""By the piece's place in the logical order; `exact` only."""
+SLICES = STAGE.take("a slice of the reduced gradient", 1)
+HELD = STAGE.take("the reduced gradient of a peer", 2)
+"""The gradient, and the numbers that belong to it."""
+STATE_FACTS = STAGE.take("what describes a stage's state", 2)
+"""Its size, and the text."""
+STATE_SUMS = STAGE.take("checksums of a stage's state", 1)
+STATE_PIECES = STAGE.take("a stage's state", 2**28)
+"""By the piece's place in the giver's share."""
