@@ -10,16 +10,18 @@ import pytest
 SCRIPT = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from megatron_recycle.runtime.comm.abort import foreign
 from megatron_recycle.runtime.comm.default_group import World
+from megatron_recycle.runtime.comm.threads import Threads
 
 dist.init_process_group("fake", rank=2, world_size=4, store=FakeStore())
 left, peers = dist.new_group([1, 2, 3]), dist.new_group([0, 2])
 def seen():
     return (dist.get_rank(), dist.get_world_size(), dist.get_rank(peers), dist.get_process_group_ranks(left),
             dist.get_process_group_ranks(peers))
-before, world = seen(), World()
+before, world = seen(), World(Threads())
 try:
-    with world.renumbered(left):
+    with world.renumbered(foreign(left)):
         print(seen())
         raise KeyError
 except KeyError:

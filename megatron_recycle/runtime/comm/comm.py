@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -118,12 +120,16 @@ class Comm:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(self.size))
-        self.limit = backend.limit(group)
         self.aborted = False
         self._group: Group = group
         self._closed = False
         self._posting = threading.RLock()
         self._batch: list[Pending] | None = None
+
+    @cached_property
+    def limit(self) -> timedelta | None:
+        """How long an operation may take; None: the library does not need to be told."""
+        return self.backend.limit(self.group)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         """Start sending ``tensor``, contiguous, to member ``to``. It must not be written to before that has ended."""
