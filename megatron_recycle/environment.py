@@ -80,6 +80,11 @@ class Launched:
         return {name: text for name, text in given.items() if text}
 
 
+def not_handed_over(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without the variables of a worker, for the workers of a job that a worker itself starts."""
+    return {name: text for name, text in environ.items() if name not in HANDED_OVER}
+
+
 def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name, "").strip()
     return int(text) if text.isdecimal() else None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import tokens
-from megatron_recycle.environment import Launched
+from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm
@@ -143,7 +143,8 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
             found, coordinator, kept = _lead(args, config, hosts, run_dir, token or tokens.new(), nproc, store)
         else:
             found = _follow(args, hosts, run_dir, token, nproc, say)
-        environ = torchrun_environment(os.environ, found.host, max(found.store_port, 0), hosts.count, hosts.rank)
+        environ = torchrun_environment(not_handed_over(os.environ), found.host, max(found.store_port, 0), hosts.count,
+                                       hosts.rank)
         environ |= Launched(control=found.control, token=found.token, run_dir=str(run_dir),
                             chaos=args.chaos is not None).variables()
         if hosts.count > 1 and (interface := interface_towards(found.host)) is not None:
@@ -287,7 +288,8 @@ def _join(
     make(run_dir)
     host, _, port = found.store.rpartition(":")
     # Hosts are told apart by their number: no other one has this.
-    environ = torchrun_environment({**os.environ, **found.environ}, host, int(port), 1, found.size + found.ranks[0])
+    outer = {**not_handed_over(os.environ), **found.environ}
+    environ = torchrun_environment(outer, host, int(port), 1, found.size + found.ranks[0])
     environ |= Launched(control=control, token=token, run_dir=str(run_dir)).variables()
     job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
               _grace(config), leader=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_recycle.environment import COORDINATOR, HANDED_OVER, JOINING, RUN_DIR, Launched
+from megatron_recycle.environment import COORDINATOR, HANDED_OVER, JOINING, RUN_DIR, Launched, not_handed_over
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.runtime.admission import set_up
 
@@ -23,6 +23,12 @@ def test_a_worker_of_another_launcher_knows_its_rank_and_no_coordinator():
     torchrun = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n0", "MASTER_PORT": "29500"}
     assert Launched.read(torchrun) == Launched(rank=3, size=8, local_rank=1, store=("n0", 29500))
     assert not Launched.read(torchrun).by_recycle_run
+
+
+def test_a_job_that_a_worker_starts_takes_nothing_of_the_workers_own_start():
+    worker = Launched(control="host:29500", token="0123456789abcdef", host="n0/0", joining=True, chaos=True)
+    environ = {"PATH": "/bin", "RECYCLE_SEED": "7", **worker.variables()}
+    assert not_handed_over(environ) == {"PATH": "/bin", "RECYCLE_SEED": "7"}
 
 
 def test_the_token_is_not_printed():
