@@ -70,7 +70,6 @@ PURE_LEAVES = frozenset({"errors", "observe.text"})
 """The leaves that `membership` may import: the others read variables and files."""
 
 CIRCLES: frozenset[frozenset[str]] = frozenset({
-    frozenset({"backends.deepspeed.between", "backends.deepspeed.engine", "backends.deepspeed.stage"}),
     frozenset({
         "runtime.description", "runtime.equality", "runtime.evaluation", "runtime.memory_budget", "runtime.profiling",
         "runtime.recovery", "runtime.worker",

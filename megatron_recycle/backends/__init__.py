@@ -1,16 +1,14 @@
-"""The frameworks that the plugin works with; each module here is the only one that imports its framework."""
+"""The frameworks that the plugin works with; each folder here is the only one that imports its framework."""
 
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 
-from megatron_recycle import nccl_settings
 from megatron_recycle.backends.lazy import when_imported
-from megatron_recycle.backends.megatron import hook as megatron_hook
-from megatron_recycle.backends.megatron import setup as megatron_setup
-from megatron_recycle.backends.megatron import training as megatron_training
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.runtime.admission import set_up
@@ -18,30 +16,36 @@ from megatron_recycle.runtime.compute.data import Factory
 from megatron_recycle.runtime.interpreter import Observer
 from megatron_recycle.runtime.start import Embed
 
-__all__ = ["Options", "enable"]
+__all__ = ["BACKENDS", "Options", "enable"]
+
+BACKENDS: Mapping[str, str] = {
+    "deepspeed": "deepspeed.engine:install",
+    "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",
+    "megatron.training.global_vars": "megatron.hook:watch_arguments",
+    "megatron.training.training": "megatron.setup:install",
+}
+"""A framework's module -> the function of a backend here (``module:function``) that takes it over as soon as it is
+loaded; called with `Options`, and perhaps again with others."""
 
 
 def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, data: Factory | None,
            observer: Observer | None, embed: Embed | None) -> None:
     """Make the installed frameworks build what survives failures; see `megatron_recycle.enable`.
 
-    A framework that the script never imports is not loaded. ``embed`` starts a coordinator for a job whose launcher
-    brings none.
+    A framework that the script never imports is not loaded, nor is its backend. ``embed`` starts a coordinator for a
+    job whose launcher brings none.
     """
-    os.environ.update(nccl_settings.defaults(os.environ))  # before torch makes a group; recycle run sets them, too
     options = Options(config, flags, data, observer, embed, set_up())
-    installed = [name for name in ("deepspeed", "megatron") if find_spec(name) is not None]
+    frameworks = {module.partition(".")[0] for module in BACKENDS}
+    installed = {name for name in frameworks if find_spec(name) is not None}
     if not installed:
         raise ImportError("megatron-recycle found no framework to plug into; install one with "
                           "pip install megatron-recycle[deepspeed] or megatron-recycle[megatron]")
-    if "deepspeed" in installed:
-        when_imported("deepspeed", lambda: _install_deepspeed(options))
-    if "megatron" in installed:
-        when_imported(megatron_hook.SCHEDULES, lambda: megatron_hook.install(options))
-        when_imported(megatron_hook.ARGUMENTS, lambda: megatron_hook.watch_arguments(options))
-        when_imported(megatron_training.LOOP, lambda: megatron_setup.install(options))
+    for module, function in BACKENDS.items():
+        if module.partition(".")[0] in installed:
+            when_imported(module, partial(_install, function, options))
 
 
-def _install_deepspeed(options: Options) -> None:
-    from megatron_recycle.backends.deepspeed.engine import install
-    install(options)
+def _install(function: str, options: Options) -> None:
+    module, _, name = function.partition(":")
+    getattr(import_module(f"{__name__}.{module}"), name)(options)

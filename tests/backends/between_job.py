@@ -110,8 +110,8 @@ def _train(row: Row, rank: int, plugin: bool) -> Any:
             engine.settle()
     except (RecycleError, SystemExit) as error:
         # As at the end of a process that has failed.
-        engine._failed(error)
-        engine._worker.close()
+        engine.session.fail(error)
+        engine.session.worker.close()
         return str(error) if isinstance(error, RecycleError) else ""
     found = {f"loss {index}": loss for index, loss in enumerate(losses)}
     found.update(engine.module.named_parameters())
@@ -122,7 +122,7 @@ def _train(row: Row, rank: int, plugin: bool) -> Any:
     for index, group in enumerate(engine.optimizer.param_groups):
         found[f"rate {index}"] = torch.tensor(group["lr"], dtype=torch.float64)
     if plugin:
-        engine._finish()
+        engine.session.finish()
     return {name: numpy.ascontiguousarray(tensor.detach().numpy()) for name, tensor in found.items()
             if tensor is not None}
 

@@ -177,7 +177,7 @@ def _stretch_forwards(slow: Mapping[str, tuple[int, float]]) -> None:
     forward = DeepSpeedStage.forward
 
     def stretched(self: DeepSpeedStage, *arguments: Any) -> Any:
-        begin, seconds = slow.get(str(self._engine._at.me), (0, 0.0))
+        begin, seconds = slow.get(str(self._engine.session.place.me), (0, 0.0))
         if self._engine.global_steps >= begin:
             time.sleep(seconds)
         return forward(self, *arguments)

@@ -240,7 +240,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             change(engine, begun + len(losses))
         if len(losses) == raises:
             error = ValueError("no such schedule")
-            engine._failed(error)  # as at the end of the process
+            engine.session.fail(error)  # as at the end of the process
             raise error
         if annealed:
             anneal(begun + len(losses))
@@ -269,9 +269,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         result["state"].append({str(index): master.detach().numpy().copy() for index, master in enumerate(
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
-        result["members"] = [str(worker) for worker in engine._worker.live()]
-        result["full"] = sorted(str(a) for a in engine._worker.actions.full if a.kind == "FB")
+        result["members"] = [str(worker) for worker in engine.session.worker.live()]
+        result["full"] = sorted(str(a) for a in engine.session.worker.actions.full if a.kind == "FB")
         if tidy:
             torch.distributed.destroy_process_group()
-        engine._finish()
+        engine.session.finish()
     return result

@@ -80,7 +80,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, habits: tuple[str, ..
         tell("after", job, iteration)
     if plugin:
         schedule: Any = get_forward_backward_func()
-        schedule.finish()
+        schedule.session.finish()
     torch.distributed.destroy_process_group()
     states = [value.float() for state in optimizer.optimizer.state.values() for value in state.values()]
     return {"losses": job.values, "state": [],

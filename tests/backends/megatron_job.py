@@ -51,9 +51,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         schedule: Any = get_forward_backward_func()
-        result["members"] = [str(worker) for worker in schedule.live()]
+        result["members"] = [str(worker) for worker in schedule.session.live()]
         result["rerouted"] = schedule.log_part()
         result["kind of norm"] = type(schedule._stage.result[1]).__name__
-        schedule.finish()
+        schedule.session.finish()
     torch.distributed.destroy_process_group()
     return result

@@ -95,10 +95,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
                 "optimizer": {"type": "SGD", "params": {"lr": 0.01}}})
     losses = [engine.train_batch().item() for _ in range(iterations)]
     engine.settle()
-    worker = engine._worker
+    worker = engine.session.worker
     worker.memory.begin()  # the last iteration is complete
     result = {"losses": losses, "worker": str(worker.place.me), "counted": worker.memory.peak,
               "before_b": worker.memory.before_b, "after_b": worker.memory.after_b,
               "allocated": watching.peaks[iterations - 1], "plan": worker.plan.to_json()}
-    engine._finish()
+    engine.session.finish()
     return result

@@ -21,7 +21,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 
 def test_loading_in_the_middle_of_training_is_refused():
     with pytest.raises(UnsupportedError, match="after the first train_batch"):
-        RecyclePipelineEngine.load_checkpoint(SimpleNamespace(_worker=object()), "folder")
+        RecyclePipelineEngine.load_checkpoint(SimpleNamespace(session=SimpleNamespace(started=True)), "folder")
 
 
 def arguments(precision: str, **options: Any) -> dict[str, Any]:

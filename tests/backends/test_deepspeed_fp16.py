@@ -89,9 +89,8 @@ def test_steps_are_those_of_stocks_fp16_optimizer(clipping, monkeypatch):
     stage = object.__new__(DeepSpeedStage)
     stage.parameters, stage._stepped = mine, list(masters.masters.values())
     stage._clipping = clipping
-    stage._engine = SimpleNamespace(masters=masters, speaks=lambda: True, global_steps=0,
-                                    _recycle=SimpleNamespace(clip_norm="stock", step="barrier"),
-                                    _exec_optimizer_step=masters.step)
+    stage._optimizer, stage._staggered, stage._global_norm, stage._speaks = masters, False, True, lambda: True
+    stage._engine = SimpleNamespace(global_steps=0, _exec_optimizer_step=masters.step)
     for number in range(6):
         gradients = [(2**POWER * torch.randn(value.shape, generator=numbers)).half() for value in initial]
         if number == 2:

@@ -5,20 +5,19 @@ What it may change is followed: see `DeepSpeedStage.look` and docs/between-itera
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource
-
-if TYPE_CHECKING:
-    from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
+from megatron_recycle.runtime.compute.random_state import Generators
 
 
-def sizes(engine: RecyclePipelineEngine) -> dict[str, int]:
+def sizes(engine: PipelineEngine) -> dict[str, int]:
     """The numbers that decide how much an iteration trains on, by their names in DeepSpeed's configuration."""
     return {"train_batch_size": engine.train_batch_size(),
             "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
@@ -32,6 +31,12 @@ def refuse_another(name: str, asked: int, now: int) -> None:
         raise UnsupportedError(f"{name} cannot become {asked}: it was {now} when training began, and who trains on "
                                "what depends on it for the whole job. Keep it, or save a checkpoint, and go on from "
                                "that in a new job with the other number")
+
+
+def refuse_other_sizes(engine: PipelineEngine, before: Mapping[str, int]) -> None:
+    """Raises UnsupportedError if the engine's `sizes` are not what they were when training began."""
+    for name, now in sizes(engine).items():
+        refuse_another(name, now, before[name])
 
 
 def refuse_loader(call: str) -> None:
@@ -72,12 +77,11 @@ class _Settled:
         return getattr, (self._module, self._name)  # of a module that has no attributes of its own yet
 
 
-def check_iteration(engine: RecyclePipelineEngine, plain: DataSource, data: DataSource, iteration: int) -> None:
-    """Before ``iteration`` is trained on what ``data`` makes of ``plain``. Raises UnsupportedError and DataError."""
-    for name, now in sizes(engine).items():
-        refuse_another(name, now, engine.started_with[name])
+def check_data(engine: PipelineEngine, generators: Generators, plain: DataSource, data: DataSource,
+               iteration: int) -> None:
+    """Before ``iteration`` is trained on what ``data`` makes of ``plain``. Raises DataError."""
     first, count = iteration * engine.micro_batches, engine.micro_batches
     if isinstance(plain, DatasetSource) and plain.has_short(first, count) and engine.num_stages > 1 and (
             engine.is_first_stage() or engine.is_last_stage()):
-        with engine._generators.kept():  # the script finds its random numbers as it left them
+        with generators.kept():  # the script finds its random numbers as it left them
             plain.check(first, count, data.batch)

@@ -8,15 +8,10 @@ without failures have stock's bits.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import inspect
-import logging
 import math
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
@@ -25,9 +20,10 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron_recycle.backends.deepspeed.between import (
-    check_iteration,
+    check_data,
     refuse_another,
     refuse_loader,
+    refuse_other_sizes,
     settle_when_asked,
     sizes,
 )
@@ -37,22 +33,17 @@ from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import DataError, JobEnded, UnsupportedError
-from megatron_recycle.membership import Fault
+from megatron_recycle.errors import DataError, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.admission import backend_for, is_joining
+from megatron_recycle.runtime.admission import backend_for
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource, FactorySource, Mapped
-from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.compute.split import Splitter
-from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.recovery import comes_of_failure
-from megatron_recycle.runtime.start import connect
-from megatron_recycle.runtime.worker import StageWorker
 
 _STOCK = "recycle_stock_initialize"
 
@@ -92,33 +83,20 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
         self._dataset = keywords.get("training_data")
-        self._busy = True
         self.masters: MasterWeightOptimizer | None = None
         """The optimizer, if it has fp32 copies of 16-bit parameters."""
         super().__init__(*args, **keywords)
         check_supported(self)
-        self._recycle = settings
         self._options = options
-        self._stage = DeepSpeedStage(self)
+        self._stage = DeepSpeedStage(self, self.masters, settings, speaks=self.speaks,
+                                     read_with=(self._dataset, options.data))
         layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
         self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
         place = _place(self)
-        if self.global_rank == 0:
-            get_logger().info(settings.describe())
-        self._at = place
-        self._generators = Generators(self.device)
-        self._worker: StageWorker | None = None
         self._seconds = 0.0  # of training since the last log line
-        self.started_with = sizes(self)
-        """What an iteration trains on."""
-        self._busy = False  # not in the script's own code
-        self._thread = 0  # that trains
-        self._asked = 0  # the iteration that the script asks for next
-        self._catching_up = is_joining()  # the script is where the others were before this worker came in
-        self._agent = connect(place, settings, options.embed, self._abort_transport)
-        self._script = ScriptEnd(self._failed)
+        self._started_with = sizes(self)
+        self.session = Session(place, settings, options, self.device)
         self._last = LastCheckpoint(self, settings.emergency_checkpoint)
-        atexit.register(self._finish)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
         # Whoever asks for the state, or puts another in its place, wants it as it stays.
@@ -133,7 +111,7 @@ class RecyclePipelineEngine(PipelineEngine):
             DataError: a bare iterator was given, or none of the above was.
             SystemExit: the job cannot go on; the message says why and what to do.
         """
-        with self._script.call():
+        with self.session.call():
             return self._train_batch(data_iter)
 
     def _train_batch(self, data_iter: Any) -> torch.Tensor:
@@ -143,65 +121,25 @@ class RecyclePipelineEngine(PipelineEngine):
                 "another worker. Give the dataset to deepspeed.initialize(training_data=...) and call train_batch(), "
                 "or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an iterator that gives "
                 "that pipeline's micro-batches in the same order each time it is called")
-        if self._worker is None:
+        if not self.session.started:
             self._source = self._data_source()
-            self._worker = StageWorker(place=self._at, stage=self._stage, splitter=self._splitter,
-                                       data=self._source,
-                                       agent=self._agent, generators=self._generators, config=self._recycle,
-                                       observer=self._options.observer, save_last=self._save_last,
-                                       setup=self._options.setup)
+            self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
+                               save_last=lambda groups, _: self._last.write(groups))
         begin = time.monotonic()
-        self._thread = threading.get_ident()
-        with self._not_in_script():
-            loss = self._train_iteration(self._worker)
+        loss = self._train_iteration()
         self._seconds += time.monotonic() - begin
         self._log_as_rank_zero(loss)
         return loss
 
-    def _train_iteration(self, worker: StageWorker) -> torch.Tensor:
+    def _train_iteration(self) -> torch.Tensor:
         """The iteration that the script asks for. One that the job had done before this worker came in is over at
-        once, with the last known loss, so that the script's loop ends where the others' do."""
-        if worker.generation == 0:
-            self._asked = self.global_steps
-        worker.begin(self._asked)
-        self._catching_up = worker.has_done(self._asked)
-        if self._catching_up:
-            self._loss = worker.train(self._asked)
-            loss = self._aggregate_total_loss()
-        else:
-            check_iteration(self, self._plain, self._source, self._asked)
-            loss = super().train_batch()
-        self._asked += 1
-        return loss
-
-    def _abort_transport(self, generation: int) -> None:
-        """In the agent's thread."""
-        if self._worker is not None:
-            self._worker.abort(generation)
-
-    def _failed(self, error: BaseException) -> None:
-        """The script is over, by this error."""
-        if self._agent.ended is not None:
-            return
-        self._busy = True  # who reads parameters from now on is no script, and may be in the midst of a recovery
-        if self._worker is None:
-            self._agent.ending(Fault.of(error))
-        else:
-            self._worker.fail(error)
-
-    def _finish(self) -> None:
-        """At the end of the process: if the script ended well, stand by until all others have ended too."""
-        if self._worker is None:
-            self._agent.close()
-            return
-        self._busy = True  # as in `_failed`
-        try:
-            if self._script.error is None and self._agent.ended is None:
-                self._worker.finish()
-        except JobEnded as end:
-            get_logger().error("megatron-recycle: %s", end)
-        finally:
-            self._worker.close()
+        once, with the last known loss."""
+        if self.session.begin():
+            self._loss = self.session.train()
+            return self._aggregate_total_loss()
+        refuse_other_sizes(self, self._started_with)
+        check_data(self, self.session.generators, self._plain, self._source, self.session.iteration)
+        return super().train_batch()
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
         return self._configure_fp16_optimizer(optimizer, torch.bfloat16)
@@ -220,8 +158,7 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         if isinstance(pipe_schedule, deepspeed.runtime.pipe.schedule.TrainSchedule):
-            assert self._worker is not None
-            self._loss = self._worker.train(self._asked)
+            self._loss = self.session.train()
         else:
             super()._exec_schedule(pipe_schedule)
 
@@ -233,25 +170,13 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def settle(self) -> None:
         """Wait until the last iteration is committed: with staggered steps it may still be undone before."""
-        if self._worker is not None and not self._busy and threading.get_ident() == self._thread:
-            with self._not_in_script():
-                self._worker.settle()
-
-    @contextmanager
-    def _not_in_script(self) -> Iterator[None]:
-        """Inside the block the engine is at work. The job's end is that of the script."""
-        self._busy = True
-        try:
-            yield
-        except JobEnded as end:
-            raise _exit(end) from None
-        finally:
-            self._busy = False
+        if self.session.in_script:
+            self.session.settle()
 
     def get_global_grad_norm(self) -> float | None:
         """As stock: in 16 bits that of the last iteration, for whose verdict this waits; None in fp32."""
         self.settle()
-        verdict = self._worker.stepper.verdict if self._worker is not None else None
+        verdict = self.session.worker.stepper.verdict if self.session.started else None
         if self.masters is None or verdict is None:
             return super().get_global_grad_norm()
         return math.sqrt(sum(verdict.norm_squares))
@@ -260,12 +185,12 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Accepts the number in force. Raises UnsupportedError for another."""
-        refuse_another("train_batch_size", train_batch_size, self.started_with["train_batch_size"])
+        refuse_another("train_batch_size", train_batch_size, self._started_with["train_batch_size"])
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Accepts the number in force. Raises UnsupportedError for another."""
         name = "train_micro_batch_size_per_gpu"
-        refuse_another(name, micro_batch_size, self.started_with[name])
+        refuse_another(name, micro_batch_size, self._started_with[name])
 
     def set_dataloader(self, loader: Any) -> None:
         """Raises UnsupportedError: nobody but this worker could read it."""
@@ -273,7 +198,7 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def set_dataiterator(self, iterator: Any) -> None:
         """For `eval_batch()`. Raises UnsupportedError if the script calls it: nobody but this worker could read it."""
-        if not self._busy:
+        if not self.session.busy:
             refuse_loader("set_dataiterator()")
         super().set_dataiterator(iterator)
 
@@ -281,11 +206,10 @@ class RecyclePipelineEngine(PipelineEngine):
         """Where micro-batches are read; what `set_batch_fn` was given is part of the reading, so that first and last
         stage see the same, also where it draws random numbers."""
         self._plain = self._plain_source()
-        return Mapped(self._plain, lambda: self.batch_fn,
-                      Seeds(self._generators, self._recycle.seed, "batch_fn"))
+        return Mapped(self._plain, lambda: self.batch_fn, self.session.seeds("batch_fn"))
 
     def _plain_source(self) -> DataSource:
-        seeds = Seeds(self._generators, self._recycle.seed)
+        seeds = self.session.seeds()
         if self._options.data is not None:
             return FactorySource(self._options.data, seeds)
         if self._dataset is None:
@@ -300,7 +224,7 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def speaks(self) -> bool:
         """Whether this worker says what is said once in a job: it is the first live one."""
-        return self._worker is not None and self._worker.live()[0] == self._at.me
+        return self.session.speaks()
 
     def _log_as_rank_zero(self, loss: torch.Tensor) -> None:
         """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
@@ -324,45 +248,20 @@ class RecyclePipelineEngine(PipelineEngine):
             self.reset_activation_shape()  # stages tell each other the shape with the first message
             return stock(*args, **keywords)
 
-        return self._together("eval_batch()", evaluate, torch.tensor(torch.nan, device=self.device))
+        return self.session.together("eval_batch()", evaluate, torch.tensor(torch.nan, device=self.device))
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock; False, with an error line, while a worker is missing: training is worth more than a checkpoint."""
         stock = super().save_checkpoint
         bound = inspect.signature(PipelineEngine.save_checkpoint).bind(self, *args, **keywords).arguments
         self._last.seen(bound["save_dir"])
-        done = self._together("save_checkpoint()", lambda: stock(*args, **keywords), False)
+        done = self.session.together("save_checkpoint()", lambda: stock(*args, **keywords), False)
         if done:
             self._last.saved(bound.get("tag"))
         return done
 
-    def _save_last(self) -> str:
-        """What the runtime asks for when the job cannot go on."""
-        assert self._worker is not None
-        return self._last.write(self._worker.current_groups())
-
-    def _together(self, what: str, run: Callable[[], Any], otherwise: Any) -> Any:
-        """What ``run`` returns, or ``otherwise`` if it cannot be run by all workers, which one line says."""
-        self.settle()
-        if self._catching_up:
-            get_logger().info("megatron-recycle: %s is left out: the job did that before this worker came in", what)
-            return otherwise
-        if missing := set(self._at.grid.workers()) - set(self._worker.live() if self._worker else self._at.ranks):
-            get_logger().error("megatron-recycle: %s is left out while workers are missing (%s); training goes on",
-                               what, ", ".join(map(str, sorted(missing))))
-            return otherwise
-        with self._not_in_script():
-            try:
-                return run()
-            except RuntimeError as error:
-                if self._worker is None or not comes_of_failure(self._worker, error):
-                    raise
-                get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not "
-                                   "complete; training goes on", what, error)
-                return otherwise
-
     def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
-        if self._worker is not None:
+        if self.session.started:
             raise UnsupportedError("load_checkpoint() after the first train_batch() is not supported: iterations are "
                                    "counted from where training began. Load before training, or start a new job")
         found = super().load_checkpoint(*args, **keywords)
@@ -370,12 +269,6 @@ class RecyclePipelineEngine(PipelineEngine):
         if self.masters is not None and found[0] is not None and not bound.get("load_optimizer_states", True):
             self.masters.refresh_fp32_params()  # stock leaves them at their initial values
         return found
-
-
-def _exit(end: JobEnded) -> SystemExit:
-    """What a script gets when the job cannot go on, which one line says."""
-    get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
-    return SystemExit(end.status)
 
 
 def _place(engine: PipelineEngine) -> Place:

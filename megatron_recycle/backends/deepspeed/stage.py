@@ -6,8 +6,8 @@ The arithmetic is stock's, operation by operation, so that results without failu
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import deepspeed
 import torch
@@ -26,37 +26,48 @@ from megatron_recycle.backends.deepspeed.optimizer import (
 )
 from megatron_recycle.backends.deepspeed.support import torch_optimizer
 from megatron_recycle.backends.hidden_state import HiddenState
-from megatron_recycle.errors import TransferError, UnsupportedError
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.edits import copied
-from megatron_recycle.runtime.compute.module_tree import ModuleTree
+from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
-
-if TYPE_CHECKING:
-    from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
 
 _REFERENCES = ("lr_scheduler", "batch_fn")
 """Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
-_NOTHING: Mapping[str, Any] = {}
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
 """What `_take_model_step` changes besides tensors."""
 
 
 class DeepSpeedStage:
-    """The runtime's view of the engine (`runtime.stage.Stage`)."""
+    """The runtime's view of the engine (`runtime.stage.Stage`).
+
+    Args:
+        engine: DeepSpeed's, built.
+        masters: its optimizer, if that has fp32 copies of 16-bit parameters.
+        settings: of the job.
+        speaks: whether this worker says what is said once in a job.
+        read_with: the script's, that micro-batches are read with (datasets, functions).
+    """
 
     averaging: Averaging = "after"
     report_width = 0
     settings: Mapping[str, Any] = {}
 
-    def __init__(self, engine: RecyclePipelineEngine) -> None:
+    def __init__(self, engine: PipelineEngine, masters: MasterWeightOptimizer | None, settings: RecycleConfig,
+                 speaks: Callable[[], bool], read_with: Sequence[Any]) -> None:
         self._engine = engine
+        self._optimizer = masters
+        self._staggered = settings.step == "staggered"
+        self._global_norm = settings.clip_norm == "global" or masters is not None
+        self._speaks = speaks
+        self._read_with = read_with
         self.device = engine.device
         self.module: nn.Module = engine.module
-        self._tree = ModuleTree(engine.module)
-        self._masters = engine.masters.masters if engine.masters is not None else {}
+        self._masters = masters.masters if masters is not None else {}
+        self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self._use(self._found())
         self._clipping = float(engine.gradient_clipping())
         optimizer = torch_optimizer(engine)
@@ -70,11 +81,11 @@ class DeepSpeedStage:
 
     def _found(self) -> dict[str, nn.Parameter]:
         """The parameters that are to be trained, by name, as stock lists them."""
-        return {name: parameter for name, parameter in self._all().items()
+        return {name: parameter for name, parameter in self._state.parameters().items()
                 if parameter.requires_grad and parameter.numel()}
 
-    def _use(self, trained: dict[str, nn.Parameter]) -> None:
-        self._trained = trained
+    def _use(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._state.trained = trained
         self.parameters: Sequence[nn.Parameter] = list(trained.values())
         # In 16 bits, those that the optimizer was given: without a copy there is nothing to step.
         self._stepped = [self._masters.get(parameter) if self._masters else parameter for parameter in self.parameters]
@@ -84,7 +95,7 @@ class DeepSpeedStage:
         with, gradients of the script's own, and hooks on sums of gradients, which are formed otherwise here."""
         engine = self._engine
         self._clipping = float(engine.gradient_clipping())
-        if engine._recycle.step == "staggered":
+        if self._staggered:
             refuse_hooks(torch_optimizer(engine))
         found = self._found()
         changed = list(map(id, found.values())) != list(map(id, self.parameters))
@@ -147,8 +158,7 @@ class DeepSpeedStage:
     @property
     def _scaled(self) -> MasterWeightOptimizer | None:
         """The optimizer, if losses are scaled for it (fp16)."""
-        masters = self._engine.masters
-        return masters if masters is not None and masters.scales else None
+        return self._optimizer if self._optimizer is not None and self._optimizer.scales else None
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
         """Stock's way of counting: in fp32 model-parallel rank 0 only, which in a pipeline is the first stage; in
@@ -156,9 +166,9 @@ class DeepSpeedStage:
         engine = self._engine
         if self._scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
             return math.inf
-        if self._clipping <= 0.0 and engine.masters is None:
+        if self._clipping <= 0.0 and self._optimizer is None:
             return 0.0
-        everywhere = engine._recycle.clip_norm == "global" or engine.masters is not None
+        everywhere = self._global_norm
         if not everywhere and engine.grid.get_model_parallel_rank() != 0:
             return 0.0
         counted = [gradient.detach().float() for parameter, gradient in zip(self.parameters, gradients)
@@ -199,7 +209,7 @@ class DeepSpeedStage:
                     parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         elif math.isnan(coefficient):
             masters.overflow = True
-            if self._engine.speaks():
+            if self._speaks():
                 get_logger().warning("megatron-recycle: gradients have overflowed at a loss scale of %g: the step of "
                                      "iteration %d is skipped", masters.loss_scale, self._engine.global_steps)
         else:
@@ -207,7 +217,7 @@ class DeepSpeedStage:
             for master, gradient in zip(self._stepped, gradients, strict=True):
                 if master is not None:
                     master.grad = gradient.float().mul_(coefficient / masters.loss_scale)
-        if self._engine._recycle.step == "barrier" or self._first_steps.over:
+        if not self._staggered or self._first_steps.over:
             self._engine._exec_optimizer_step()
         else:
             self._first_steps.before(self._known())
@@ -224,104 +234,38 @@ class DeepSpeedStage:
         return {*map(id, parts), *(tensor.data_ptr() for tensor in tensors)}
 
     def state(self) -> dict[str, torch.Tensor]:
-        return self._tensors(self._trained)
+        return self._state.tensors()
 
     def fixed(self) -> dict[str, torch.Tensor]:
-        # Frozen ones have optimizer state, if they were trained before.
-        trained = set(map(id, self.parameters))
-        frozen = {name: parameter for name, parameter in self._all().items() if id(parameter) not in trained}
-        return {**self._tensors(frozen),
-                **{f"buffer {name}": value for name, value in self._engine.module.named_buffers()}}
-
-    def _all(self) -> Mapping[str, nn.Parameter]:
-        return self._tree.parts.parameters
-
-    def _tensors(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-        # Not `.data`: these have the parameters' versions, which show who has written to them.
-        tensors = {f"parameter {name}": parameter.detach() for name, parameter in parameters.items()}
-        stepped = parameters
-        if self._masters:
-            stepped = {name: self._masters.get(parameter, parameter) for name, parameter in parameters.items()}
-            tensors.update({f"master {name}": master.detach() for name, master in stepped.items()
-                            if master is not parameters[name]})
-        states = self._engine.optimizer.state
-        for name, parameter in stepped.items():
-            for key, value in states.get(parameter, _NOTHING).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{key} {name}"] = value
-        return tensors
+        return self._state.fixed()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
-        named = self._all()
-        if not set(counters[-1]) <= set(named):
-            raise TransferError("the job trains parameters by now that the model which this worker has built has not: "
-                                "a worker cannot come back to this job")
-        # What the giver trained last; what this worker's script has frozen or not is looked at before it trains.
-        self._use({name: named[name] for name in counters[-1]})
-        self._drop(tensors.keys(), named)
-        own = {**self.state(), **self.fixed()}
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                key, of = name.split(" ", 1)
-                if name in own:
-                    own[name].copy_(tensor)
-                elif of in named and key != "master":  # the optimizer makes its state at the first step
-                    self._engine.optimizer.state[self._masters.get(named[of], named[of])][key] = tensor.clone()
-                else:
-                    raise TransferError(f"the job's model has a {name} by now, which the one that this worker has "
-                                        "built has not: a worker cannot come back to this job")
-        self.set_counters(counters)
+        self._state.load(tensors, counters["optimizer"])
+        self._use(self._state.trained)
+        self._set_own(counters["own"])
 
     def reset_state(self, names: Collection[str]) -> None:
-        self._drop(names, self._trained)
-
-    def _drop(self, names: Collection[str], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Forget the optimizer state of ``parameters`` that is not among ``names``."""
-        states = self._engine.optimizer.state
-        for name, parameter in parameters.items():
-            parameter = self._masters.get(parameter, parameter)
-            kept = states.get(parameter, {})
-            dropped = [key for key, value in kept.items()
-                       if isinstance(value, torch.Tensor) and f"{key} {name}" not in names]
-            for key in dropped:
-                del kept[key]
-            # Optimizers make their state where there is none at all; numbers are put back with the counters.
-            if not any(isinstance(value, torch.Tensor) for value in kept.values()):
-                states.pop(parameter, None)
+        self._state.reset(names)
 
     def counters(self) -> Any:
         engine = self._engine
-        numbers = {}
-        states = engine.optimizer.state
-        for name, parameter in self._all().items():
-            stepped = self._masters.get(parameter, parameter) if self._masters else parameter
-            own = {key: value for key, value in states.get(stepped, _NOTHING).items()
-                   if not isinstance(value, torch.Tensor)}
-            if own:
-                numbers[name] = own
-        groups = [{key: value for key, value in group.items() if key != "params"}
-                  for group in engine.optimizer.param_groups]
-        scaling = engine.masters.counters() if engine.masters is not None else {}
-        return copied((numbers, groups, schedule_data(engine.lr_scheduler), scaling, own_data(torch_optimizer(engine)),
-                       {name: getattr(engine, name) for name in _COUNTERS}, list(self._trained)))
+        own = {"schedule": schedule_data(engine.lr_scheduler), "attributes": own_data(torch_optimizer(engine)),
+               "scaling": self._optimizer.counters() if self._optimizer is not None else {},
+               "engine": {name: getattr(engine, name) for name in _COUNTERS}}
+        return {"optimizer": self._state.counters(), "own": copied(own)}
 
     def set_counters(self, counters: Any) -> None:
-        engine = self._engine
-        numbers, groups, schedule, scaling, own, values, _ = copied(counters)
-        if len(groups) != len(engine.optimizer.param_groups):
-            raise TransferError(f"the job's optimizer has {len(groups)} parameter groups by now, the one that this "
-                                f"worker has built {len(engine.optimizer.param_groups)}: a worker cannot come back to "
-                                "this job")
-        for name, parameter in self._all().items():
-            if name in numbers:
-                engine.optimizer.state[self._masters.get(parameter, parameter)].update(numbers[name])
-        for group, numbers_of_group in zip(engine.optimizer.param_groups, groups, strict=True):
-            group.update(numbers_of_group)
-        set_schedule(engine.lr_scheduler, schedule)
-        if engine.masters is not None:
-            engine.masters.set_counters(scaling)
-        put_back(torch_optimizer(engine), own)
-        for name, value in values.items():
+        self._state.set_counters(counters["optimizer"])
+        self._set_own(counters["own"])
+
+    def _set_own(self, counters: Any) -> None:
+        """What the engine keeps beside the state of a torch optimizer."""
+        engine, counters = self._engine, copied(counters)
+        set_schedule(engine.lr_scheduler, counters["schedule"])
+        if self._optimizer is not None:
+            self._optimizer.set_counters(counters["scaling"])
+        put_back(torch_optimizer(engine), counters["attributes"])
+        for name, value in counters["engine"].items():
             setattr(engine, name, value)
 
     @property
@@ -333,7 +277,7 @@ class DeepSpeedStage:
     @property
     def functions(self) -> Sequence[Any]:
         engine = self._engine
-        return engine.module.loss_fn, engine.batch_fn, engine._dataset, engine.collate_fn, engine._options.data
+        return engine.module.loss_fn, engine.batch_fn, engine.collate_fn, *self._read_with
 
     def refer(self, references: Mapping[str, Any]) -> None:
         engine = self._engine

@@ -7,8 +7,6 @@ belongs to what a recovery must know of; the latter hands out the result.
 
 from __future__ import annotations
 
-import atexit
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -31,21 +29,17 @@ from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
 from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import JobEnded, UnsupportedError
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.admission import backend_for, is_joining
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.network import TorchNetwork
 from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
-from megatron_recycle.runtime.compute.random_state import Generators, Seeds
-from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.recovery import comes_of_failure, refuse_itself
-from megatron_recycle.runtime.start import connect
-from megatron_recycle.runtime.worker import StageWorker
+from megatron_recycle.runtime.recovery import refuse_itself
 
 
 class RecycleSchedule:
@@ -54,14 +48,13 @@ class RecycleSchedule:
     def __init__(self, settings: RecycleConfig, options: Options) -> None:
         self._settings = settings
         self._options = options
-        self._worker: StageWorker | None = None
+        self.session: Session
+        """This process's part in the job, from the first call on."""
         self.splitter: MegatronSplitter | None = None
-        """What defers weight gradients, from the first call on."""
+        """What defers weight gradients, from then on."""
         self._stage: MegatronStage
-        self._place: Place
         self._last: LastCheckpoint | None
         self._microbatches = 0
-        self._iteration = 0
         self._detached: megatron_groups.Detached | None = None
         self._late: tuple[LateNumber, ...] = ()
         self._spoke = False
@@ -81,42 +74,39 @@ class RecycleSchedule:
             DataError: the data iterator cannot give other pipelines' micro-batches.
             SystemExit: the job cannot go on; the message says why and what to do.
         """
-        if self._worker is None:
+        if not self._microbatches:
             self._start(model if isinstance(model, list) else [model], num_microbatches)
-        assert self._worker is not None
         check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
         own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
         self._stage.script.calls(model, None if own_data else data_iterator, forward_only)
         self._stage.forward_step = forward_step_func
-        with self._script.call(), _ending():
+        with self.session.call():
             reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
         if not forward_only:
             self._stage.script.made_step()
         self.speaks()  # a script may write log lines without asking
-        return self._stage.reports(reports, forward_only) if self._place.last else []
+        return self._stage.reports(reports, forward_only) if self.session.place.last else []
 
     def _train(self, data_iterator: Any) -> torch.Tensor:
-        assert self._worker is not None
-        if self._iteration == 0:
-            self._worker.generators.adopt("forward_step_func", self._stage.forward_step)
-            seeds = Seeds(self._worker.generators, self._settings.seed)
-            self._data.source = (source_of(data_iterator, self._place.part, seeds) if self._options.data is None
+        session, stepper = self.session, self.session.worker.stepper
+        if session.iteration < 0:
+            session.generators.adopt("forward_step_func", self._stage.forward_step)
+            seeds = session.seeds()
+            self._data.source = (source_of(data_iterator, session.place.part, seeds) if self._options.data is None
                                  else FactorySource(self._options.data, seeds))
-        iteration, stepper = self._iteration, self._worker.stepper
-        self._worker.begin(iteration)
-        self._iteration += 1
-        if self._worker.has_done(iteration):
-            return self._passed(self._worker)
+        if session.begin():
+            return self._passed()
+        iteration = session.iteration
         if (odd := self._stage.rates.set(iteration)) is not None:
-            refuse_itself(self._worker, f"{odd}; give it the job's schedule, which must not depend on when it is "
-                                        "started")
-        self._worker.train(iteration)
-        if self._catches_up(self._worker):
-            return self._passed(self._worker)  # a part of a worker that was without another one for a while
+            refuse_itself(session.worker, f"{odd}; give it the job's schedule, which must not depend on when it is "
+                                          "started")
+        session.train()
+        if session.catches_up:
+            return self._passed()  # a part of a worker that was without another one for a while
         self._stage.rates.forget(stepper.ledger.committed)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
-        self._late = tuple(LateNumber(partial(find, self._worker, iteration)) for find in (self._norm, self._zeros))
+        self._late = tuple(LateNumber(partial(find, iteration)) for find in (self._norm, self._zeros))
         # Plain numbers where they are known, which is always so unless steps are staggered.
         norm, zeros = map(float, self._late) if stepper.held is None else self._late
         self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
@@ -124,90 +114,54 @@ class RecycleSchedule:
         assert reports is not None
         return reports
 
-    def catches_up(self) -> bool:
-        """Whether the script is at an iteration that the job had done before this worker came in (again)."""
-        return is_joining() if self._worker is None else self._catches_up(self._worker)
-
-    def _catches_up(self, worker: StageWorker) -> bool:
-        entered = worker.stepper.entered
-        return entered is not None and entered >= self._iteration - 1
-
-    def _passed(self, worker: StageWorker) -> torch.Tensor:
+    def _passed(self) -> torch.Tensor:
         """An iteration that the job had done before this worker came in: told is what is known of the last one."""
-        verdict, reports = worker.stepper.verdict, worker.stepper.reports
+        stepper = self.session.worker.stepper
+        verdict, reports = stepper.verdict, stepper.reports
         assert verdict is not None and reports is not None
         zeros = verdict.zeros if self._stage.counts_zeros else None
         self._stage.result = (True, self._stage.norm(verdict.norm_squares), zeros)
         return reports
 
-    def _norm(self, worker: StageWorker, iteration: int) -> float:
-        verdict = self._verdict(worker, iteration)
-        return self._stage.norm(verdict.norm_squares)
+    def _norm(self, iteration: int) -> float:
+        return self._stage.norm(self._verdict(iteration).norm_squares)
 
-    def _zeros(self, worker: StageWorker, iteration: int) -> float:
-        return self._verdict(worker, iteration).zeros
+    def _zeros(self, iteration: int) -> float:
+        return self._verdict(iteration).zeros
 
-    def _verdict(self, worker: StageWorker, iteration: int) -> Verdict:
+    def _verdict(self, iteration: int) -> Verdict:
         """On one of the last two iterations, waiting for the other stages if need be; the last one if this worker was
         not there."""
-        if worker.stepper.ledger.committed < iteration:
-            self.settle()
-        latest = worker.stepper.verdict
+        stepper = self.session.worker.stepper
+        if stepper.ledger.committed < iteration:
+            self.session.settle()
+        latest = stepper.verdict
         assert latest is not None
-        return next((verdict for verdict in worker.stepper.verdicts if verdict.iteration == iteration), latest)
-
-    def settle(self) -> None:
-        """Wait until the last step is final: before that, parameters may still be undone. Raises SystemExit."""
-        if self._worker is None:
-            return
-        with _ending():
-            self._worker.settle()
+        return next((verdict for verdict in stepper.verdicts if verdict.iteration == iteration), latest)
 
     def _evaluate(self, data_iterator: Any) -> torch.Tensor:
-        assert self._worker is not None
+        place = self.session.place
         # The iterator is kept, so that no other one gets its identity.
-        seeds = Seeds(self._worker.generators, self._settings.seed, "evaluation data")
         _, source, passes = self._evaluated.get(id(data_iterator)) or (
-            None, source_of(data_iterator, self._place.part, seeds), 0)
+            None, source_of(data_iterator, place.part, self.session.seeds("evaluation data")), 0)
         self._evaluated[id(data_iterator)] = (data_iterator, source, passes + 1)
-        reports = self._worker.evaluate(self._iteration, source, passes)
-        for pipeline in range(self._place.grid.pipelines):
+        reports = self.session.evaluate(source, passes)
+        for pipeline in range(place.grid.pipelines):
             source.forget(pipeline, (passes + 1) * self._microbatches)
         return reports
 
-    def live(self) -> tuple[Worker, ...]:
-        """The workers that are left, in the order of their ranks."""
-        assert self._worker is not None
-        return self._worker.live()
-
-    def comes_of_failure(self, error: RuntimeError) -> bool:
-        """Whether an operation over all ranks failed since one of them is gone. Raises SystemExit."""
-        assert self._worker is not None
-        with _ending():
-            return comes_of_failure(self._worker, error)
-
     def attached(self) -> AbstractContextManager[None]:
         """Inside the block Megatron's groups span all workers. Raises GenerationOver, or as torch does."""
-        assert self._worker is not None and self._detached is not None
-        return self._detached.attached(self._worker.prefix, self._worker.interrupted)
-
-    def missing(self) -> list[str]:
-        """The workers that are not there any more."""
-        return [str(worker) for worker in sorted(set(self._place.ranks) - set(self.live()))]
+        assert self._detached is not None
+        return self._detached.attached(self.session.worker.prefix, self.session.worker.interrupted)
 
     def saving(self, iteration: int) -> AbstractContextManager[None]:
         """In the block the loop saves a checkpoint of ``iteration``, with all workers."""
         return nullcontext() if self._last is None else self._last.saving(iteration)
 
-    def _save_last(self) -> str:
-        """What the runtime asks for when the job cannot go on."""
-        assert self._worker is not None and self._last is not None
-        return self._last.write(self._worker.current_groups(), self._worker.ledger.committed)
-
     @contextmanager
     def _among_those_left(self, groups: Groups) -> Iterator[None]:
-        assert self._worker is not None
-        with self._worker.among_those_left(), megatron_groups.of_those_left(groups):
+        with self.session.worker.among_those_left(), megatron_groups.of_those_left(groups):
             yield
 
     def speaks(self) -> bool:
@@ -216,88 +170,45 @@ class RecycleSchedule:
 
         The launcher is told, before the first line, where in whose output they are: it shows them.
         """
-        if self._worker is None:
-            return dist.get_rank() == dist.get_world_size() - 1
-        place = self._place
+        session, place = self.session, self.session.place
         before, self._spoke = self._spoke, (
-            not self.catches_up() and self.live()[-1] == place.me and place.part == place.parts - 1)
+            not session.catches_up and session.speaks(-1) and place.part == place.parts - 1)
         if self._spoke and not before:
             sys.stdout.flush()
-            self._agent.event("speaks", rank=place.ranks[place.me][place.part], pid=os.getpid(),
-                              offset=os.fstat(1).st_size)
+            session.agent.event("speaks", rank=session.rank, pid=os.getpid(), offset=os.fstat(1).st_size)
         return self._spoke
 
     def log_part(self) -> str:
         """This plugin's part of Megatron's log line: workers alive, and stages of micro-batches that run away from
         home in each iteration."""
-        if self._worker is None:
-            return ""
-        away = sum(worker.pipeline != pipeline for (pipeline, _, _), worker in self._worker.plan.route().items())
-        return f" live: {len(self.live())}/{len(self._place.ranks)} | rerouted: {away} |"
+        away = sum(worker.pipeline != pipeline
+                   for (pipeline, _, _), worker in self.session.worker.plan.route().items())
+        return f" live: {len(self.session.live())}/{len(self.session.place.ranks)} | rerouted: {away} |"
 
     def _start(self, models: list[Any], microbatches: int) -> None:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
         changed = check_supported(models, config, optimizer)
-        self._microbatches = microbatches
-        self._place = _place(microbatches)
-        if dist.get_rank() == 0:
-            get_logger().info(self._settings.describe())
-            for line in changed:
-                get_logger().info("megatron-recycle: %s", line)
+        place = _place(microbatches)
         self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings())
         self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left)
         if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
             raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "
                                    "--recycle-emergency-checkpoint DIR")
-        agent = connect(self._place, self._settings, self._options.embed, self._abort_transport)
+        self.session = Session(place, self._settings, self._options, self._stage.device, self._break_off)
+        if self.session.rank == 0:
+            for line in changed:
+                get_logger().info("megatron-recycle: %s", line)
         self.splitter = MegatronSplitter()
-        network = TorchNetwork()
-        self._worker = StageWorker(place=self._place, stage=self._stage, splitter=self.splitter, data=self._data,
-                                   agent=agent, generators=Generators(self._stage.device, self._place.part),
-                                   config=self._settings, observer=self._options.observer,
-                                   save_last=None if self._last is None else self._save_last,
-                                   setup=self._options.setup, network=network)
-        self._agent = agent
-        self._script = ScriptEnd(self._failed)
-        self._detached = megatron_groups.Detached(self._place, self.speaks, is_joining(), network.threads)
-        megatron_training.take_over(self)
-        atexit.register(self.finish)
+        self.session.start(self._stage, self.splitter, self._data,
+                           save_last=None if self._last is None else self._last.write)
+        self._detached = megatron_groups.Detached(place, self.speaks, is_joining(), self.session.network.threads)
+        megatron_training.take_over(self.session, self)
+        self._microbatches = microbatches
 
-    def _abort_transport(self, generation: int) -> None:
-        """In the agent's thread."""
-        if self._worker is not None:
-            self._worker.abort(generation)
-            if self._agent.breaks_off and self._detached is not None:
-                self._detached.abort()
-
-    def _failed(self, error: BaseException) -> None:
-        """The script is over, by this error."""
-        assert self._worker is not None
-        if self._agent.ended is None:
-            self._worker.fail(error)
-
-    def finish(self) -> None:
-        """At the end of the process: if the script ended well, stand by until all others have ended too."""
-        assert self._worker is not None
-        try:
-            if self._script.error is None and self._agent.ended is None:
-                self._worker.finish()
-        except JobEnded as end:
-            get_logger().error("megatron-recycle: %s", end)
-        finally:
-            self._worker.close()
-
-
-@contextmanager
-def _ending() -> Iterator[None]:
-    """The end of the job ends the process. Status 0: this is a part of a worker that has lost another part, and the
-    others have ended well."""
-    try:
-        yield
-    except JobEnded as end:
-        get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
-        raise SystemExit(end.status) from None
+    def _break_off(self) -> None:
+        if self._detached is not None:
+            self._detached.abort()
 
 
 def _place(microbatches: int) -> Place:

@@ -30,6 +30,7 @@ from megatron_recycle.backends.megatron.support import single_optimizers
 from megatron_recycle.errors import UnsupportedError, VerificationError
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 _KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
@@ -80,6 +81,8 @@ class MegatronStage:
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         model.param_to_bucket_group.clear()
         self._take_over(optimizer)
+        self._state = OptimizerState(model, self._single.optimizer, self._masters(), own=SET_BY_LOOP)
+        self._state.train(self._optimized())
         self.script = Script(model, self._single)
         self.rates = Rates(self._single.optimizer)
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
@@ -176,44 +179,18 @@ class MegatronStage:
         self.script.stepped()
 
     def state(self) -> dict[str, torch.Tensor]:
-        tensors = {f"parameter {index}": parameter.data for index, parameter in enumerate(self.parameters)}
-        for index, parameter in enumerate(self._single.get_parameters()):
-            tensors[f"main {index}"] = parameter.data  # the model's own again, unless they are of 16 bits
-            for key, value in self._single.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    tensors[f"{key} {index}"] = value
-        return tensors
+        return self._state.tensors()
 
     def fixed(self) -> dict[str, torch.Tensor]:
-        trained = set(map(id, self.parameters))
-        frozen = {f"frozen {name}": parameter.data for name, parameter in self._model.named_parameters()
-                  if id(parameter) not in trained}
-        return {**frozen, **{f"buffer {name}": value for name, value in self._model.named_buffers()}}
+        return self._state.fixed()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
-        self.reset_state(tensors.keys())
         self.rates.expect(counters["rates"])
-        own, optimized = {**self.state(), **self.fixed()}, self._single.get_parameters()
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                if name in own:
-                    own[name].copy_(tensor)
-                else:  # the optimizer makes its state at the first step
-                    key, index = name.rsplit(" ", 1)
-                    self._single.optimizer.state[optimized[int(index)]][key] = tensor
-        self.set_counters(counters)
-        groups = copy.deepcopy(counters["groups"])
-        for group, others in zip(self._single.optimizer.param_groups, groups, strict=True):
-            group.update(others)
+        self._state.load(tensors, counters["optimizer"])
+        self._set_own(counters)
 
     def reset_state(self, names: Collection[str]) -> None:
-        states = self._single.optimizer.state
-        for index, parameter in enumerate(self._single.get_parameters()):
-            kept = states.get(parameter, {})
-            for key in [key for key in kept if isinstance(kept[key], torch.Tensor) and f"{key} {index}" not in names]:
-                del kept[key]
-            if not kept:
-                states.pop(parameter, None)
+        self._state.reset(names)
 
     references: dict[str, Any] = {}  # noqa: RUF012  (nothing)
     """Rates are noted when an iteration begins (`megatron_rates`)."""
@@ -227,16 +204,16 @@ class MegatronStage:
         return self._single.config.clip_grad > 0
 
     def counters(self) -> Any:
-        groups = [{key: value for key, value in group.items() if key not in ("params", *SET_BY_LOOP)}
-                  for group in self._single.optimizer.param_groups]
-        return copy.deepcopy({"steps": self.rates.steps, "groups": groups, "keys": self._keys,
-                              "rates": self.rates.told()})
+        return {"optimizer": self._state.counters(), "steps": self.rates.steps, "keys": copy.deepcopy(self._keys),
+                "rates": self.rates.told()}
 
     def set_counters(self, counters: Any) -> None:
+        self._state.set_counters(counters["optimizer"], only=SET_BY_STEP)
+        self._set_own(counters)
+
+    def _set_own(self, counters: Any) -> None:
         self.rates.steps = counters["steps"]
         self._keys = {**counters["keys"], **self._keys}  # one that comes in has not run a loss function yet
-        for group, own in zip(self._single.optimizer.param_groups, copy.deepcopy(counters["groups"]), strict=True):
-            group.update({key: value for key, value in own.items() if key in SET_BY_STEP})
 
     def regroup(self, groups: Groups) -> None:
         """Only tensor-parallel layers still compute in a group of Megatron's (see `megatron_groups`)."""
@@ -292,6 +269,13 @@ class MegatronStage:
         """The parameters in the optimizer's order; where it keeps fp32 copies, the model's own."""
         own = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in self.parameters}
         return [own[id(parameter)] for parameter in self._single.get_parameters()]
+
+    def _masters(self) -> dict[nn.Parameter, nn.Parameter]:
+        """The fp32 copies that the optimizer steps in the place of parameters of 16 bits."""
+        optimized = set(map(id, self._single.get_parameters()))
+        copies = {parameter: getattr(parameter, "main_param", parameter) for parameter in self.parameters}
+        return {parameter: master for parameter, master in copies.items()
+                if master is not parameter and id(master) in optimized}
 
     def _take_over(self, optimizer: MegatronOptimizer) -> None:
         self._single, = single_optimizers(optimizer)

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP, apply, message
-from megatron_recycle.errors import GenerationOver, UnsupportedError
-from megatron_recycle.observe.log import get_logger
+from megatron_recycle.backends.session import Session
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.handles import Groups
 
 LOOP = "megatron.training.training"
@@ -29,20 +29,8 @@ class Schedule(Protocol):
     def log_part(self) -> str:
         """The plugin's part of it."""
 
-    def catches_up(self) -> bool:
-        """Whether the loop is at an iteration that the job had done before this worker came in."""
-
-    def settle(self) -> None:
-        """Wait until the last step is final."""
-
-    def comes_of_failure(self, error: RuntimeError) -> bool:
-        """Whether an operation over all ranks failed since one of them is gone."""
-
     def attached(self) -> AbstractContextManager[None]:
         """Inside the block Megatron's groups span all workers. Raises GenerationOver, or as torch does."""
-
-    def missing(self) -> list[str]:
-        """Workers that are not there any more."""
 
     def saving(self, iteration: int) -> AbstractContextManager[None]:
         """A block in which the loop saves ``iteration`` for good."""
@@ -87,7 +75,7 @@ def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], A
     return lambda: None if when() else writer()
 
 
-def take_over(schedule: Schedule) -> None:
+def take_over(session: Session, schedule: Schedule) -> None:
     """Rebind the loop's names, if it is loaded."""
     loop: Any = sys.modules.get(LOOP)
     if loop is None:
@@ -106,27 +94,20 @@ def take_over(schedule: Schedule) -> None:
         loop.print_rank_0(f"[{string}] datetime: {now:%Y-%m-%d %H:%M:%S} ")
 
     def save_checkpoint(iteration: int, *arguments: Any, **keywords: Any) -> Any:
-        if schedule.catches_up():
+        if session.catches_up:
             return None  # the others have
-        schedule.settle()
-        missing = schedule.missing()
-        if missing:
-            get_logger().error("megatron-recycle: no checkpoint of iteration %d: it needs the workers that are missing "
-                               "(%s); training goes on", iteration, ", ".join(missing))
-            return None
-        try:
+
+        def write() -> Any:
             passing = keywords.get("non_persistent_ckpt", False)
             with schedule.attached(), nullcontext() if passing else schedule.saving(iteration):
                 _forget_old_groups(loop, [*arguments, *keywords.values()])
                 written = save(iteration, *arguments, **keywords)
             saved.add(iteration)
             return written
-        except (RuntimeError, GenerationOver) as error:
-            if isinstance(error, RuntimeError) and not schedule.comes_of_failure(error):
-                raise
-            get_logger().error("megatron-recycle: the checkpoint of iteration %d was cut short by a failure (%s): what "
-                               "it wrote is not complete; training goes on", iteration, error)
-            return None
+
+        return session.together(
+            f"the checkpoint of iteration {iteration}", write, None,
+            without=f"no checkpoint of iteration {iteration}: it needs the workers that are missing")
 
     def append_to_progress_log(string: str, barrier: bool = True) -> None:
         append(string, barrier=False)  # one rank writes; nothing is gained by waiting for the others
@@ -139,14 +120,14 @@ def take_over(schedule: Schedule) -> None:
 
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, scale: Any, report_memory: bool,
                      *arguments: Any, **keywords: Any) -> bool:
-        if schedule.catches_up():
+        if session.catches_up:
             loop.get_timers()("interval-time").elapsed(reset=True)
             return report_memory  # its numbers are those of a later iteration
         return bool(log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords))
 
     loop.training_log = training_log
     for name in ("get_tensorboard_writer", "get_wandb_writer"):
-        setattr(loop, name, muted(getattr(loop, name), schedule.catches_up))
+        setattr(loop, name, muted(getattr(loop, name), lambda: session.catches_up))
     # Its group has one member by now, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
     loop.print_rank_last, loop.print_datetime, loop.save_checkpoint = print_rank_last, print_datetime, save_checkpoint

@@ -1,0 +1,260 @@
+"""One process's part in a job, from the coordinator's address to the end of the script: the same for all frameworks.
+
+A backend makes a `Session` as soon as its framework knows the grid, and starts it when the script first trains. The
+session begins iterations, knows whether the script is still where the job was before this worker came in, makes the
+script's errors and the job's end known to each other, and keeps what needs all workers from waiting for those that are
+gone. What an iteration computes is the backend's `runtime.stage.Stage`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron_recycle.backends.options import Options
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import Agent
+from megatron_recycle.errors import GenerationOver, JobEnded
+from megatron_recycle.membership import Fault
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.admission import is_joining
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.network import TorchNetwork
+from megatron_recycle.runtime.compute.data import DataSource
+from megatron_recycle.runtime.compute.random_state import Generators, Seeds
+from megatron_recycle.runtime.compute.split import Deferring
+from megatron_recycle.runtime.ending import ScriptEnd
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.recovery import comes_of_failure
+from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.start import connect
+from megatron_recycle.runtime.worker import StageWorker
+
+SaveLast = Callable[[Groups, int], str]
+"""(groups of those that are left, last committed iteration) -> where the checkpoint is; see `StageWorker`."""
+
+
+class Session:
+    """Connects this process to the job's coordinator; the end of the process is the end of its part.
+
+    Args:
+        place: position, grid, ranks.
+        settings: of the job.
+        options: what `enable()` was given.
+        device: where the stage computes.
+        break_off: frees whoever waits in groups of the framework's own, since a worker is gone; called in the agent's
+            thread.
+
+    Attributes:
+        agent: this process's link to the coordinator.
+        network: makes the groups of a generation.
+        generators: what the user's code may draw random numbers from.
+        iteration: the one that the script has asked for last.
+        busy: whether the runtime is at work, and not the script's own code.
+    """
+
+    def __init__(self, place: Place, settings: RecycleConfig, options: Options, device: torch.device,
+                 break_off: Callable[[], None] | None = None) -> None:
+        self.place = place
+        self.settings = settings
+        self.network = TorchNetwork()
+        self.generators = Generators(device, place.part)
+        self.iteration = -1
+        self._options = options
+        self._break_off = break_off
+        self._worker: StageWorker | None = None
+        self._passes = is_joining()
+        self.busy = False
+        self._thread = 0
+        if self.rank == 0:
+            get_logger().info(settings.describe())
+        self.agent: Agent = connect(place, settings, options.embed, self._abort)
+        self._script = ScriptEnd(self.fail)
+        atexit.register(self.finish)
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process."""
+        return self.place.ranks[self.place.me][self.place.part]
+
+    def seeds(self, kind: str = "data") -> Seeds:
+        """Random numbers by place for ``kind``, whatever reads or makes micro-batches."""
+        return Seeds(self.generators, self.settings.seed, kind)
+
+    def start(self, stage: Stage, splitter: Deferring, data: DataSource, *, first: int = 0,
+              save_last: SaveLast | None = None) -> None:
+        """The script is about to train for the first time: make the worker.
+
+        Args:
+            stage: the framework's side.
+            splitter: defers weight gradients of the stage's linear layers.
+            data: micro-batches by place.
+            first: number of the script's first iteration.
+            save_last: writes this worker's part of a last checkpoint; None: there is no such thing.
+        """
+        self.iteration = first - 1
+        self._worker = StageWorker(
+            place=self.place, stage=stage, splitter=splitter, data=data, agent=self.agent, generators=self.generators,
+            config=self.settings, observer=self._options.observer, setup=self._options.setup,
+            network=self.network, save_last=None if save_last is None else lambda: save_last(
+                self.worker.current_groups(), self.worker.ledger.committed))
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a `worker`."""
+        return self._worker is not None
+
+    @property
+    def worker(self) -> StageWorker:
+        """This process as the runtime knows it, once the session is started."""
+        assert self._worker is not None
+        return self._worker
+
+    # ---- the script's calls
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call of the script that trains or evaluates: what it raises ends the script's part in the job.
+
+        Raises SystemExit at the end of the job, which one line says.
+        """
+        self._thread = threading.get_ident()
+        with self._script.call(), self.at_work():
+            yield
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside the block the runtime is at work, and not the script's own code. The job's end is the script's:
+        SystemExit. Status 0: others have ended well, and this is a part of a worker that had lost another part."""
+        before, self.busy = self.busy, True
+        try:
+            yield
+        except JobEnded as end:
+            get_logger().log(logging.ERROR if end.status else logging.INFO, "megatron-recycle: %s", end)
+            raise SystemExit(end.status) from None
+        finally:
+            self.busy = before
+
+    @property
+    def in_script(self) -> bool:
+        """Whether it is the script's own code that asks, in the thread that trains, between two iterations."""
+        return self._worker is not None and not self.busy and threading.get_ident() == self._thread
+
+    def begin(self) -> bool:
+        """The script begins its next iteration, with which this worker takes part in the job if it does not yet.
+
+        Returns whether the job had done it before this worker came in: then nothing is to be trained. The script's
+        loop passes over such iterations, so that it ends where the others' do.
+        """
+        self.worker.begin(self.iteration + 1)
+        self.iteration += 1
+        self._passes = self.worker.has_done(self.iteration)
+        return self._passes
+
+    def train(self) -> float:
+        """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,
+        or the last one that is known if the job has done without this worker."""
+        loss = self.worker.train(self.iteration)
+        entered = self.worker.stepper.entered
+        # Or it has been out and has come in again meanwhile: the others have done this one, and all that follows it.
+        self._passes = entered is not None and entered >= self.iteration
+        return loss
+
+    def evaluate(self, data: DataSource, number: int) -> torch.Tensor:
+        """Forwards of global batch ``number`` of ``data``; see `StageWorker.evaluate`."""
+        return self.worker.evaluate(self.iteration + 1, data, number)
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether the script is at an iteration that the job had done before this worker came in (again)."""
+        return self._passes
+
+    def settle(self) -> None:
+        """Wait until the last step is final: with staggered steps it may still be undone before. Raises SystemExit."""
+        if self._worker is not None:
+            with self.at_work():
+                self._worker.settle()
+
+    # ---- what all workers do together between two iterations
+
+    def live(self) -> tuple[Worker, ...]:
+        """The workers that are left, in the order of their ranks."""
+        return self._worker.live() if self._worker is not None else tuple(self.place.ranks)
+
+    def missing(self) -> list[str]:
+        """The workers that are not there any more."""
+        return [str(worker) for worker in sorted(set(self.place.ranks) - set(self.live()))]
+
+    def speaks(self, which: int = 0) -> bool:
+        """Whether this worker says what is said once in a job: it is the first one that is left, or, where a framework
+        logs on its last rank, the last one (``which`` -1)."""
+        return self._worker is not None and self.live()[which] == self.place.me
+
+    def together(self, what: str, run: Callable[[], Any], otherwise: Any, without: str | None = None) -> Any:
+        """What ``run`` returns, or ``otherwise`` where not all workers can run it, which one line says.
+
+        Args:
+            what: is run, in messages.
+            run: waits for all workers.
+            without: what to say of it if some are missing, before their names.
+
+        Raises what ``run`` raises, unless that comes of a failure: the next iteration then begins with the recovery.
+        """
+        self.settle()
+        if self._passes:
+            get_logger().info("megatron-recycle: %s is left out: the job did that before this worker came in", what)
+            return otherwise
+        if missing := self.missing():
+            get_logger().error("megatron-recycle: %s (%s); training goes on",
+                               without or f"{what} is left out while workers are missing", ", ".join(missing))
+            return otherwise
+        with self.at_work():
+            try:
+                return run()
+            except (RuntimeError, GenerationOver) as error:
+                if isinstance(error, RuntimeError) and not (
+                        self._worker is not None and comes_of_failure(self._worker, error)):
+                    raise
+                get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not "
+                                   "complete; training goes on", what, error)
+                return otherwise
+
+    # ---- the end
+
+    def fail(self, error: BaseException) -> None:
+        """The script is over, by ``error``: tell the others, and wait for what they decide."""
+        if self.agent.ended is not None:
+            return
+        self.busy = True  # who reads parameters from now on is no script, and may be in the midst of a recovery
+        if self._worker is None:
+            self.agent.ending(Fault.of(error))
+        else:
+            self._worker.fail(error)
+
+    def finish(self) -> None:
+        """At the end of the process: if the script ended well, stand by until all others have ended too."""
+        if self._worker is None:
+            self.agent.close()
+            return
+        self.busy = True  # as in `fail`
+        try:
+            if self._script.error is None and self.agent.ended is None:
+                self._worker.finish()
+        except JobEnded as end:
+            get_logger().error("megatron-recycle: %s", end)
+        finally:
+            self._worker.close()
+
+    def _abort(self, generation: int) -> None:
+        """The generation in force is over, for another one of this number. In the agent's thread."""
+        if self._worker is not None:
+            self._worker.abort(generation)
+            if self._break_off is not None and self.agent.breaks_off:
+                self._break_off()
