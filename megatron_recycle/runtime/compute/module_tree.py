@@ -7,7 +7,7 @@ the modules hold is kept in one flat list, and compared with what they hold now:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -39,28 +39,20 @@ class ModuleTree:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._spaces: list[dict[str, Any]] = []
-        self._held: tuple[list[str], list[Any]] = [], []
-        self._parts: Parts | None = None
+        self._parts = self._walk()
 
     @property
     def parts(self) -> Parts:
         """Those of now: the same object for as long as nothing is another."""
         names, things = self._held
-        names_now, things_now = self._holds()
-        if self._parts is None or names_now != names or not all(map(operator.is_, things_now, things)):
+        names_now, things_now = _held_by(self._parts.modules)
+        if names_now != names or not all(map(operator.is_, things_now, things)):
             self._parts = self._walk()
         return self._parts
 
-    def _holds(self) -> tuple[list[str], list[Any]]:
-        """All names in the modules, and what goes by them."""
-        spaces = self._spaces
-        return list(chain.from_iterable(spaces)), list(chain.from_iterable(map(dict.values, spaces)))
-
     def _walk(self) -> Parts:
         modules = list(_modules_in(self._model, "", set()))
-        self._spaces = [space for _, module in modules for space in (module._parameters, module._modules)]
-        self._held = self._holds()
+        self._held = _held_by([module for _, module in modules])
         parameters: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
         for prefix, module in modules:
@@ -69,6 +61,12 @@ class ModuleTree:
                     seen.add(id(parameter))
                     parameters[_joined(prefix, name)] = parameter
         return Parts(tuple(module for _, module in modules), parameters)
+
+
+def _held_by(modules: Sequence[nn.Module]) -> tuple[list[str], list[Any]]:
+    """All names in ``modules``, and what goes by them."""
+    spaces = [space for module in modules for space in (module._parameters, module._modules)]
+    return list(chain.from_iterable(spaces)), list(chain.from_iterable(map(dict.values, spaces)))
 
 
 def _modules_in(module: nn.Module, name: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
