@@ -21,6 +21,7 @@ from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.messages import TO_WORKER, Role, check_report
+from megatron_recycle.membership.promises import Offer
 from megatron_recycle.membership.resume import RESTART, Resume
 
 _GLANCE = 0.5
@@ -53,16 +54,6 @@ class Go:
     """Iterations and their micro-batches (``1.3``) that the job goes on without."""
     tries: int = 0
     """Generations with the same members in a row before this one, without progress."""
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for
-    which all members wait at that boundary until the next generation is decided."""
-
-    generation: int
-    number: int
-    plan: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)

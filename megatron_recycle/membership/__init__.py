@@ -3,6 +3,10 @@
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.inputs import THE_END
 from megatron_recycle.membership.names import Process, workers_of
+from megatron_recycle.membership.promises import Offer
 from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.standing import Reconciliation, Standing
+from megatron_recycle.membership.verdict import StepMode, Verdict
 
-__all__ = ["THE_END", "Fault", "Process", "Resume", "workers_of"]
+__all__ = ["THE_END", "Fault", "Offer", "Process", "Reconciliation", "Resume", "Standing", "StepMode", "Verdict",
+           "workers_of"]

@@ -19,11 +19,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
 
 import torch
 
 from megatron_recycle.errors import DataError, GenerationOver, VerificationError
+from megatron_recycle.membership import Verdict
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import COMMITS
@@ -34,37 +34,6 @@ _LONGEST_CLOSE = 5.0
 """Seconds that the end waits for a thread that waits for a verdict."""
 
 _ALONE = 7  # numbers in a contribution that are not one for each of something
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What all workers know of an iteration once every stage holds it.
-
-    Attributes:
-        iteration: the iteration.
-        loss: mean loss of the global batch.
-        weight: sum over the global batch of the first number that each micro-batch reports (tokens); 0 for none.
-        norm_squares: squared gradient norm of each stage, as the framework counts it; of each of its parts where
-            workers have several, stage by stage.
-        guesses: the coefficient that each of those stepped with, or would have, before it knew the others' norms.
-        zeros: elements of the whole gradient that are zero, if the framework counts them.
-    """
-
-    iteration: int
-    loss: float
-    weight: float
-    norm_squares: tuple[float, ...]
-    guesses: tuple[float, ...]
-    zeros: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        return {"iteration": self.iteration, "loss": self.loss, "weight": self.weight,
-                "norm_squares": list(self.norm_squares), "guesses": list(self.guesses), "zeros": self.zeros}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Verdict:
-        return cls(data["iteration"], data["loss"], data["weight"], tuple(data["norm_squares"]),
-                   tuple(data["guesses"]), data["zeros"])
 
 
 @dataclass

@@ -6,7 +6,8 @@ the same boundary: before the iteration after next, which nobody can have begun,
 
 from __future__ import annotations
 
-from megatron_recycle.control import Agent, Offer
+from megatron_recycle.control import Agent
+from megatron_recycle.membership import Offer
 from megatron_recycle.plan import Plan
 
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
 from megatron_recycle.errors import DataError, GenerationOver, JobEnded, RecycleError
-from megatron_recycle.membership import workers_of
+from megatron_recycle.membership import Verdict, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import CONNECT, COPY, WORKING
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.commit import Verdict
 from megatron_recycle.runtime.compute.data import NotReadHere, digest
 from megatron_recycle.runtime.description import description, standing
 from megatron_recycle.runtime.equality import verify_recovery

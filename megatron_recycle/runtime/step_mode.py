@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_recycle.membership import Verdict
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.runtime.commit import Verdict
 
 _WINDOW = 8
 _MANY = 3

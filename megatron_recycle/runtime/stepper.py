@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import torch
 
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.membership import Process, Resume
+from megatron_recycle.membership import Process, Resume, Verdict
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import HELD
-from megatron_recycle.runtime.commit import Commit, Committer, Held, Verdict
+from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.ledger import Ledger

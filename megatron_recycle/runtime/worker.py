@@ -16,7 +16,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.errors import GenerationOver, JobEnded, UnsupportedError
-from megatron_recycle.membership import THE_END, Fault
+from megatron_recycle.membership import THE_END, Fault, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
 from megatron_recycle.runtime.actions import Actions
@@ -27,7 +27,7 @@ from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.comm.reduction import Reduction, per_token, reduction_of
 from megatron_recycle.runtime.comm.trained_alike import Agreement, Trained
-from megatron_recycle.runtime.commit import Held, Verdict
+from megatron_recycle.runtime.commit import Held
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.edits import Edits

@@ -32,6 +32,8 @@ from typing import Any
 
 from megatron_recycle.control import Coordinator, Journal, Timeouts
 from megatron_recycle.control.wire import Session
+from megatron_recycle.membership import Process
+from megatron_recycle.membership.standing import Standing
 
 STAGES = 8
 TOKEN = "heartbeats"
@@ -84,8 +86,7 @@ class Client(asyncio.Protocol):
         self.number = number
         self.session = LightSession(TOKEN, server=False)
         self.transport: asyncio.Transport
-        self.committed = -1
-        self.stopped = self.went = 1
+        self.standing = Standing(Process.parse(self.name))
         self.dead = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -100,7 +101,7 @@ class Client(asyncio.Protocol):
         if self.session.open and not before:
             self.say(type="hello", role="worker", worker=self.name, rank=self.number, incarnation=f"i{self.number}",
                      pid=10_000 + self.number, host=f"host{self.number // 8}", generation=0)
-            self.say(type="ready", description=self.job.description, report=self.report(0))
+            self.say(type="ready", description=self.job.description, report=self.standing.report())
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self.dead:
@@ -111,15 +112,11 @@ class Client(asyncio.Protocol):
         kind, generation = message["type"], message.get("generation")
         if kind == "stop":
             self.job.heard["stop", generation].append(time.time())
-            self.say(type="report", generation=generation, report=self.report(1))
+            self.say(type="report", generation=generation, report=self.standing.report())
         elif kind == "go":
             self.job.heard["go", generation].append(time.time())
             self.say(type="resumed", generation=generation, t=time.time(), received=None)
             self.job.told()
-
-    def report(self, attempt: int) -> dict[str, Any]:
-        return {"iteration": self.committed + 1, "attempt": attempt, "holds": self.committed,
-                "stepped": self.committed, "committed": self.committed, "verdict": None, "actions": 7}
 
     def say(self, **message: Any) -> None:
         if not self.dead and not self.transport.is_closing():
@@ -127,11 +124,11 @@ class Client(asyncio.Protocol):
 
     def beat(self) -> None:
         doing = {"state": "working", "what": "forward", "number": 4711, "for_s": 0.123, "limit_s": 12.345}
-        self.say(type="heartbeat", progress={"iteration": self.committed + 1, "attempt": 1, "phase": "forward",
+        self.say(type="heartbeat", progress={"iteration": self.standing.iteration, "attempt": 1, "phase": "forward",
                                              "action": "F0.1", "doing": doing})
 
     def commit(self, iteration: int, generation: int) -> None:
-        self.committed = iteration
+        self.standing.stand_at(iteration + 1)
         self.say(type="committed", iteration=iteration, generation=generation, loss=2.5)
 
 

@@ -1,7 +1,8 @@
 """Stands for a training process: follows the protocol with an Agent, computes nothing, needs no torch.
 
-Workers agree through files in the run directory, as a real job does through its groups: a worker holds k when
-all members have computed it, and steps k when all members hold it. Told what to do by RECYCLE_FAKE (JSON):
+Where it stands is kept by a `Standing`, as in a real worker. Workers agree through files in the run directory, as a
+real job does through its groups: a worker holds k when all members have computed it, and steps k when all members hold
+it. Told what to do by RECYCLE_FAKE (JSON):
 `iterations`; `pause`: {rank: iteration} and `pause_report`: {rank: generation}, where a worker says so in a file
 and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks; `fail_when_connected`: ranks;
 `patience`: seconds that a waiting one bears a coordinator out of reach; `marks`: a folder for these files.
@@ -21,6 +22,10 @@ from megatron_recycle.chaos.observer import observer_for
 from megatron_recycle.control import Agent, Go, Stop
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership import Process
+from megatron_recycle.membership.standing import Standing
+from megatron_recycle.membership.verdict import StepMode, Verdict
+from megatron_recycle.plan import Action
 
 STAGES = 2
 
@@ -34,7 +39,7 @@ class FakeWorker:
         pipelines = int(os.environ["WORLD_SIZE"]) // STAGES
         # Not rank = d * S + s: the launcher must not assume an order.
         self.name = f"{self.rank % pipelines}:{self.rank // pipelines}"
-        self.holds = self.done = -1
+        self.standing = Standing(Process.parse(self.name), StepMode.of(False))
         self.observer = observer_for(Launched.read())
         self.agent = Agent(
             os.environ["RECYCLE_COORDINATOR"],
@@ -69,19 +74,9 @@ class FakeWorker:
     def on_stop(self, stop: Stop) -> None:
         self.agent.event("heard", generation=stop.generation, heard=time.time())
 
-    def report(self, attempt: int = 0) -> dict[str, Any]:
-        return {
-            "iteration": self.done + 1,
-            "attempt": attempt,
-            "holds": self.holds,
-            "stepped": self.done,
-            "verdict": None,
-            "actions": 3,
-        }
-
     def enter(self) -> Go | None:
         """Wait for generation 1, or, in a job that runs already, to be taken in."""
-        self.agent.ready(self.description, self.report())
+        self.agent.ready(self.description, self.standing.report())
         return self.agent.wait_taken_in() if self.agent.outside else self.agent.wait_go(1)
 
     def train(self) -> None:
@@ -94,7 +89,7 @@ class FakeWorker:
         go = self.enter()
         while True:
             if go is not None:
-                self.holds = self.done = go.resume.target
+                self.reconcile(go)
                 if self.name in go.resume.joined:
                     self.agent.holds(go.generation, {"bytes": 1000, "ms": 1.0})
                 self.agent.resumed(go.generation)
@@ -107,23 +102,46 @@ class FakeWorker:
             if self.rank in self.orders.get("mute", ()):
                 threading.Event().wait()
             self.pause("report", generation)
-            self.agent.report(generation, self.report(1 if go is None else go.attempt))
+            self.standing.give_up()
+            self.agent.report(generation, self.standing.report())
             go = self.agent.wait_go(generation)
+
+    def reconcile(self, go: Go) -> None:
+        """As if every gradient and verdict could be had at once."""
+        standing, target = self.standing, go.resume.target
+        standing.join(go.generation)
+        todo = standing.reconciliation(go.resume)
+        if todo.enter:
+            standing.enter(verdict(target), standing.mode)
+        if todo.drop:
+            standing.drop()
+        if todo.copies and standing.holds < target:
+            standing.receive(target)
+        if todo.anew or todo.verdict is not None:
+            self.settle(target)
+        standing.go_on(go.resume)
+
+    def settle(self, iteration: int) -> None:
+        self.standing.step(1.0)
+        self.standing.commit(verdict(iteration), 1.0)
 
     def run(self, go: Go) -> bool:
         """All remaining iterations; False if a stop came."""
-        while self.done + 1 < self.orders["iterations"]:
-            iteration = self.done + 1
+        standing = self.standing
+        while standing.stepped + 1 < self.orders["iterations"]:
+            iteration = standing.stepped + 1
+            standing.begin(iteration)
+            standing.did(Action("F", 0, 0))
             self.pause("iteration", iteration)
             self.observe("forward", iteration)
             if not self.agreed(go, f"computed-{iteration}"):
                 return False
-            self.holds = iteration
+            standing.hold(iteration)
             self.observe("reduced", iteration)
             offer = self.agent.offer
             if not self.agreed(go, f"held-{iteration}", str(offer.number) if offer else ""):
                 return False
-            self.done = iteration
+            self.settle(iteration)
             self.observe("stepped", iteration)
             self.agent.committed(iteration, 1.0 / (iteration + 1))
             if offer is not None and offer.plan is None and self.all_told(go, f"held-{iteration}", str(offer.number)):
@@ -174,6 +192,10 @@ class FakeWorker:
         self.agent.event("paused", rank=self.rank, before=before, number=number)
         while file.exists() and self.agent.stop_generation == stop and self.agent.ended is None:
             time.sleep(0.002)
+
+
+def verdict(iteration: int) -> Verdict:
+    return Verdict(iteration, 1.0 / (iteration + 1), 0.0, (1.0,), (1.0,))
 
 
 def main() -> int:

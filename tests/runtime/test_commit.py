@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_recycle.errors import DataError
+from megatron_recycle.membership import Verdict
 from megatron_recycle.plan import Grid
-from megatron_recycle.runtime.commit import Held, Verdict, _compare
+from megatron_recycle.runtime.commit import Held, _compare
 
 GRID = Grid(2, (2, 2))
 

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_recycle.control import Offer
+from megatron_recycle.membership.promises import Offer, Promises
 from megatron_recycle.plan import Costs, Grid, Problem
 from megatron_recycle.planner import quick
-from megatron_recycle.runtime.offers import Offers
+from tests.membership.paper import GUESS, Paper, verdict
 
 
 def test_a_plan_is_taken_two_iterations_after_the_promise_and_once():
     plan = quick(Problem(Grid(2, (2, 2)), Costs.parse("1,1,1", 2)))
-    agent: Any = SimpleNamespace(offer=None)
-    offers = Offers(agent)
-    assert offers.promise(1) == 0
-    agent.offer = Offer(1, 3, plan.to_json())
-    assert offers.promise(2) == 0, "of another generation"
-    assert offers.promise(1) == 3
-    assert offers.plan_from(9) is None, "nobody has said that all have promised"
-    offers.agreed(5)
-    assert offers.plan_from(6) is None
-    taken = offers.plan_from(7)
+    promises = Promises(1)
+    assert promises.promise(4, None) == 0
+    assert promises.promise(4, Offer(2, 3, plan.to_json())) == 0, "of another generation"
+    offer = Offer(1, 3, plan.to_json())
+    assert promises.promise(5, offer) == 3
+    assert promises.plan_from(9) is None, "nobody has said that all have promised"
+    promises.agreed(5)
+    assert promises.plan_from(6) is None
+    taken = promises.plan_from(7)
     assert taken is not None and taken.digest == plan.digest
-    assert offers.plan_from(7) is None and offers.promise(1) == 0 and not offers.ends_before(9)
+    assert promises.plan_from(7) is None and promises.promise(7, offer) == 0 and not promises.ends_before(9)
 
 
-def test_a_switch_ends_the_generation_two_iterations_later_unless_a_failure_ends_it_first():
-    agent: Any = SimpleNamespace(offer=Offer(1, 1, None))
-    offers = Offers(agent)
-    assert offers.promise(1) == 1
-    offers.agreed(5)
-    assert not offers.ends_before(6) and offers.ends_before(7)
-    offers.forget()
-    assert not offers.ends_before(7)
+def test_a_switch_ends_the_generation_two_iterations_later():
+    promises = Promises(1)
+    assert promises.promise(5, Offer(1, 1, None)) == 1
+    promises.agreed(5)
+    assert not promises.ends_before(6) and promises.ends_before(7)
 
 
 # ---- all workers follow the same plan, whenever each of them learns what
@@ -46,20 +39,22 @@ def test_a_switch_ends_the_generation_two_iterations_later_unless_a_failure_ends
 PLANS = [quick(Problem(Grid(2, (2, 2)), Costs.parse(f"{forward},1,1", 2))) for forward in range(1, 6)]
 
 
-class Member:
-    """What decides about one worker's plans: it begins an iteration once it holds the last one, holds it once the last
-    one's verdict is known, and learns a verdict at any time between that all hold the iteration and its next hold."""
+class Member(Paper):
+    """What decides about one worker's plans: it begins an iteration once it has stepped the last one, holds it once the
+    last one's verdict is known, and learns a verdict at any time between that all hold the iteration and its next
+    hold."""
 
     def __init__(self) -> None:
-        self.agent: Any = SimpleNamespace(offer=None)
-        self.offers = Offers(self.agent)
-        self.enter(0, PLANS[0].digest)
+        super().__init__("0:0", staggered=True)
+        self.offer: Offer | None = None
+        self.enter_generation(1, 0, PLANS[0].digest)
 
-    def enter(self, iteration: int, digest: str) -> None:
+    def enter_generation(self, generation: int, iteration: int, digest: str) -> None:
         """A generation begins."""
-        self.offers.forget()
-        self.digest, self.iteration, self.known = digest, iteration, iteration - 1
-        self.attempt, self.rolled, self.began = 1, 0, False
+        self.standing.join(generation)
+        self.standing.stand_at(iteration)
+        self.standing.next_attempt = 1
+        self.digest = digest
         self.promises: dict[int, int] = {}
 
 
@@ -76,19 +71,20 @@ class Training:
     def step(self, who: int, what: str) -> bool:
         """Worker ``who`` does ``what``, if it can; whether it could."""
         member = self.members[who % len(self.members)]
-        all_hold = all(member.known + 1 in other.promises for other in self.members)
-        same_handles = {other.rolled for other in self.members} == {member.rolled}
+        standing = member.standing
+        all_hold = standing.held is not None and all(standing.held in other.promises for other in self.members)
+        same_handles = {other.standing.epoch for other in self.members} == {standing.epoch}
         if what == "offer":
             self.number, self.plan = self.number + 1, (self.plan + 1) % len(PLANS)
         elif what == "hear" and self.number:
-            member.agent.offer = Offer(self.generation, self.number, PLANS[self.plan].to_json())
+            member.offer = Offer(self.generation, self.number, PLANS[self.plan].to_json())
         elif what == "wrong":
-            self.wrong.add(member.iteration)
-        elif what == "begin" and not member.began and same_handles:
+            self.wrong.add(standing.stepped + 1)
+        elif what == "begin" and standing.may_begin and same_handles:
             self._begin(member)
-        elif what == "hold" and member.began and same_handles and member.known == member.iteration - 1:
-            member.promises[member.iteration] = member.offers.promise(self.generation)
-            member.iteration, member.attempt, member.began = member.iteration + 1, 1, False
+        elif what == "hold" and standing.may_reduce and same_handles:
+            member.promises[standing.iteration] = standing.promises.promise(standing.iteration, member.offer)
+            member.hold(standing.iteration)
         elif what == "learn" and all_hold:
             self._learn(member)
         elif what == "fail":
@@ -98,28 +94,31 @@ class Training:
         return True
 
     def _begin(self, member: Member) -> None:
-        while plan := member.offers.plan_from(member.iteration):
+        standing = member.standing
+        while plan := standing.promises.plan_from(standing.stepped + 1):
             member.digest = plan.digest
-        member.began = True
-        key = self.generation, member.iteration, member.attempt
+        standing.begin(standing.stepped + 1)
+        key = standing.epoch.generation, standing.iteration, standing.attempt
         self.used.setdefault(key, set()).add(member.digest)
 
     def _learn(self, member: Member) -> None:
-        member.known += 1
-        promised = {other.promises[member.known] for other in self.members}
+        iteration = member.standing.held
+        assert iteration is not None
+        promised = {other.promises[iteration] for other in self.members}
+        wrong = member.settle(verdict(iteration, 0.5 if iteration in self.wrong else GUESS))
         if len(promised) == 1 and promised != {0}:
-            member.offers.agreed(member.known)
-        if member.known in self.wrong:
+            member.standing.promises.agreed(iteration)
+        if wrong:
             # What it has of the next iteration is void; nobody goes on before all have new handles.
-            member.rolled, member.attempt, member.began = member.rolled + 1, member.attempt + 1, False
+            member.standing.roll_back()
 
     def _fail(self) -> None:
         """Another generation begins after what all hold, with the last plan that was offered, and a new worker."""
-        first = min(member.iteration for member in self.members)
+        first = min(member.standing.stepped for member in self.members) + 1
         self.generation, self.number = self.generation + 1, 0
         self.members[0] = Member()
         for member in self.members:
-            member.enter(first, PLANS[self.plan].digest)
+            member.enter_generation(self.generation, first, PLANS[self.plan].digest)
 
 
 ORDERS = {"eager": ("learn", "hold", "begin"), "lazy": ("begin", "hold", "learn")}

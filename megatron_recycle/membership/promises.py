@@ -1,0 +1,61 @@
+"""What the coordinator offers a generation: a better plan, or a switch that others come in or leave with.
+
+A worker promises to take an offer with its part of a commit. Where all have promised the same one, all take it at
+the same boundary: before the iteration after next, which nobody can have begun, since that takes this very verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A better plan for `generation`; all members adopt it together at a boundary. Without a plan: a switch, for
+    which all members wait at that boundary until the next generation is decided."""
+
+    generation: int
+    number: int
+    plan: Mapping[str, Any] | None
+
+
+class Promises:
+    """One worker's promises in ``generation``, in which offers are numbered from 1."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self._promised: tuple[int, Offer] | None = None
+        self._agreed = 0
+        self._next: list[tuple[int, Plan]] = []  # agreed upon, each with its first iteration
+        self._boundary: int | None = None
+
+    def promise(self, iteration: int, offer: Offer | None) -> int:
+        """Number of the offer that the commit of ``iteration`` carries the promise of; 0 for none. ``offer``: the last
+        one that this worker has heard of."""
+        new = offer is not None and offer.generation == self.generation and offer.number > self._agreed
+        self._promised = (iteration, offer) if new and offer is not None else None
+        return self._promised[1].number if self._promised is not None else 0
+
+    def agreed(self, iteration: int) -> None:
+        """The commit of ``iteration`` shows that all workers have promised what this one has."""
+        assert self._promised is not None and self._promised[0] == iteration, (
+            f"nothing was promised with iteration {iteration}, so nothing can be agreed upon")
+        offer = self._promised[1]
+        self._agreed = offer.number
+        if offer.plan is None:
+            self._boundary = iteration + 2
+        else:
+            self._next.append((iteration + 2, Plan.from_json(offer.plan)))
+
+    def ends_before(self, iteration: int) -> bool:
+        """Whether this generation does not begin ``iteration``: all wait before it for the next one."""
+        return self._boundary is not None and iteration >= self._boundary
+
+    def plan_from(self, iteration: int) -> Plan | None:
+        """The next plan that is taken with ``iteration``, told once; None: there is none. In their order: the
+        next but one may be agreed upon before or after the next one's iteration begins here."""
+        return self._next.pop(0)[1] if self._next and iteration >= self._next[0][0] else None

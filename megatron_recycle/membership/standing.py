@@ -1,0 +1,287 @@
+"""Where a worker stands: the worker's half of the protocol, as `machine` is the coordinator's. Pure: no tensors, no
+clock, no messages.
+
+An iteration goes through the same moments on every worker: it is begun, its actions are done, its reduced gradient is
+held, it is stepped (at once, with a coefficient that may turn out to be wrong, or when the verdict is known), and it is
+committed. `Standing` keeps which of them this worker has reached, refuses any other order, and says what is to be done
+about a verdict (`Settlement`) and after a failure (`Reconciliation`). Whoever has the tensors does it, and says so.
+
+No worker reduces an iteration before the one ahead of it is committed: so stages are never more than one step apart,
+and one snapshot and one kept gradient per worker suffice to go back or forward after a failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_recycle.membership.names import Process, workers_of
+from megatron_recycle.membership.promises import Promises
+from megatron_recycle.membership.resume import Resume
+from megatron_recycle.membership.verdict import StepMode, Verdict, differ
+from megatron_recycle.plan.action import Action
+from megatron_recycle.plan.grid import Worker
+
+
+class Epoch(NamedTuple):
+    """One set of process groups. The members of a generation make new ones, a ``renewal``, where a wrong guess has
+    voided what was under way on the old ones."""
+
+    generation: int = 0
+    renewal: int = 0
+
+
+@dataclass(frozen=True)
+class Settlement:
+    """What makes the update of an iteration the one that its verdict asks for: `undo` the step that was made with
+    another coefficient, then `step` with the right one."""
+
+    undo: bool
+    step: bool
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """What brings a worker to the end of the iteration that a generation goes on after; to be done in this order.
+
+    Attributes:
+        enter: the worker holds nothing: it takes everything from its peers, and nothing else of this is to be done.
+        undo: the last step, which some stage has lost the gradient of.
+        drop: the gradient of that step's iteration.
+        copies: peers that take the reduced gradient, and the peer that each takes it from: those that this worker
+            takes part in, in the order that all peers keep to.
+        verdict: what to settle the iteration by; None: it is committed here, or to be committed `anew` by all.
+        anew: nobody who is left knows the verdict.
+        give: peers of this stage come in and take everything.
+    """
+
+    enter: bool = False
+    undo: bool = False
+    drop: bool = False
+    copies: tuple[tuple[Worker, Worker], ...] = ()
+    verdict: Verdict | None = None
+    anew: bool = False
+    give: bool = False
+
+
+@dataclass
+class Standing:
+    """Where one worker stands; written by the training thread only. What is illegal is refused by AssertionError.
+
+    Attributes:
+        me: this process.
+        mode: whether the next iteration is stepped at once.
+        epoch: the process groups in use, the last ones between two sets; generation 0 before the first.
+        iteration, attempt: the last that were begun; `next_attempt` is the number of the next one.
+        under_way: whether that attempt is: its actions count until its gradient is held, or it is given up.
+        done: actions of it that are done, in order; `earlier` counts those of the iteration before, as long as that is
+            not committed.
+        held: the iteration, not committed, whose complete reduced gradient is kept; None: there is none.
+        stepped: the last iteration that this worker has stepped, for good or not; -1 for none.
+        committed: the last one that it stepped for good; -1 for none.
+        saved: the iteration whose step can be undone; None: there is none.
+        used: the coefficient of the last step.
+        early: whether the iteration that was held last is stepped before its verdict.
+        verdict, before: of the last two committed iterations, as far as this worker was there.
+        entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
+        verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
+        passes: of evaluation that the script has asked for; `evaluated`: those that are done everywhere, as far as
+            this worker knows.
+        promises: what this worker has promised in the generation.
+    """
+
+    me: Process
+    mode: StepMode = field(default_factory=StepMode)
+    epoch: Epoch = field(default_factory=Epoch)
+    iteration: int = 0
+    attempt: int = 1
+    next_attempt: int = 1
+    under_way: bool = False
+    done: list[Action] = field(default_factory=list)
+    earlier: int = 0
+    held: int | None = None
+    stepped: int = -1
+    committed: int = -1
+    saved: int | None = None
+    used: float | None = None
+    early: bool = False
+    verdict: Verdict | None = None
+    before: Verdict | None = None
+    entered: int | None = None
+    verified: int = -1
+    passes: int = 0
+    evaluated: int = 0
+    promises: Promises = field(default_factory=lambda: Promises(0))
+
+    # ---- what is told
+
+    @property
+    def holds(self) -> int:
+        """The last iteration whose complete reduced gradient this worker has, or has stepped for good."""
+        return self.committed if self.held is None else self.held
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Of the last two committed iterations, as far as this worker was there, the last one first."""
+        return [verdict for verdict in (self.verdict, self.before) if verdict is not None]
+
+    def report(self) -> dict[str, Any]:
+        """Where this worker stands, for the coordinator."""
+        return {"iteration": self.iteration, "attempt": self.attempt, "holds": self.holds, "stepped": self.stepped,
+                "committed": self.committed, "verdict": self.verdict.to_json() if self.verdict else None,
+                "actions": len(self.done), "earlier": self.earlier}
+
+    # ---- the groups that it trains on
+
+    def stand_at(self, iteration: int) -> None:
+        """Training begins with ``iteration``; everything before it is committed."""
+        self.iteration, self.attempt = iteration, 0
+        self.stepped = self.committed = iteration - 1
+        self.held = self.saved = None
+        self.under_way, self.earlier = False, 0
+        self.done.clear()
+
+    def join(self, generation: int) -> None:
+        """A generation begins: nothing was promised in it yet."""
+        assert generation > self.epoch.generation, f"generation {generation} comes after generation {self.epoch}"
+        self.epoch = Epoch(generation)
+        self.promises = Promises(generation)
+
+    def roll_back(self) -> int:
+        """A guess was wrong: what was under way is void on all workers, which meet again on new groups. Returns how
+        many actions of the next iteration are lost."""
+        assert self.held is None and self.stepped == self.committed, "the right step is made before all meet again"
+        begun = self.iteration == self.committed + 1
+        self.under_way = False
+        self.next_attempt = 1 + (self.attempt if begun else self.next_attempt)
+        self.epoch = Epoch(self.epoch.generation, self.epoch.renewal + 1)
+        return len(self.done) if begun else 0
+
+    # ---- an iteration
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether the iteration after the last that was stepped may be begun, as far as that hangs on this worker."""
+        return self.epoch.generation > 0 and not self.under_way and (self.held is None or self.held == self.stepped)
+
+    def begin(self, iteration: int) -> None:
+        """An attempt at ``iteration``, the one after the last that was stepped."""
+        assert iteration == self.stepped + 1, f"iteration {iteration} begins after {iteration - 1}, not {self.stepped}"
+        assert self.committed >= iteration - 2, f"iteration {iteration} begins when {iteration - 2} is committed"
+        assert self.may_begin, f"an iteration begins in a generation, and with the one before it stepped: {self}"
+        assert not self.promises.ends_before(iteration), f"all wait before iteration {iteration}, as agreed"
+        self.earlier = len(self.done) if iteration == self.iteration + 1 and self.committed < self.iteration else 0
+        self.iteration, self.attempt, self.next_attempt = iteration, self.next_attempt, 1
+        self.under_way = True
+        self.done.clear()
+
+    def give_up(self) -> None:
+        """The attempt under way, if there is one, goes no further; its actions are counted, and lost."""
+        self.under_way = False
+
+    def did(self, action: Action) -> None:
+        """An action of the attempt under way is done."""
+        assert self.under_way, f"{action} belongs to no attempt: {self}"
+        self.done.append(action)
+
+    def check_complete(self, planned: Sequence[Action]) -> None:
+        """Every planned action was done once, in order, before the reduction (promise P1)."""
+        if self.done != [action for action in planned if action.kind != "S"]:
+            raise AssertionError(f"iteration {self.iteration}: did {self.done}, the plan says {list(planned)}")
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether the iteration under way may be reduced: the one before it is committed here."""
+        return self.under_way and self.held is None and self.committed == self.stepped == self.iteration - 1
+
+    def hold(self, iteration: int) -> None:
+        """The complete reduced gradient of the iteration under way is there."""
+        assert iteration == self.iteration and self.may_reduce, (
+            f"iteration {iteration} is reduced when {iteration - 1} is committed: {self}")
+        self.held, self.early, self.under_way = iteration, self.mode.staggered, False
+
+    def save(self) -> None:
+        """What the step of the held iteration changes has been copied."""
+        assert self.held == self.stepped + 1, f"saved is what is about to be stepped: {self}"
+        self.saved = self.held
+
+    def step(self, coefficient: float) -> None:
+        """The held iteration has been stepped."""
+        assert self.held == self.stepped + 1, f"a step is made of the iteration that is held, once: {self}"
+        self.stepped, self.used = self.stepped + 1, coefficient
+
+    def undo(self) -> None:
+        """The last step has been undone."""
+        assert self.saved == self.stepped > self.committed, f"only a step that is not final is undone: {self}"
+        self.stepped, self.saved = self.stepped - 1, None
+
+    def settlement(self, iteration: int, right: float) -> Settlement:
+        """What is to be done once the verdict on ``iteration`` asks for the coefficient ``right``."""
+        assert self.held == iteration == self.committed + 1, f"iteration {iteration} is held and not committed: {self}"
+        undo = self.stepped == iteration and differ(self.used, right)
+        return Settlement(undo, step=undo or self.stepped < iteration)
+
+    def commit(self, verdict: Verdict, right: float) -> bool:
+        """The step of the held iteration is the one that ``verdict`` asks for, with the coefficient ``right``: it is
+        final. Returns whether steps are staggered from now on and were not, or the other way round."""
+        assert self.held == self.stepped == verdict.iteration and not differ(self.used, right), (
+            f"final is what the verdict asks for, {right} for iteration {verdict.iteration}: {self}")
+        self.committed = verdict.iteration
+        self.held = self.saved = None
+        self.verdict, self.before = verdict, self.verdict
+        mode, self.mode = self.mode, self.mode.after(verdict.refutes(right))
+        return mode.staggered != self.mode.staggered
+
+    # ---- after a failure
+
+    def reconciliation(self, resume: Resume) -> Reconciliation:
+        """What brings this worker to where all go on."""
+        worker, part, target = self.me.worker, self.me.part or 0, resume.target
+        joined = workers_of(resume.joined)
+        if worker in joined:
+            return Reconciliation(enter=True)
+        assert target <= self.stepped + 1 and self.committed <= target <= self.committed + 1, (
+            f"{target} cannot be reached by undoing or making one step: {self}")
+        pairs = sorted((Process.parse(to), Process.parse(source).worker) for to, source in resume.copies.items())
+        copies = tuple((to.worker, source) for to, source in pairs
+                       if (to.part or 0) == part and worker in (to.worker, source))
+        behind = self.committed < target
+        verdict = Verdict.from_json(resume.verdict) if behind and resume.verdict is not None else None
+        return Reconciliation(
+            undo=self.stepped > target, drop=self.held is not None and self.held > target, copies=copies,
+            verdict=verdict, anew=behind and verdict is None, give=any(other.stage == worker.stage for other in joined))
+
+    def drop(self) -> None:
+        """The gradient that was held is thrown away: its iteration is trained again."""
+        assert self.held is not None and self.stepped < self.held, f"nothing that is stepped is dropped: {self}"
+        self.held = None
+
+    def receive(self, iteration: int) -> None:
+        """A peer's reduced gradient of ``iteration`` is there whole."""
+        assert self.held is None and iteration == self.stepped + 1 == self.committed + 1, (
+            f"a worker that lacks iteration {iteration} has committed {iteration - 1}: {self}")
+        self.held = iteration
+
+    def enter(self, verdict: Verdict, mode: StepMode) -> None:
+        """All that a peer has is here too: this worker stands where the peer stood, after ``verdict.iteration``."""
+        self.verdict, self.mode = verdict, mode
+        self.entered = verdict.iteration
+        self.stand_at(verdict.iteration + 1)
+
+    def go_on(self, resume: Resume) -> None:
+        """All stand at the same place; the next attempt is the one that the coordinator has numbered."""
+        assert self.held is None and self.committed == self.stepped == resume.target, (
+            f"all go on after iteration {resume.target}: {self}")
+        self.next_attempt = resume.attempt
+
+    # ---- checks and evaluations between two iterations
+
+    def due(self, iteration: int, every: int) -> bool:
+        """Whether peers are compared before ``iteration``: before one of ``every``, 0 for none, and once."""
+        return bool(every) and iteration % every == 0 and self.verified != iteration
+
+    def evaluate(self) -> None:
+        """A pass that the script has asked for is done everywhere."""
+        assert self.evaluated < self.passes, "a pass that is done is not done again"
+        self.evaluated += 1

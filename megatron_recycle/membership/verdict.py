@@ -1,0 +1,94 @@
+"""What all workers learn of an iteration once every stage holds its gradient, and what they do next because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_WINDOW = 8
+_MANY = 3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all workers know of an iteration once every stage holds it.
+
+    Attributes:
+        iteration: the iteration.
+        loss: mean loss of the global batch.
+        weight: sum over the global batch of the first number that each micro-batch reports (tokens); 0 for none.
+        norm_squares: squared gradient norm of each stage, as the framework counts it; of each of its parts where
+            workers have several, stage by stage.
+        guesses: the coefficient that each of those stepped with, or would have, before it knew the others' norms.
+        zeros: elements of the whole gradient that are zero, if the framework counts them.
+    """
+
+    iteration: int
+    loss: float
+    weight: float
+    norm_squares: tuple[float, ...]
+    guesses: tuple[float, ...]
+    zeros: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {"iteration": self.iteration, "loss": self.loss, "weight": self.weight,
+                "norm_squares": list(self.norm_squares), "guesses": list(self.guesses), "zeros": self.zeros}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Verdict:
+        return cls(data["iteration"], data["loss"], data["weight"], tuple(data["norm_squares"]),
+                   tuple(data["guesses"]), data["zeros"])
+
+    def refutes(self, right: float) -> bool:
+        """Whether some stage guessed another coefficient than ``right``, the one that this verdict asks for."""
+        return any(differ(guess, right) for guess in self.guesses)
+
+
+def differ(one: float | None, other: float) -> bool:
+    """Whether two coefficients differ. Compared as text: one that is not a number differs from itself as a value, and
+    is right if the guess was none either."""
+    return str(one) != str(other)
+
+
+@dataclass(frozen=True)
+class StepMode:
+    """Whether stages step at once or wait for the verdict: decided anew for every iteration, alike on all workers.
+
+    A stage that steps before it knows the others' gradient norms is wrong whenever clipping is active, and every wrong
+    step throws away the work on the next iteration. So stages wait while guesses are often wrong. The choice depends on
+    nothing but the verdicts so far, which are the same everywhere, so all workers switch at the same iteration without
+    a word between them.
+
+    Attributes:
+        wanted: whether steps may be staggered at all.
+        staggered: whether the next one is.
+        wrong: whether some stage guessed wrong, of the last iterations since the choice changed, the last one last.
+    """
+
+    wanted: bool = True
+    staggered: bool = True
+    wrong: tuple[bool, ...] = ()
+
+    @classmethod
+    def of(cls, wanted: bool) -> StepMode:
+        """The mode that a job begins with."""
+        return cls(wanted, wanted)
+
+    def after(self, wrong: bool) -> StepMode:
+        """The mode of the next iteration, once some guess of this one was ``wrong``, or none."""
+        if not self.wanted:
+            return self
+        known = (*self.wrong, wrong)[-_WINDOW:]
+        often, never = sum(known) >= _MANY, len(known) == _WINDOW and not any(known)
+        if often if self.staggered else never:
+            return StepMode(True, not self.staggered)
+        return StepMode(True, self.staggered, known)
+
+    def to_json(self) -> dict[str, Any]:
+        """What the next choice depends on, for a worker that comes in."""
+        return {"staggered": self.staggered, "wrong": list(self.wrong)}
+
+    def like(self, other: Mapping[str, Any]) -> StepMode:
+        """The mode of the worker whose `to_json` is ``other``."""
+        return StepMode(self.wanted, other["staggered"], tuple(other["wrong"])[-_WINDOW:])
