@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import threading
-from datetime import timedelta
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.runtime.comm.backend import GLOO
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.tags import WORLD
+from tests.runtime.comms import gloo
 
 LARGE = 1 << 26
-
-
-def pair() -> list[Comm]:
-    """The two ends of a gloo group, in this process."""
-    store, ends = dist.HashStore(), [None, None]
-
-    def connect(rank: int) -> None:
-        backend = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
-        backend.options._timeout = timedelta(seconds=60)
-        group = dist.ProcessGroup(store, rank, 2)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        ends[rank] = Comm(group, GLOO, WORLD)
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return ends
 
 
 def waiting(call) -> tuple[threading.Thread, list[str]]:
@@ -53,7 +31,7 @@ def waiting(call) -> tuple[threading.Thread, list[str]]:
 
 def cut_in_the_midst() -> tuple[Comm, Pending, Comm, Pending]:
     for _ in range(5):
-        near, far = pair()
+        near, far = gloo(2, WORLD)
         tensor = torch.zeros(LARGE)
         receiving = near.receive(tensor, 1, 0)
         sending = far.send(torch.ones(LARGE), 0, 0)
@@ -77,7 +55,7 @@ def test_a_transfer_that_was_cut_off_in_its_midst_is_left_on_both_sides():
 
 
 def test_what_is_not_stuck_fails_and_ends_as_ever():
-    near, far = pair()
+    near, far = gloo(2, WORLD)
     ones = [torch.ones(3), torch.ones(3)]
     threads = [waiting(end.sum(one).wait)[0] for end, one in zip((near, far), ones)]
     for thread in threads:
