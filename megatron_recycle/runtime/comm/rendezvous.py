@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.threads import Threads
 
@@ -99,13 +99,13 @@ def job_store(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
 
     Raises GenerationOver when interrupted, and RuntimeError.
     """
-    if "MASTER_ADDR" not in os.environ:  # a job that met some other way, without a coordinator that comes back
+    address = Launched.read().store
+    if address is None:  # a job that met some other way, without a coordinator that comes back
         return c10d._get_default_store()
     limit = time.monotonic() + _LONGEST_ABSENCE
     while True:
         try:
-            return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                                 timeout=timedelta(seconds=timeout), wait_for_workers=False)
+            return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
         except RuntimeError:
             if interrupted():
                 raise GenerationOver("a newer generation was announced while the store was sought") from None
