@@ -1,5 +1,12 @@
 #!/usr/bin/env bash
-# Runs all tests; arguments go to pytest: scripts/test.sh -m "not slow" -k recovery
+# Runs all tests, and beside them the checks of style; arguments go to pytest:
+#
+#   scripts/test.sh                                  everything but the tests of the night
+#   scripts/test.sh -m "not slow" -k recovery        some
+#   CAMPAIGN_SEEDS=5000 scripts/test.sh --night      more of each kind, and random campaigns as long as one likes
+#
+# As many tests run beside each other as there are cores: each job has its own folder, ports and network. PROCESSES=0
+# runs them one after the other, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -7,4 +14,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [ -z "${DS_ACCELERATOR:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then
     export DS_ACCELERATOR=cpu
 fi
-exec "${VENV:-.venv}/bin/python" -m pytest "$@"
+python=${VENV:-.venv}/bin/python
+style=$(mktemp)
+trap 'rm -f "$style"' EXIT
+scripts/style.sh >"$style" 2>&1 &
+checks=$!
+status=0
+"$python" -m pytest -n "${PROCESSES:-$(nproc)}" --dist worksteal --ignore tests/test_style.py "$@" || status=$?
+wait "$checks" || { cat "$style"; status=1; }
+exit "$status"

@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy
 
 from tests.harness import Job, Result
-
-
-def run(body: Callable[..., Any], size: int, arguments: Mapping[str, Any]) -> dict[int, Result]:
-    """A job without failures; everybody ends well."""
-    with Job(body, size, arguments) as job:
-        results = job.wait()
-        assert all(result.status == 0 for result in results.values()), job.where()
-    return results
 
 
 def arrays(result: Result) -> Iterator[tuple[str, numpy.ndarray]]:

@@ -11,7 +11,8 @@ import pytest
 from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
 from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
-from tests.backends.comparing import differences, run
+from tests.backends.comparing import differences
+from tests.references import run
 
 SAVED, ITERATIONS = 3, 5
 PRECISIONS: dict[str, dict[str, Any]] = {

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.backends import faults, gpt_job
-from tests.backends.comparing import check_survivors, run
+from tests.backends.comparing import check_survivors
 from tests.backends.faults import Fault
 from tests.harness import Hold, Job, Result
+from tests.references import calm_run
 
 pytestmark = pytest.mark.processes
 
@@ -27,7 +28,7 @@ QUICK = {**EXACT, "settings": {**SETTINGS, "heartbeat_timeout": 2.0, "stall_floo
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures."""
-    return run(gpt_job.train, SIZE, EXACT)
+    return calm_run(gpt_job.train, SIZE, EXACT)
 
 
 # ---- nobody is at fault
@@ -190,7 +191,7 @@ LONGER: Mapping[str, Any] = {**EXACT, "iterations": 14}
 @pytest.fixture(scope="module")
 def longer() -> dict[int, Result]:
     """The exact job with more iterations."""
-    return run(gpt_job.train, SIZE, LONGER)
+    return calm_run(gpt_job.train, SIZE, LONGER)
 
 
 @pytest.mark.slow

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from tests.backends import gpt_job
-from tests.backends.comparing import differences, run
+from tests.backends.comparing import differences
 from tests.harness import Hold, Job, Result
+from tests.references import calm_run, run
 
 pytestmark = pytest.mark.processes
 
@@ -38,7 +39,7 @@ def rank_of(worker: str) -> int:
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures."""
-    return run(gpt_job.train, SIZE, EXACT)
+    return calm_run(gpt_job.train, SIZE, EXACT)
 
 
 def check_all(job: Job, reference: Mapping[int, Result], but: Set[str] = frozenset()) -> None:
@@ -175,7 +176,7 @@ def test_checkpoints_are_left_out_while_a_worker_is_missing_and_written_again_wi
     assert (tmp_path / "latest").read_text() == "global_step12"
     resumed = {**EXACT, "iterations": 2}
     gone_on = run(gpt_job.train, SIZE, {**resumed, "load": (str(tmp_path), {})})
-    unbroken = run(gpt_job.train, SIZE, {**EXACT, "iterations": ITERATIONS + 2})
+    unbroken = calm_run(gpt_job.train, SIZE, {**EXACT, "iterations": ITERATIONS + 2})
     for rank, result in gone_on.items():
         unbroken[rank].value["losses"] = unbroken[rank].value["losses"][ITERATIONS:]
         assert differences(result, unbroken[rank]) == {}
@@ -205,7 +206,7 @@ def test_tied_layers_masters_schedule_and_clipping_come_with_the_state():
     """Clipping is active, so that the workers have gone over to waiting for each other's norms: who comes in, too."""
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}}
     arguments = {**EXACT, "tied": True, "bf16": True, "clipping": 0.05, "engine_settings": {"scheduler": schedule}}
-    reference = run(gpt_job.train, SIZE, arguments)
+    reference = calm_run(gpt_job.train, SIZE, arguments)
     with Job(gpt_job.train, SIZE, arguments, [FIRST, LATE], limit=LIMIT) as job:
         lose_one(job)
         job.rejoin(rank_of("1:1"))

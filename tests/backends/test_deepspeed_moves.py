@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.backends import gpt_job
-from tests.backends.comparing import differences, run
+from tests.backends.comparing import differences
 from tests.harness import Hold, Job, Result
+from tests.references import calm_run
 
 pytestmark = pytest.mark.processes
 
@@ -31,7 +32,7 @@ def arguments(pipelines: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job of three pipelines without failures."""
-    return run(gpt_job.train, 3 * STAGES, arguments(3))
+    return calm_run(gpt_job.train, 3 * STAGES, arguments(3))
 
 
 def job_of(pipelines: int, *holds: Hold) -> Job:
@@ -77,7 +78,7 @@ def names(job: Job) -> list[str]:
 @pytest.mark.parametrize("pipelines", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_healthy_worker_moves_to_the_stage_that_lost_two(pipelines, undisturbed):
     """Its old stage is kept until an iteration has committed with its new process."""
-    reference = undisturbed if pipelines == 3 else run(gpt_job.train, pipelines * STAGES, arguments(pipelines))
+    reference = undisturbed if pipelines == 3 else calm_run(gpt_job.train, pipelines * STAGES, arguments(pipelines))
     with job_of(pipelines) as job:
         lose_two(job)
         job.rejoin(rank_of(job, TO))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.backends import comparing, megatron_job
-from tests.backends.comparing import differences, run
+from tests.backends.comparing import differences
 from tests.harness import Hold, Job, Result
+from tests.references import calm_run
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -23,7 +24,7 @@ LATE = Hold("0:0", "forward", KILLED_IN + 2)
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures."""
-    return run(megatron_job.train, PIPELINES * STAGES, EXACT)
+    return calm_run(megatron_job.train, PIPELINES * STAGES, EXACT)
 
 
 @pytest.mark.parametrize("worker", ["1:1", "0:0"])
@@ -87,7 +88,7 @@ TENSOR: Mapping[str, Any] = {**EXACT, "pipelines": 2, "tensor": 2}
 def test_a_killed_part_of_a_worker_is_replaced_and_its_other_part_works_again():
     """The process that idled meanwhile comes in together with the new one."""
     arguments = {**TENSOR, "settings": {**EXACT["settings"], "step": "staggered"}}
-    calm = run(megatron_job.train, 8, arguments)
+    calm = calm_run(megatron_job.train, 8, arguments)
     dies, late = Hold("1:1.0", "backward", KILLED_IN, 1), Hold("0:0.0", "forward", KILLED_IN + 2)
     with Job(megatron_job.train, 8, arguments, [dies, late], limit=150) as job:
         job.wait_held(dies)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.backends import megatron_job
-from tests.backends.comparing import differences, run
+from tests.backends.comparing import differences
 from tests.harness import Hold, Job
+from tests.references import calm_run
 
 pytest.importorskip("megatron.core")
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -23,7 +24,7 @@ LATE = Hold("2:1", "forward", KILLED_IN + 2)
 
 def test_a_healthy_worker_moves_to_the_stage_that_lost_two():
     """From the last stage to the first, which share tied embeddings."""
-    reference = run(megatron_job.train, PIPELINES * STAGES, EXACT)
+    reference = calm_run(megatron_job.train, PIPELINES * STAGES, EXACT)
     ranks = {f"{result.value['pipeline']}:{result.value['stage']}": rank for rank, result in reference.items()}
     with Job(megatron_job.train, PIPELINES * STAGES, EXACT, [*DIE, LATE], limit=150) as job:
         job.wait_held(*DIE)

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from tests.backends import megatron_job
-from tests.backends.comparing import differences, run
+from tests.backends.comparing import differences
 from tests.harness import Hold, Job, Result
+from tests.references import calm_run
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
@@ -24,7 +25,7 @@ EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "tensor": 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures."""
-    return run(megatron_job.train, PROCESSES, EXACT)
+    return calm_run(megatron_job.train, PROCESSES, EXACT)
 
 
 @pytest.mark.parametrize(("position", "phase", "nth"), [
@@ -75,7 +76,7 @@ def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(options
 @pytest.mark.slow
 def test_a_process_killed_in_an_evaluation_leaves_the_same_losses():
     arguments = {**EXACT, "options": ("--eval-every", "1", "--eval-iterations", "2")}
-    evaluated = run(megatron_job.train, PROCESSES, arguments)
+    evaluated = calm_run(megatron_job.train, PROCESSES, arguments)
     hold = Hold("1:1.0", "evaluate", 0, 5)
     with Job(megatron_job.train, PROCESSES, arguments, [hold]) as job:
         job.wait_held()

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from tests.backends import megatron_job
-from tests.backends.comparing import check_survivors, differences, run
+from tests.backends.comparing import check_survivors, differences
 from tests.harness import Hold, Job, Result
+from tests.references import calm_run
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.processes
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 4, 1
 WORKERS = PIPELINES * STAGES
-POSITIONS = [f"{pipeline}:{stage}" for pipeline in range(PIPELINES) for stage in range(STAGES)]
 EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,
                             "settings": {"reduction": "exact"}}
 """Tied embeddings, Adam, clipping and dropout are the script's defaults."""
@@ -29,7 +29,7 @@ def job_of(*options: str, **settings: Any) -> Mapping[str, Any]:
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures."""
-    return run(megatron_job.train, WORKERS, EXACT)
+    return calm_run(megatron_job.train, WORKERS, EXACT)
 
 
 def kill_and_compare(holds: list[Hold], reference: Mapping[int, Result], arguments: Mapping[str, Any] = EXACT,
@@ -45,23 +45,15 @@ def kill_and_compare(holds: list[Hold], reference: Mapping[int, Result], argumen
     return job
 
 
-@pytest.mark.parametrize("position", [
-    position if position == "1:1" else pytest.param(position, marks=pytest.mark.slow) for position in POSITIONS])
-def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(position, undisturbed):
-    job = kill_and_compare([Hold(position, "backward", KILLED_IN, 1)], undisturbed)
+def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
+    """Other positions and moments: tests/memory."""
+    job = kill_and_compare([Hold("1:1", "backward", KILLED_IN, 1)], undisturbed)
     assert next(event for event in job.events if event["event"] == "reconciled")["target"] == KILLED_IN - 1
     survivor = next(result for result in job.results.values() if result.status == 0)
     assert survivor.value["rerouted"] == " live: 5/6 | rerouted: 4 |"
     held = [event["held"] for event in job.events if event["event"] == "profile" and "held" in event]
     assert len(held) == WORKERS - 1
     assert all(own["before_b"] > 0 and own["after_b"] > 0 and own["peak"] == own["planned"] for own in held)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("position", "phase", "nth"), [
-    ("0:0", "weight", 3), ("2:1", "reduce", 0), ("1:0", "reduced", 0), ("0:1", "step", 0)])
-def test_a_worker_killed_later_in_an_iteration_leaves_the_same_bits(position, phase, nth, undisturbed):
-    kill_and_compare([Hold(position, phase, KILLED_IN, nth)], undisturbed)
 
 
 @pytest.mark.slow
@@ -73,7 +65,8 @@ def test_two_workers_of_both_tied_stages_killed_at_once(undisturbed):
 @pytest.mark.parametrize("options", [("--untied",), ("--bf16",), ("--per-token-loss", "--count-zeros")], ids=" ".join)
 def test_the_same_bits_with(options):
     arguments = job_of(*options)
-    kill_and_compare([Hold("0:1", "backward", KILLED_IN, 2)], run(megatron_job.train, WORKERS, arguments), arguments)
+    calm = calm_run(megatron_job.train, WORKERS, arguments)
+    kill_and_compare([Hold("0:1", "backward", KILLED_IN, 2)], calm, arguments)
 
 
 @pytest.mark.slow
@@ -86,8 +79,8 @@ def test_recomputation_repeats_the_dropout_of_its_own_forward(what, undisturbed)
 @pytest.mark.slow
 def test_with_the_fast_reduction_results_agree_to_rounding():
     arguments = job_of("--optimizer", "sgd", "--lr", "0.1", reduction="fast")
-    kill_and_compare([Hold("2:0", "backward", KILLED_IN, 2)], run(megatron_job.train, WORKERS, arguments), arguments,
-                     within=1e-5)
+    calm = calm_run(megatron_job.train, WORKERS, arguments)
+    kill_and_compare([Hold("2:0", "backward", KILLED_IN, 2)], calm, arguments, within=1e-5)
 
 
 # ---- evaluation
@@ -97,7 +90,7 @@ EVALUATING = ("--eval-every", "1", "--eval-iterations", "2")
 
 @pytest.fixture(scope="module")
 def evaluated() -> dict[int, Result]:
-    return run(megatron_job.train, WORKERS, job_of(*EVALUATING))
+    return calm_run(megatron_job.train, WORKERS, job_of(*EVALUATING))
 
 
 @pytest.mark.slow
@@ -108,10 +101,9 @@ def test_evaluation_changes_nothing_and_reports_the_same_everywhere(evaluated, u
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("position", "nth"), [("1:1", 2), ("0:0", 0), ("2:1", 7)])
-def test_a_worker_killed_in_an_evaluation_leaves_the_same_losses(position, nth, evaluated):
-    arguments = job_of(*EVALUATING)
-    hold = Hold(position, "evaluate", 0, nth)
+def test_a_worker_killed_in_an_evaluation_leaves_the_same_losses(evaluated):
+    arguments, position = job_of(*EVALUATING), "2:1"
+    hold = Hold(position, "evaluate", 0, 7)
     with Job(megatron_job.train, WORKERS, arguments, [hold]) as job:
         job.wait_held()
         job.kill(hold)

@@ -11,9 +11,10 @@ import pytest
 
 from megatron_recycle.chaos.network import find, lose, set_link
 from tests.backends import gpt_job
-from tests.backends.comparing import check_survivors, run
+from tests.backends.comparing import check_survivors
 from tests.harness import Hold, Job, Result
 from tests.network.hosts import Hosts, hosts
+from tests.references import calm_run
 
 pytestmark = pytest.mark.processes
 
@@ -28,7 +29,7 @@ WORKERS = ("0:0", "1:0", "2:0", "0:1", "1:1", "2:1")
 @pytest.fixture(scope="module")
 def undisturbed() -> dict[int, Result]:
     """The exact job without failures, on one host."""
-    return run(gpt_job.train, SIZE, EXACT)
+    return calm_run(gpt_job.train, SIZE, EXACT)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_a_host_that_is_heard_and_does_not_hear_ends(net: Hosts, undisturbed: di
 def test_of_two_halves_that_could_both_train_only_the_coordinators_does():
     """Four hosts, two on each side of the cut, and each side has a copy of both stages."""
     arguments = {**EXACT, "pipelines": 4}
-    undisturbed = run(gpt_job.train, 8, arguments)
+    undisturbed = calm_run(gpt_job.train, 8, arguments)
     hold = Hold("0:0", "backward", AT, 1)
     with hosts(4) as four, Job(gpt_job.train, 8, arguments, [hold], hosts=[four.names[rank // 2] for rank in range(8)],
                                address=four.address, limit=100) as job:

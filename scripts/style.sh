@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Checks of style: ruff and mypy with the settings in pyproject.toml find nothing, shell scripts parse.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${VENV:-.venv}/bin/python
+status=0
+"$python" -m ruff check --output-format concise megatron_recycle scripts tests setup.py || status=1
+"$python" -m mypy || status=1
+for script in .ci/run $(find scripts -name '*.sh' -o -name '*.sbatch'); do
+    bash -n "$script" || status=1
+done
+exit "$status"
