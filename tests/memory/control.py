@@ -265,5 +265,8 @@ class _Way:
 
     def put(self, deliver: Callable[[], None]) -> None:
         self._waiting.append(deliver)
-        # Whichever of them is due first, the oldest one is delivered.
-        self._control.call(self._waiting.popleft(), self._control.delay())
+        self._control.call(self._deliver, self._control.delay())
+
+    def _deliver(self) -> None:
+        """Whichever of them is due now, the oldest one is delivered."""
+        self._waiting.popleft()()
