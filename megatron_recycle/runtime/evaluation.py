@@ -7,14 +7,13 @@ some workers only. Those are at most one pass ahead, and give the others the tab
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Action, Grid, Plan, Worker, channels, read_by, reads
-from megatron_recycle.runtime.comm.activations import Message, Transport
+from megatron_recycle.plan import Action, Grid
+from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.random_state import seed_of
@@ -79,7 +78,7 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
     ``transport`` is between two iterations, and is so again afterwards. Raises GenerationOver.
     """
     plan, reports = worker.plan, Reports()
-    transport.use(_forward_channels(plan), [read for read in reads(plan, worker.place.me) if read[1].kind == "F"])
+    transport.follow(plan, "F")
     transport.begin()
     with torch.no_grad():
         for action in plan.actions(worker.place.me):
@@ -91,7 +90,7 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
                 transport.post()
     with worker.waiting("the evaluation's end"):
         worker.evaluations.complete(reports, worker.current_groups())
-    transport.use(channels(plan), reads(plan, worker.place.me), read_by(plan, worker.place.me))
+    transport.follow(plan)
 
 
 def _forward(worker: StageWorker, transport: Transport, data: DataSource, number: int, action: Action,
@@ -114,8 +113,3 @@ def _forward(worker: StageWorker, transport: Transport, data: DataSource, number
     else:
         transport.send(("F", pipeline, microbatch), forward.outputs)
 
-
-def _forward_channels(plan: Plan) -> dict[tuple[Worker, Worker], Sequence[Message]]:
-    """The plan's channels without gradients."""
-    kept = {pair: [message for message in messages if message[0] == "F"] for pair, messages in channels(plan).items()}
-    return {pair: messages for pair, messages in kept.items() if messages}

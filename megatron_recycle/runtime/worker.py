@@ -18,7 +18,7 @@ from megatron_recycle.control import Agent
 from megatron_recycle.errors import GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.membership import THE_END, Fault, Verdict
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Action, Plan, Worker, channels, read_by, reads
+from megatron_recycle.plan import Action, Plan, Worker
 from megatron_recycle.runtime.actions import Actions
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, REDUCE, STANDING_BY, WAITING, WORKING, Activity
 from megatron_recycle.runtime.comm.activations import Transport
@@ -527,7 +527,7 @@ class StageWorker:
 
     def _follow(self, orders: Plan) -> None:
         self._orders, self._plan_number = orders, number_of(orders)
-        self._transport.use(channels(orders), reads(orders, self.place.me), read_by(orders, self.place.me))
+        self._transport.follow(orders)
         self.actions.use(orders, self.current_groups(), self._transport)
 
     @contextmanager

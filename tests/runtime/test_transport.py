@@ -20,9 +20,11 @@ from megatron_recycle.plan import (
     Problem,
     Worker,
     channels,
+    postings,
     read_by,
     reads,
     receives,
+    transfers,
 )
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime.comm.activations import Transport, encode_header, meta_of
@@ -200,3 +202,52 @@ def test_receives_of_messages_that_are_sent_early_are_counted_too():
     plan = replace(plan, workers=orders)
     assert receives(plan) == {UP: 4, DOWN: 4} == {me: most_posted(plan, me) for me in plan.workers}
 
+
+
+class Listed(Wire):
+    """A library without tags that runs one transfer after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.posted: list[tuple[str, int]] = []
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        if tensors[0].dtype != torch.int64:
+            self.posted.append(("send", rank))
+        return super().send(tensors, rank, tag)
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
+        if tensors[0].dtype != torch.int64:
+            self.posted.append(("receive", rank))
+        return super().recv(tensors, rank, tag)
+
+
+class Queued(Plain):
+    ordered = True
+
+
+@pytest.mark.parametrize("failed", [(), (Worker(1, 1),), (Worker(0, 2), Worker(1, 1))], ids=str)
+def test_where_a_library_queues_all_workers_post_in_the_plans_order(failed: tuple[Worker, ...]):
+    """Which is what the plan's own test shows to come to an end; receives are posted neither earlier nor later."""
+    plan = quick(Problem(Grid(3, (6, 6, 6)), Costs.uniform(3, 20, 22, 18), failed=failed))
+    members = sorted(plan.workers)
+    order = transfers(plan)
+    for me in members:
+        wire = Listed()
+        groups: Any = SimpleNamespace(me=me, world=Comm(wire, Queued(), WORLD), rank=members.index)
+        made = Transport(groups, torch.device("cpu"))
+        made.follow(plan)
+        for _ in range(2):
+            wire.posted.clear()
+            made.begin()
+            mine = {message: source for source, message in reads(plan, me)}
+            sent = {message for (source, _), messages in channels(plan).items() if source == me for message in messages}
+            for kind, d, m in plan.actions(me):
+                message = Message("F" if kind == "F" else "B", d, m)
+                if kind in ("F", "B", "FB") and message in mine:
+                    made.receive(message)
+                if kind in ("F", "B", "FB") and message in sent:
+                    made.send(message, [torch.zeros(2)])
+                made.post()
+            assert wire.posted == [("send", members.index(target)) if source == me else
+                                   ("receive", members.index(source)) for source, target, _ in postings(order, me)]

@@ -6,6 +6,9 @@ none, and an order that only tags made possible would deadlock there). It posts 
 every channel, so that a worker with guests has no more of them than another (`plan.receives`). On gloo the running
 number of a message is its tag as well, which turns a lost message into a visible wait.
 
+Where a library runs a communicator's operations one after the other (NCCL), nothing is posted ahead: all workers post
+in one order, the plan's (`plan.transfers`), in which no plan can deadlock.
+
 Shapes: a channel's first activation of a generation is preceded by a header that tells them; later ones
 are of the same shapes. Gradients have the shapes of what the receiver itself sent.
 """
@@ -21,7 +24,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.plan import AHEAD, Worker
+from megatron_recycle.plan import AHEAD, Plan, Transfer, Worker, channels, postings, read_by, reads, transfers
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS
@@ -101,7 +104,20 @@ class Transport:
         self._read_by: Mapping[Any, Sequence[Message]] = {}
         self._to_read: dict[str, list[tuple[Worker, int]]] = {"F": [], "B": []}
         self._read = {"F": 0, "B": 0}
+        self._order: tuple[tuple[Worker, int] | None, ...] = ()
+        self._place: dict[Message, int] = {}
+        self._posted = 0
         self.lags = Lags()
+
+    def follow(self, plan: Plan, kinds: str = "FB") -> None:
+        """Adopt the transfers of ``plan``, between two iterations: those of ``kinds``, activations and gradients."""
+        me = self._groups.me
+        self.use({pair: kept for pair, messages in channels(plan).items()
+                  if (kept := [message for message in messages if message.kind in kinds])},
+                 [read for read in reads(plan, me) if read[1].kind in kinds],
+                 read_by(plan, me) if kinds == "FB" else None)
+        if self._groups.world.backend.ordered:
+            self._post_in_order([each for each in postings(transfers(plan), me) if each.message.kind in kinds])
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
             reads: Iterable[tuple[Worker, Message]], read_by: Mapping[Any, Sequence[Message]] | None = None) -> None:
@@ -116,6 +132,7 @@ class Transport:
         """
         self._read_by = read_by or {}
         self._to_read, self._read = {"F": [], "B": []}, {"F": 0, "B": 0}
+        self._order, self._place = (), {}
         me = self._groups.me
         self._source, self._target = {}, {}
         inbound, outbound = {}, {}
@@ -138,6 +155,14 @@ class Transport:
         self._outbound = {**{target: _Outbound((), announced=was.announced, number=was.number)
                              for target, was in self._outbound.items()}, **outbound}
 
+    def _post_in_order(self, order: Sequence[Transfer]) -> None:
+        """From now on receives are posted as they come in ``order``, this worker's transfers of an iteration."""
+        numbers = {source: {message: number for number, message in enumerate(channel.expected)}
+                   for source, channel in self._inbound.items()}
+        self._order = tuple((source, numbers[source][message]) if source in numbers and message in numbers[source]
+                            else None for source, _, message in order)
+        self._place = {message: place for place, (_, _, message) in enumerate(order)}
+
     def begin(self, label: Label | None = None) -> None:
         """A new iteration: every channel starts over, and its first receives are posted.
 
@@ -150,6 +175,7 @@ class Transport:
         self._before = [send for sends in self._sending.values() for send in sends]
         self._sending = {}
         self._read = {"F": 0, "B": 0}
+        self._posted = 0
         for channel in self._inbound.values():
             channel.posted = 0
             channel.pending.clear()
@@ -165,6 +191,7 @@ class Transport:
         if expected != message:
             raise AssertionError(f"{self._groups.me} sends {message} to {target}, the plan has {expected} next")
         channel.sent += 1
+        self._post_before(message)
         payload = [tensor.detach().contiguous() for tensor in tensors]
         if message[0] == "F":
             meta = meta_of(payload)
@@ -186,6 +213,7 @@ class Transport:
         Raises GenerationOver when the generation ends while waiting.
         """
         channel = self._inbound[self._source[message]]
+        self._post_before(message)
         if message not in channel.pending:
             self._post(self._source[message], channel, channel.expected.index(message) + 1)
         coming, tensors = channel.pending.pop(message)
@@ -203,11 +231,22 @@ class Transport:
 
     def post(self) -> None:
         """Keep receives posted for the activations and gradients that are read next, where their shapes are known."""
+        if self._order:
+            return
         for kind, row in self._to_read.items():
             for source, number in row[self._read[kind]:self._read[kind] + AHEAD]:
                 channel = self._inbound[source]
                 if channel.posted <= number and self._meta(source, channel, wait=False) is not None:
                     self._post(source, channel, number + 1)
+
+    def _post_before(self, message: Message) -> None:
+        """Where transfers have an order: post the receives that come in it before ``message``."""
+        upto = self._place.get(message, 0)
+        for receive in self._order[self._posted:upto]:
+            if receive is not None:
+                source, number = receive
+                self._post(source, self._inbound[source], number + 1)
+        self._posted = max(self._posted, upto)
 
     def _let_go(self, sends: Sequence[Pending]) -> None:
         """Of ``sends`` that have been read."""
