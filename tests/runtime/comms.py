@@ -1,16 +1,21 @@
-"""Communicators whose members are all in this process, as gloo makes them."""
+"""Communicators whose members are all in this process."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.backend import GLOO
 from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.handles import Groups, Limits
+from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
+from megatron_recycle.runtime.place import Place
 
 
 def gloo(size: int, table: Table = CONTROL) -> list[Comm]:
@@ -31,3 +36,16 @@ def gloo(size: int, table: Table = CONTROL) -> list[Comm]:
     for thread in threads:
         thread.join(30)
     return ends
+
+
+def connected(fabric: Fabric, grid: Grid, members: Sequence[Worker], generation: int = 1) -> dict[Worker, Groups]:
+    """The handles of ``members``, as each of them builds its own."""
+    workers = [Worker(pipeline, stage) for pipeline in range(grid.pipelines) for stage in range(grid.stages)]
+    ranks = {worker: (rank,) for rank, worker in enumerate(workers)}
+
+    def connect(me: Worker) -> Groups:
+        return MemoryNetwork(fabric, ranks[me][0]).connect(
+            generation=generation, prefix=f"g{generation}", place=Place(me, grid, ranks, "gloo"), members=members,
+            limits=Limits(60.0, 60.0, 60.0), interrupted=lambda: False)
+
+    return dict(zip(members, fabric.run(*[lambda me=me: connect(me) for me in members]), strict=True))

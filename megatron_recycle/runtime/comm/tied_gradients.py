@@ -28,7 +28,7 @@ def fold_ties(ties: Sequence[Tie], layout: Layout, gradient: torch.Tensor, group
 
     Raises GenerationOver when the generation ends meanwhile, UnsupportedError if only some of its stages train it.
     """
-    for tie in sorted(ties, key=lambda tie: tie.number):  # in the same order by all
+    for tie in ties:
         trained = tie.parameter in layout
         flag = torch.full((1,), float(trained), device=gradient.device)
         everywhere = [bool(value) for value in _gather(tie, flag, 2 * tie.number, groups)]
