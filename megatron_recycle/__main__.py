@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
 def _came_to_nothing() -> int:
     """The status of a script that has come to its end well: 0, or a failure if it was to join a running job and never
     asked to be let in."""
-    from megatron_recycle.runtime.admission import came_to_nothing
+    from megatron_recycle.runtime.comm.standalone import came_to_nothing
 
     text = came_to_nothing()
     if text is None:

@@ -215,6 +215,16 @@ def test_a_circle_would_be_found():
     assert circles(found[:-1]) == []
 
 
+def test_one_room_of_the_runtime_knows_the_communication_library():
+    """All others send, receive and add up by `runtime.comm.comm`, where what a library raises ends a generation. What a
+    process is told while it builds its engine is not training's."""
+    outside = [str(found) for found in all_imports()
+               if found.target.startswith(("torch.distributed", "torch._C._distributed"))
+               and found.importer.startswith("runtime.") and not found.importer.startswith("runtime.comm.")
+               and found.importer != "runtime.setup_record"]
+    assert not outside, "\n".join(outside)
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [

@@ -14,7 +14,7 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.admission import backend_for, set_up
+from megatron_recycle.runtime.comm.standalone import backend_for, set_up
 from megatron_recycle.runtime.compute.data import Batch, DatasetSource
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.split import Splitter

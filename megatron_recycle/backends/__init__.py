@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from megatron_recycle.backends.lazy import when_imported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.runtime.admission import set_up
+from megatron_recycle.runtime.comm.standalone import set_up
 from megatron_recycle.runtime.compute.data import Factory
 from megatron_recycle.runtime.interpreter import Observer
 from megatron_recycle.runtime.start import Embed

@@ -24,9 +24,9 @@ from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.membership import Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.admission import is_joining
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import TorchNetwork
+from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.compute.split import Deferring

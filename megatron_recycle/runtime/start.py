@@ -7,16 +7,14 @@ import sys
 import uuid
 from collections.abc import Callable
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.runtime.admission import leave_on_sigterm
+from megatron_recycle.runtime.comm.rendezvous import told_by_first
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.preemption import leave_on_sigterm
 
 _KEY = "recycle/coordinator"
 
@@ -34,7 +32,7 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     launched = Launched.read()
     _check_moves(place, config, launched)
     address, token = _find_coordinator(config, embed, launched)
-    agent = Agent(address=address, token=token, worker=place.name, rank=dist.get_rank(),
+    agent = Agent(address=address, token=token, worker=place.name, rank=place.ranks[place.me][place.part],
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
                   on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize),
                   joining=launched.joining, host=launched.host,
@@ -58,10 +56,13 @@ def _find_coordinator(config: RecycleConfig, embed: Embed | None, launched: Laun
     if launched.control is not None:
         return launched.control, launched.token
     assert embed is not None
-    store = c10d._get_default_store()
-    if dist.get_rank() == 0:
-        store.set(_KEY, json.dumps(embed(config)))
+    start = embed
+
+    def found() -> str:
+        text = json.dumps(start(config))
         get_logger().warning("megatron-recycle: this launcher ends the other workers when one dies, so that nothing "
                              "is left to go on; start the job with `recycle run` to survive failures")
-    address, token = json.loads(store.get(_KEY))
+        return text
+
+    address, token = json.loads(told_by_first(_KEY, found))
     return address, token

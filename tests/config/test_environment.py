@@ -6,7 +6,7 @@ import pytest
 
 from megatron_recycle.environment import COORDINATOR, HANDED_OVER, JOINING, RUN_DIR, Launched, not_handed_over
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.runtime.admission import set_up
+from megatron_recycle.runtime.comm.standalone import set_up
 
 
 @pytest.mark.parametrize("start", [

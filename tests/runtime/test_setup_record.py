@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from megatron_recycle.errors import SetUpError
-from megatron_recycle.runtime import admission as coming
+from megatron_recycle.runtime.comm import standalone as coming
 from megatron_recycle.runtime.setup_record import SetUpRecorder
 
 RANKS = 2

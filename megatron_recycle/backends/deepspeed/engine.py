@@ -38,7 +38,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import DataError, UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.admission import backend_for
+from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource, FactorySource, Mapped

@@ -17,7 +17,7 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.runtime.admission import is_joining
+from megatron_recycle.runtime.comm.standalone import is_joining
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 

@@ -35,8 +35,8 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.admission import backend_for, is_joining
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.standalone import backend_for, is_joining
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import refuse_itself

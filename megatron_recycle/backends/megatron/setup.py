@@ -17,7 +17,7 @@ from typing import Any
 from megatron_recycle.backends.megatron.last import Training
 from megatron_recycle.backends.megatron.training import LOOP
 from megatron_recycle.backends.options import Options
-from megatron_recycle.runtime.admission import is_joining
+from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.setup_record import SetUp
 
 _STOCK = "recycle_stock"

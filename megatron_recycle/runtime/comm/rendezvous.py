@@ -93,6 +93,15 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Calla
     return outcome.result()
 
 
+def told_by_first(key: str, tell: Callable[[], str]) -> str:
+    """What rank 0 tells all others with ``tell()``, once and before any failure, under ``key`` of torch's store."""
+    store = c10d._get_default_store()
+    if dist.get_rank() == 0:
+        store.set(key, tell())
+    told: bytes = store.get(key)
+    return told.decode()
+
+
 def job_store(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
     """A new connection to the job's store: the one that torch opened at the start is dead if the store was started
     again meanwhile. One that is being started again, which takes as long as torch does to load, is waited for.

@@ -1,13 +1,8 @@
-"""How a process comes into a running job, and how it is asked to go."""
+"""How a process that joins a running job builds its model and engine: without the others, who train meanwhile."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_recycle.control import Agent, ask_record
+from megatron_recycle.control import ask_record
 from megatron_recycle.environment import JOINING, Launched
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.runtime.setup_record import ALONE, Alone, SetUp, SetUpReplay, answer_from, recorder
-
-_SAME_SIGNAL = 2.0
-"""Seconds in which another SIGTERM is the same one."""
 
 
 def is_joining() -> bool:
@@ -123,46 +115,3 @@ def backend_for(device: torch.device) -> str:
     if asked in ("gloo", "nccl"):
         return asked
     return "nccl" if device.type == "cuda" else "gloo"
-
-
-def leave_on_sigterm(agent: Agent) -> None:
-    """SIGTERM (a pre-emption, a spot notice) makes this worker leave the job at the next boundary.
-
-    A second one, or one when this process has no work (the job is over or has not begun, or it waits to come in), ends
-    the process at once. Within two seconds it is the same one: Slurm signals every process, and the launcher passes its
-    own on. Left alone where the script has a handler of its own. For workers of `recycle run` only: another launcher
-    ends the siblings of a worker that has left.
-    """
-    # A handler runs only between two steps of the interpreter, and the training thread may wait in the communication
-    # library for long; what the signal writes to the pipe is read at once.
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-
-    reading, writing = os.pipe2(os.O_CLOEXEC)
-    os.set_blocking(writing, False)
-    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    if before != -1:  # the script's own
-        signal.set_wakeup_fd(before)
-        return
-
-    def listen() -> None:
-        asked: float | None = None
-        while number := os.read(reading, 1):
-            if number[0] == signal.SIGTERM:
-                if asked is not None and time.monotonic() - asked < _SAME_SIGNAL and agent.ended is None:
-                    continue
-                asked = time.monotonic()
-                if agent.leaving or agent.ended is not None or agent.generation == 0 or agent.outside:
-                    ctypes.CDLL(None).signal(signal.SIGTERM, 0)  # the default; Python's own is for the main thread
-                    os.kill(os.getpid(), signal.SIGTERM)
-                agent.leave()
-
-    def leave_to_default() -> None:
-        """A forked child (a data loader) dies of SIGTERM as ever, and its signals are not ours."""
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
-    os.register_at_fork(after_in_child=leave_to_default)
-    threading.Thread(target=listen, name="recycle-signals", daemon=True).start()
