@@ -104,7 +104,7 @@ class Session:
             place=self.place, stage=stage, splitter=splitter, data=data, agent=self.agent, generators=self.generators,
             config=self.settings, observer=self._options.observer, setup=self._options.setup,
             network=self.network, save_last=None if save_last is None else lambda: save_last(
-                self.worker.current_groups(), self.worker.ledger.committed))
+                self.worker.current_groups(), self.worker.standing.committed))
 
     @property
     def started(self) -> bool:
@@ -162,7 +162,7 @@ class Session:
         """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,
         or the last one that is known if the job has done without this worker."""
         loss = self.worker.train(self.iteration)
-        entered = self.worker.stepper.entered
+        entered = self.worker.standing.entered
         # Or it has been out and has come in again meanwhile: the others have done this one, and all that follows it.
         self._passes = entered is not None and entered >= self.iteration
         return loss

@@ -79,11 +79,15 @@ class StepMode:
         """The mode of the next iteration, once some guess of this one was ``wrong``, or none."""
         if not self.wanted:
             return self
-        known = (*self.wrong, wrong)[-_WINDOW:]
+        known = self.seen(wrong)
         often, never = sum(known) >= _MANY, len(known) == _WINDOW and not any(known)
         if often if self.staggered else never:
             return StepMode(True, not self.staggered)
         return StepMode(True, self.staggered, known)
+
+    def seen(self, wrong: bool) -> tuple[bool, ...]:
+        """What the choice after the next verdict, ``wrong`` or not, depends on."""
+        return (*self.wrong, wrong)[-_WINDOW:]
 
     def to_json(self) -> dict[str, Any]:
         """What the next choice depends on, for a worker that comes in."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Microbatch, Plan
 from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
 from megatron_recycle.runtime.comm.activations import Message, Transport
@@ -18,7 +19,6 @@ from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.random_state import Generators, seed_of
 from megatron_recycle.runtime.compute.split import Deferring, WeightQueue
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
-from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Forward, Stage
 
@@ -47,7 +47,7 @@ class Actions:
         layout: of the flat gradient.
         generators: what the user's code may draw random numbers from.
         seed: of the job.
-        ledger: says which iteration is under way.
+        standing: says which iteration is under way.
         activity, watch, memory: told of what goes on, how long it takes, and what is held.
         exact: whether gradients have to have the same bits whoever computes them.
 
@@ -60,7 +60,7 @@ class Actions:
     """
 
     def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, layout: Layout,
-                 generators: Generators, seed: int, ledger: Ledger, activity: Activity, watch: Stopwatch,
+                 generators: Generators, seed: int, standing: Standing, activity: Activity, watch: Stopwatch,
                  memory: ActivationMemory, exact: bool) -> None:
         self._place = place
         self._stage = stage
@@ -69,7 +69,7 @@ class Actions:
         self.layout = layout
         self._generators = generators
         self._seed = seed
-        self._ledger = ledger
+        self._standing = standing
         self._activity = activity
         self._watch = watch
         self._memory = memory
@@ -122,7 +122,7 @@ class Actions:
 
     def _forward(self, action: Action) -> None:
         _, pipeline, microbatch = action
-        place, iteration = self._place, self._ledger.iteration
+        place, iteration = self._place, self._standing.iteration
         batch, inputs = None, None
         if place.first or place.last:
             with self._activity.during(WORKING, "data"):
@@ -174,7 +174,7 @@ class Actions:
         forward = self.now.forwards.pop((pipeline, microbatch))
         gradients = [] if self._place.last else self._receive(("B", pipeline, microbatch))
         self._memory.begin_backward((pipeline, microbatch), gradients)
-        place = (self._ledger.iteration, pipeline, microbatch, self._place.me.stage)
+        place = (self._standing.iteration, pipeline, microbatch, self._place.me.stage)
         # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
         # where their forward began, so that at least a single checkpoint draws the same numbers again.
         self._generators.seed(seed_of(self._seed, *place), first=seed_of(self._seed, *place, "backward"))

@@ -1,4 +1,4 @@
-"""What a worker tells the coordinator of itself: what all must have alike, and where it stands."""
+"""What a worker tells the coordinator of its job, which all must have alike."""
 
 from __future__ import annotations
 
@@ -32,12 +32,3 @@ def description(worker: StageWorker) -> dict[str, Any]:
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
             "emergency": None if worker.save_last is None else config.emergency_checkpoint != "none",
             "poison": config.poison, "backend": place.backend, "torch": torch.__version__}
-
-
-def standing(worker: StageWorker) -> dict[str, Any]:
-    """Where this worker stands, for the coordinator; asked by the training thread standing still."""
-    ledger, verdict = worker.ledger, worker.stepper.verdict
-    return {"iteration": ledger.iteration, "attempt": ledger.attempt, "holds": ledger.holds,
-            "stepped": ledger.stepped, "committed": ledger.committed,
-            "verdict": verdict.to_json() if verdict else None,
-            "actions": len(ledger.done), "earlier": ledger.earlier}

@@ -30,7 +30,7 @@ def verify_recovery(worker: StageWorker) -> None:
     """After a recovery, and at the start. Raises VerificationError and GenerationOver."""
     if worker.config.verify == "peers" or worker.config.verify_every:
         _verify(worker, heal=worker.generation > 1)
-        worker.verified = worker.ledger.committed + 1
+        worker.standing.verified = worker.standing.committed + 1
 
 
 def verify_boundary(worker: StageWorker, iteration: int) -> None:
@@ -38,13 +38,12 @@ def verify_boundary(worker: StageWorker, iteration: int) -> None:
 
     Raises VerificationError, GenerationOver, WrongGuess.
     """
-    every = worker.config.verify_every
-    if not every or iteration % every or worker.verified == iteration:
+    if not worker.standing.due(iteration, worker.config.verify_every):
         return
     worker.stepper.wait()
     with worker.waiting("a check"):
         _verify(worker, heal=True)
-    worker.verified = iteration
+    worker.standing.verified = iteration
 
 
 def _verify(worker: StageWorker, heal: bool) -> None:
@@ -61,7 +60,7 @@ def _verify(worker: StageWorker, heal: bool) -> None:
     found = ", ".join(f"{peer}: {value:08x}" for peer, value in digests.items())
     text = (
         f"the workers of stage {worker.place.me.stage} differ in parameters or optimizer state ({found}) after "
-        f"iteration {worker.ledger.committed}. Before the first iteration: build the model from the same seed or "
+        f"iteration {worker.standing.committed}. Before the first iteration: build the model from the same seed or "
         "checkpoint on all of them. Later: restart from the last checkpoint that was written before the last "
         "comparison in which they were equal, and check the memory of these hosts")
     raise VerificationError(text)
@@ -88,7 +87,7 @@ def _heal(worker: StageWorker, odd: Sequence[Worker], digests: dict[Worker, int]
 
 
 def _take_over(worker: StageWorker, odd: Sequence[Worker], digests: dict[Worker, int]) -> None:
-    groups, iteration = worker.current_groups(), worker.ledger.committed
+    groups, iteration = worker.current_groups(), worker.standing.committed
     began = time.monotonic()
     worker.agent.event("suspected", kind=FailureKind.CORRUPT, removed=False, iteration=iteration + 1, pid=os.getpid(),
                        digests={str(peer): f"{value:08x}" for peer, value in digests.items()})

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Grid
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
@@ -26,20 +27,20 @@ Reports = dict[tuple[int, int], tuple[float, ...]]
 
 
 class Evaluations:
-    """How many passes are done, and what the last one reported.
+    """What the last pass reported, the same on all workers.
 
     Args:
+        standing: where the worker stands; knows which passes are done.
         grid: of the job.
         width: numbers that the last stage reports of each micro-batch.
 
     Attributes:
-        done: passes that are done everywhere, as far as this worker knows.
-        table: (total micro-batches, width) float64, of the last of them, the same on all workers.
+        table: (total micro-batches, width) float64, of the last pass that is done everywhere.
     """
 
-    def __init__(self, grid: Grid, width: int) -> None:
+    def __init__(self, standing: Standing, grid: Grid, width: int) -> None:
         self._grid = grid
-        self.done = 0
+        self._standing = standing
         self.table = torch.zeros(grid.total, width, dtype=torch.float64)
 
     def complete(self, reports: Reports, groups: Groups) -> None:
@@ -55,13 +56,13 @@ class Evaluations:
         # One slot per micro-batch, filled by the one worker that ran it: exact in any order.
         groups.control.sum(table).wait()
         self.table = table
-        self.done += 1
+        self._standing.evaluate()
 
     def reconcile(self, groups: Groups) -> None:
         """Bring workers that a failure kept from the end of a pass level with the others. Raises GenerationOver."""
         counts = torch.zeros(groups.control.size, dtype=torch.float64)
         me = groups.control.rank
-        counts[me] = self.done
+        counts[me] = self._standing.evaluated
         groups.control.sum(counts).wait()
         newest = int(counts.max())
         if bool((counts == newest).all()):
@@ -69,7 +70,7 @@ class Evaluations:
         giver = counts.tolist().index(newest)
         table = self.table.clone() if me == giver else torch.zeros_like(self.table)
         groups.control.sum(table).wait()
-        self.table, self.done = table, newest
+        self.table, self._standing.evaluated = table, newest
 
 
 def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number: int) -> None:
@@ -85,7 +86,7 @@ def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number
             if action.kind == "F":
                 if worker.interrupted():
                     raise GenerationOver(f"the generation ended before the evaluation's {action}")
-                worker.observe("evaluate", worker.ledger.iteration, action)
+                worker.observe("evaluate", worker.standing.iteration, action)
                 _forward(worker, transport, data, number, action, reports)
                 transport.post()
     with worker.waiting("the evaluation's end"):

@@ -23,7 +23,7 @@ from megatron_recycle.runtime.activity import CONNECT, COPY, WORKING
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.compute.data import NotReadHere, digest
-from megatron_recycle.runtime.description import description, standing
+from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 
@@ -43,13 +43,13 @@ def join(worker: StageWorker) -> None:
     if worker.agent.outside:
         _follow(worker, enter(worker))
     else:
-        worker.agent.ready(description(worker), standing(worker), learnt)
+        worker.agent.ready(description(worker), worker.standing.report(), learnt)
         _follow(worker, worker.agent.wait_go(1))
 
 
 def enter(worker: StageWorker) -> Go | None:
     """Say that the model is built, and wait for a generation with this worker in it; None if one came and went."""
-    worker.agent.ready(description(worker), standing(worker))
+    worker.agent.ready(description(worker), worker.standing.report())
     return worker.agent.wait_taken_in()
 
 
@@ -128,7 +128,7 @@ def comes_of_failure(worker: StageWorker, error: RuntimeError) -> bool:
 
 def stand_still(worker: StageWorker) -> None:
     """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten."""
-    worker.observe("recovering", worker.ledger.iteration)
+    worker.observe("recovering", worker.standing.iteration)
     worker.uninstall()
     worker.stepper.leave()
     worker.discard_attempt()
@@ -145,14 +145,15 @@ def report(worker: StageWorker) -> Go | None:
                                  "that one is replaced", worker.place.me, worker.place.name)
         return enter(worker)  # or it came in with the last generation, and that is over before it counted
     generation = worker.agent.stop_generation
-    worker.agent.report(generation, standing(worker))
+    worker.agent.report(generation, worker.standing.report())
     return worker.agent.wait_go(generation)
 
 
 def rebuild(worker: StageWorker, go: Go) -> None:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun = time.monotonic()
-    worker.generation, worker.prefix, worker.tries = go.generation, go.prefix, go.tries
+    worker.standing.join(go.generation)
+    worker.prefix, worker.tries = go.prefix, go.tries
     groups = _connect(worker, workers_of(go.members), worker.config.report_timeout)
     worker.left_out = go.left_out
     worker.install(groups, Plan.from_json(go.plan))
@@ -165,11 +166,8 @@ def renew(worker: StageWorker) -> None:
     All members come here after the same verdict. Whoever arrives tears nothing down before all have, since the
     verdict may still be on its way to another.
     """
-    members = worker.live()
-    begin, _, number = worker.prefix.partition("-r")
-    worker.prefix = f"{begin}-r{int(number or 0) + 1}"
     # Some may still be in the script's own code.
-    groups = _connect(worker, members, worker.config.transport_timeout)
+    groups = _connect(worker, worker.live(), worker.config.transport_timeout)
     worker.uninstall()
     worker.reinstall(groups)
 
@@ -180,7 +178,7 @@ def _connect(worker: StageWorker, members: Sequence[Worker], patience: float) ->
     connect = connect_limit(config, len(members) * worker.place.parts, worker.tries)
     with worker.activity.during(WORKING, CONNECT):  # these limits hold, and none that has been learnt
         return worker.network.connect(
-            generation=worker.generation, prefix=worker.prefix, place=worker.place, members=members,
+            generation=worker.generation, prefix=worker.store_prefix, place=worker.place, members=members,
             limits=Limits(config.transport_timeout, connect, max(patience, connect)), interrupted=worker.interrupted)
 
 
@@ -204,7 +202,7 @@ def reconcile(worker: StageWorker, go: Go) -> None:
         worker.observe("joining", go.resume.next)
         with _copying(worker):
             tensors, facts, received = take(groups, joined, worker.stage.device)
-        if stepper.verdict is None:  # it has never been in, so that it has let go of nothing
+        if worker.standing.verdict is None:  # it has never been in, so that it has let go of nothing
             with _copying(worker):  # a factory is read from its beginning, which may take minutes as well
                 compare_data(worker, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
         stepper.enter(tensors, facts)
@@ -275,5 +273,5 @@ def close_down(worker: StageWorker, go: Go) -> NoReturn:
 
 def resume(worker: StageWorker, go: Go) -> None:
     """7. The next action that this worker runs is the first of the new generation."""
-    worker.next_attempt = go.resume.attempt
+    worker.standing.go_on(go.resume)
     worker.announce_resumed()

@@ -11,7 +11,7 @@ apart, and one snapshot and one kept gradient per worker suffice to go back or f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,17 +19,16 @@ from typing import Any, Protocol
 import torch
 
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.membership import Process, Resume, Verdict
+from megatron_recycle.membership import Reconciliation, Resume, Standing, StepMode, Verdict
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
-from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Stage
-from megatron_recycle.runtime.step_mode import Pace
 from megatron_recycle.runtime.undo import Undo
 
 
@@ -54,47 +53,38 @@ class Listener(Protocol):
 
 @dataclass
 class Stepper:
-    """The commit protocol of one worker.
+    """The commit protocol of one worker: does with the tensors what its `Standing` says.
 
     Args:
         stage: the framework's side.
         layout: of the flat gradient.
         place: position and grid.
-        ledger: where the worker stands; ``holds``, ``stepped`` and ``committed`` are kept here.
-        staggered: whether to step before the verdict is known.
+        standing: where the worker stands.
         listener: told of phases and commits.
         stopwatch: takes the steps' times.
 
     Attributes:
         held: the reduced gradient of an iteration that is not committed yet.
-        verdict, reports: of the last committed one.
+        reports: of the last committed one.
         read: the data that this worker has read of it, as `Held.digests`.
-        entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
+        pending: the commit under way; None: there is none.
     """
 
     stage: Stage
     layout: Layout
     place: Place
-    ledger: Ledger
-    staggered: bool
+    standing: Standing
     listener: Listener
     stopwatch: Stopwatch
     held: Held | None = None
-    verdict: Verdict | None = None
     reports: torch.Tensor | None = None
-    entered: int | None = None
     read: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    pending: Commit | None = None
 
     def __post_init__(self) -> None:
         self.undo = Undo(self.stage)
-        self.pace = Pace(self.staggered, self._right,
-                         announce=self.place.me == Worker(0, 0) and self.place.part == 0)
-        self.pending: Commit | None = None
         self._committer = Committer()
-        self._before: Verdict | None = None
-        self._used = 1.0
         self._asked: tuple[Verdict, float] | None = None
-        self._early = False
 
     # ---- an iteration
 
@@ -103,9 +93,9 @@ class Stepper:
 
         Raises GenerationOver if the generation ends before that.
         """
-        self.held, self.ledger.holds = held, held.iteration
+        self.standing.hold(held.iteration)
+        self.held, early = held, self.standing.early
         self.listener.observe("reduced", held.iteration)
-        early = self._early = self.pace.staggered
         guess = self.guess()
 
         def wake(commit: Commit) -> None:
@@ -117,7 +107,7 @@ class Stepper:
                               notify=wake)
         self._committer.start(self.pending)
         if early:
-            self.undo.save(held.iteration)
+            self._save()
             self._step(guess)
         else:
             self.wait()
@@ -139,31 +129,24 @@ class Stepper:
             return
         verdict, adopt = commit.verdict()
         self.pending = None
-        wrong = self._early and self.pace.wrong(verdict)
         self.settle(verdict, adopt)
-        if wrong:
+        if self.standing.early and verdict.refutes(self._right(verdict)):
             raise WrongGuess(f"iteration {verdict.iteration}")
 
     def settle(self, verdict: Verdict, adopt: bool = False) -> None:
         """Make the update of ``verdict.iteration`` what the verdict asks for, and final."""
-        right = self._right(verdict)
-        if self.ledger.stepped == verdict.iteration and str(self._used) != str(right):
-            self.undo.restore()
-            self.ledger.stepped -= 1
-        if self.ledger.stepped < verdict.iteration:
+        right, before = self._right(verdict), self.standing.mode
+        todo = self.standing.settlement(verdict.iteration, right)
+        if todo.undo:
+            self._undo()
+        if todo.step:
             self._step(right)
-        self.undo.forget()
         assert self.held is not None
         self.reports, self.read = self.held.reports, self.held.digests
-        self.held, self.verdict, self._before = None, verdict, self.verdict
-        self.ledger.committed = verdict.iteration
-        self.pace.learn(verdict)
+        self.held = None
+        if self.standing.commit(verdict, right) and self.place.me == Worker(0, 0) and self.place.part == 0:
+            _announce(verdict, before.seen(verdict.refutes(right)), self.standing.mode)
         self.listener.committed(verdict, adopt)
-
-    @property
-    def verdicts(self) -> list[Verdict]:
-        """Of the last two committed iterations, as far as this worker was there, the last one first."""
-        return [verdict for verdict in (self.verdict, self._before) if verdict is not None]
 
     def guess(self) -> float:
         """The coefficient that this stage's own numbers suggest."""
@@ -180,6 +163,16 @@ class Stepper:
             known = self._asked = verdict, self.stage.coefficient(verdict.norm_squares, verdict.weight)
         return known[1]
 
+    def _save(self) -> None:
+        """Copy what the step of the held iteration is about to change."""
+        self.undo.save()
+        self.standing.save()
+
+    def _undo(self) -> None:
+        """Take the last step back, which is not final."""
+        self.undo.restore()
+        self.standing.undo()
+
     def _step(self, coefficient: float) -> None:
         """One update of the held iteration; nothing interrupts it."""
         assert self.held is not None
@@ -187,26 +180,26 @@ class Stepper:
         with self.listener.stepping(iteration):
             self.listener.observe("step", iteration)
             views = self.layout.views(self.held.gradient)
-            if coefficient != 1.0 and self.pending is not None and self._early:
+            if coefficient != 1.0 and self.pending is not None and self.standing.early:
                 views = [view.clone() for view in views]  # the raw gradient may be needed again
             with torch.no_grad(), self.stopwatch.measure("step"):
                 self.stage.step(views, coefficient)
-            self._used, self.ledger.stepped = coefficient, iteration
+            self.standing.step(coefficient)
             self.listener.observe("stepped", iteration)
 
     def remake(self) -> None:
         """Make the last step, which is not final, again from what was before it: whatever was written to since is as
         that step had left it."""
-        iteration = self.undo.iteration
-        assert iteration is not None
-        self.undo.restore()
-        self.ledger.stepped = iteration - 1
-        self.undo.save(iteration)
-        self._step(self._used)
+        used = self.standing.used
+        assert used is not None
+        self._undo()
+        self._save()
+        self._step(used)
 
     def _is_wrong(self, commit: Commit) -> bool:
         try:
-            return self.pace.wrong(commit.verdict()[0])
+            verdict = commit.verdict()[0]
+            return verdict.refutes(self._right(verdict))
         except RecycleError:
             return True  # the training thread will meet the same error, but has to wake up for it
 
@@ -227,60 +220,62 @@ class Stepper:
 
         Raises GenerationOver if yet another generation begins.
         """
-        target, ledger = resume.target, self.ledger
-        if ledger.stepped > target:
-            self.undo.restore()
-            ledger.stepped = target
-        if self.held is not None and self.held.iteration > target:
+        todo = self.standing.reconciliation(resume)
+        if todo.undo:
+            self._undo()
+        if todo.drop:
+            self.standing.drop()
             self.held = None
-        self._copy(resume.copies, target, groups)
-        if ledger.committed < target:
-            if resume.verdict is not None:
-                self.settle(Verdict.from_json(resume.verdict))
-            else:
-                assert self.held is not None
-                commit = Commit(self.held, self.place.grid, groups, guess=self.guess(), offer=0, plan=0,
-                                notify=lambda _: None)
-                self._committer.start(commit)
-                commit.done.wait()
-                self.settle(commit.verdict()[0])
-        ledger.holds = target
+        self._copy(todo, resume.target, groups)
+        if todo.verdict is not None:
+            self.settle(todo.verdict)
+        elif todo.anew:
+            assert self.held is not None
+            commit = Commit(self.held, self.place.grid, groups, guess=self.guess(), offer=0, plan=0,
+                            notify=lambda _: None)
+            self._committer.start(commit)
+            commit.done.wait()
+            self.settle(commit.verdict()[0])
 
     # ---- a worker that comes in
 
     def facts(self) -> dict[str, Any]:
         """What a new peer of this stage must know beside the stage's tensors, between two iterations."""
-        assert self.pending is None and self.held is None and self.verdict is not None
-        return {"counters": self.stage.counters(), "verdict": self.verdict.to_json(), "reports": self.reports,
-                "pace": self.pace.to_json(), "read": dict(list(self.read.items())[:1])}
+        standing = self.standing
+        assert self.pending is None and self.held is None and standing.verdict is not None
+        return {"counters": self.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
+                "pace": standing.mode.to_json(), "read": dict(list(self.read.items())[:1])}
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""
-        self.undo.forget()
         self.stage.load_state(tensors, facts["counters"])
-        self.held, self.pending = None, None
-        self.verdict, self.reports = Verdict.from_json(facts["verdict"]), facts["reports"]
-        self.pace.follow(facts["pace"])
-        self.entered = self.verdict.iteration
-        self.ledger.stand_at(self.entered + 1)
+        self.held, self.pending, self.reports = None, None, facts["reports"]
+        self.standing.enter(Verdict.from_json(facts["verdict"]), self.standing.mode.like(facts["pace"]))
 
-    def _copy(self, copies: Mapping[str, str], target: int, groups: Groups) -> None:
-        """Peers that do not hold ``target`` get its reduced gradient from one that does (receiver -> giver).
+    def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:
+        """Peers that do not hold ``target`` get its reduced gradient from one that does.
 
         A copy lands in a spare buffer and counts only once it is whole.
         """
         me, total = self.place.me, self.place.grid.total
         peers = groups.peers(me.stage)
-        pairs = sorted((Process.parse(to), Process.parse(source).worker) for to, source in copies.items())
-        for receiver, giver in ((to.worker, source) for to, source in pairs if (to.part or 0) == self.place.part):
+        for receiver, giver in todo.copies:
             if receiver == me:
                 gradient = self.layout.empty()
                 numbers = torch.empty(Held.count(total, self.stage.report_width), dtype=torch.float64)
                 groups.stage.receive(gradient, peers.index(giver), HELD[0]).wait()
                 groups.stage_control.receive(numbers, peers.index(giver), HELD[1]).wait()
                 self.held = Held.from_numbers(target, gradient, numbers, total)
-                self.ledger.holds = target
-            elif giver == me:
+                self.standing.receive(target)
+            else:
                 assert self.held is not None and self.held.iteration == target
                 groups.stage.send(self.held.gradient, peers.index(receiver), HELD[0]).wait()
                 groups.stage_control.send(self.held.numbers(), peers.index(receiver), HELD[1]).wait()
+
+
+def _announce(verdict: Verdict, seen: Sequence[bool], mode: StepMode) -> None:
+    """``mode`` is another one from now on, after what was ``seen`` of the last guesses."""
+    get_logger().info(
+        "megatron-recycle: after iteration %d stages %s (%d of the last %d steps would have been undone)",
+        verdict.iteration, "step at once again" if mode.staggered else "wait for each other's gradient norms",
+        sum(seen), len(seen))

@@ -20,29 +20,20 @@ class Undo:
         self._stage = stage
         self._spare: dict[str, torch.Tensor] = {}
         self._counters: Any = None
-        self.iteration: int | None = None
-        """The iteration whose step can be undone; None: nothing to undo."""
 
-    def save(self, iteration: int) -> None:
-        """Remember the state before the step of ``iteration``."""
+    def save(self) -> None:
+        """Remember the state; the next one takes its place."""
         state = self._stage.state()
         self._spare = {name: self._spare[name] if name in self._spare else torch.empty_like(tensor)
                        for name, tensor in state.items()}
         _copy(state, self._spare)
         self._counters = self._stage.counters()
-        self.iteration = iteration
 
     def restore(self) -> None:
         """Put back what was saved."""
-        assert self.iteration is not None
         self._stage.reset_state(self._spare.keys())
         _copy(self._spare, self._stage.state())
         self._stage.set_counters(self._counters)
-        self.iteration = None
-
-    def forget(self) -> None:
-        """The step is final; the buffers stay for the next one."""
-        self.iteration = None
 
     @property
     def nbytes(self) -> int:

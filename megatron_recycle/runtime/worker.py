@@ -16,7 +16,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.errors import GenerationOver, JobEnded, UnsupportedError
-from megatron_recycle.membership import THE_END, Fault, Verdict
+from megatron_recycle.membership import THE_END, Fault, Process, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Action, Plan, Worker
 from megatron_recycle.runtime.actions import Actions
@@ -39,9 +39,7 @@ from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.equality import verify_boundary
 from megatron_recycle.runtime.evaluation import Evaluations, run_pass
 from megatron_recycle.runtime.interpreter import PHASES, Observer, execute
-from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.memory_budget import announce
-from megatron_recycle.runtime.offers import Offers, number_of
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.recovery import finish, join, recover, renew
@@ -91,17 +89,14 @@ class StageWorker:
         self.stage = stage
         self.agent = agent
         self.config = config
-        self.ledger = Ledger()
+        me = Process(place.me, place.part if place.parts > 1 else None)
+        self.standing = Standing(me, StepMode.of(config.step == "staggered"))
         self.activity = Activity(config.stall_floor)
-        self.generation = 0
         self.groups: Groups | None = None
         self._members: tuple[Worker, ...] = ()
         self.prefix = ""
         self.tries = 0
         """Generations with the same members in a row, before this one."""
-        self.next_attempt = 1
-        self.verified = -1
-        """The iteration before which the peers of this stage were last found to be equal."""
         self.generators = generators
         self._find_generators()
         self._look_again = True  # after the first iteration: some are made in the first forward
@@ -111,16 +106,15 @@ class StageWorker:
         self.layout = Layout(stage.parameters, stage.gradient_dtype)
         self._lock = threading.Lock()
         self._stopwatch = watch = Stopwatch(stage.device)
-        self.stepper = Stepper(stage, self.layout, place, self.ledger, config.step == "staggered", self, watch)
+        self.stepper = Stepper(stage, self.layout, place, self.standing, self, watch)
         self._modes = Modes(stage.module)
         self._edits = Edits(stage)
         self._trained = Trained.of(stage.module, self.layout)
         self._agreement: Agreement
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
         """The tensors and counters that this worker came in with, until it trains."""
-        self.evaluations = Evaluations(place.grid, stage.report_width)
+        self.evaluations = Evaluations(self.standing, place.grid, stage.report_width)
         self.network = network or TorchNetwork()
-        self._passes = 0  # of evaluation that the script has asked for
         self._announce_resumed = False
         self._handlers = {**dict.fromkeys(("F", "B", "W", "FB"), self._micro_batch), "S": self._reduce_and_step}
         self._plan: Plan
@@ -128,11 +122,10 @@ class StageWorker:
         self._plan_number = 0
         self.left_out: Sequence[tuple[int, str]] = ()
         """Iterations and their micro-batches (``1.3``) that the job goes on without."""
-        self._offers = Offers(agent)
         self._profiling = Profiling(watch)
         self.memory = ActivationMemory(stage.device)
         self.actions = Actions(place=place, stage=stage, splitter=splitter, data=data, layout=self.layout,
-                               generators=generators, seed=config.seed, ledger=self.ledger, activity=self.activity,
+                               generators=generators, seed=config.seed, standing=self.standing, activity=self.activity,
                                watch=watch, memory=self.memory, exact=config.reduction == "exact")
         self._transport: Transport
         self._reduction: Reduction
@@ -161,7 +154,7 @@ class StageWorker:
                 self._look_again = False
                 with self._telling():
                     self._find_generators()
-            self._edits.leave(self.ledger.committed < self.ledger.stepped)
+            self._edits.leave(self.standing.committed < self.standing.stepped)
             return loss
 
     def _look(self) -> None:
@@ -170,7 +163,7 @@ class StageWorker:
             self.stage.load_state(*self.brought)
         changed = self._modes.look()
         if changed and self._modes.gone():
-            self._edits.refuse_loss(self.ledger.stepped)
+            self._edits.refuse_loss(self.standing.stepped)
         if changed or self._edits.found():
             self.settle()
         if self.stage.look() or changed:
@@ -198,14 +191,14 @@ class StageWorker:
         """
         def run() -> float:
             # Done already: a failure has told this worker so, or it was before this worker came in.
-            while self.evaluations.done < self._passes:
+            while self.standing.evaluated < self.standing.passes:
                 run_pass(self, self._transport, data, number)
             return 0.0
 
         with self._inside():
             self.begin(iteration)
             self.settle()
-            self._passes += 1
+            self.standing.passes += 1
             self._through_failures(run)
         return self.evaluations.table
 
@@ -217,7 +210,7 @@ class StageWorker:
     def begin(self, iteration: int) -> None:
         """Take part in the job, if this is the first that this worker does in it. Raises JobEnded."""
         if self.generation == 0:
-            self.ledger.stand_at(iteration)
+            self.standing.stand_at(iteration)
             # Who comes in reads data to compare it: the script finds its random numbers as it left them all the same.
             with self.waiting(RECOVERY), self.generators.kept(), self._telling():
                 join(self)
@@ -225,7 +218,7 @@ class StageWorker:
 
     def has_done(self, iteration: int) -> bool:
         """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""
-        return iteration <= self.ledger.stepped
+        return iteration <= self.standing.stepped
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -262,7 +255,7 @@ class StageWorker:
     def _fault(self, error: BaseException) -> Fault:
         running = self.actions.running
         if running is not None:
-            return Fault.of(error, self.ledger.iteration, str(running), whole=True)
+            return Fault.of(error, self.standing.iteration, str(running), whole=True)
         iteration, _, phase, _ = self._observed or (None, 0, "", None)
         return Fault.of(error, iteration, "S" if phase in _STEP else None)
 
@@ -280,8 +273,8 @@ class StageWorker:
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""
-        last = self.ledger.stepped
-        if self.ledger.committed < last:
+        last = self.standing.stepped
+        if self.standing.committed < last:
             with self._inside(), self._modes.of_training(), self._edits.apart(last, self.stepper.remake):
                 self._through_failures(lambda: self._run_to(last, commit=True))
 
@@ -305,11 +298,11 @@ class StageWorker:
 
     def _run_to(self, iteration: int, commit: bool = False) -> float:
         # More than one iteration to run: a failure has undone a step that train() had already returned from.
-        while self.ledger.stepped < iteration:
-            self._try(self.ledger.stepped + 1)
+        while self.standing.stepped < iteration:
+            self._try(self.standing.stepped + 1)
         if commit:
             self.stepper.wait()
-        known = self.stepper.held or self.stepper.verdict
+        known = self.stepper.held or self.standing.verdict
         # A later one: this worker has come in after it.
         assert known is not None and known.iteration >= iteration
         return known.loss
@@ -353,11 +346,9 @@ class StageWorker:
 
     def _roll_back(self) -> None:
         """Void the work on the next iteration, on all workers alike, and begin it again on new handles."""
-        ledger = self.ledger
-        begun = ledger.iteration == ledger.committed + 1
-        self.next_attempt = 1 + (ledger.attempt if begun else self.next_attempt)
-        self.agent.event("rolled_back", iteration=ledger.committed, actions=len(ledger.done) if begun else 0)
-        self.observe("recovering", ledger.committed + 1)
+        committed = self.standing.committed
+        self.agent.event("rolled_back", iteration=committed, actions=self.standing.roll_back())
+        self.observe("recovering", committed + 1)
         self.discard_attempt()
         try:
             with self.waiting(HANDLES):
@@ -367,21 +358,20 @@ class StageWorker:
 
     def _try(self, iteration: int) -> None:
         self.stepper.poll()
-        if self._offers.ends_before(iteration):
+        if self.standing.promises.ends_before(iteration):
             self._await_switch(iteration)
         verify_boundary(self, iteration)
-        while plan := self._offers.plan_from(iteration):
+        while plan := self.standing.promises.plan_from(iteration):
             self.use_plan(plan)
             self.agent.adopted(self.generation, iteration, plan.digest)
         left_out = frozenset(microbatch for of, microbatch in self.left_out if of == iteration)
         if left_out or self._orders is not self._plan:
             self._follow(self._plan.without([_place_of(each) for each in left_out]) if left_out else self._plan)
-        self.ledger.begin(iteration, self.next_attempt)
-        self.next_attempt = 1
+        self.standing.begin(iteration)
         relay = LossRelay(self.current_groups(), self.place.grid, self.stage.report_width, self._reduction, iteration,
-                          self.ledger.attempt, len(left_out))
+                          self.standing.attempt, len(left_out))
         with self.waiting("the last messages"):
-            self._transport.begin((iteration, self.ledger.attempt))
+            self._transport.begin((iteration, self.standing.attempt))
         self._agreement = Agreement(self._trained, self.current_groups())
         self.memory.begin()
         self.actions.begin(Accumulators(self.layout, self._reduction.place), relay)
@@ -406,7 +396,7 @@ class StageWorker:
             # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.
             full = action in self.actions.full and phase in PHASES.values()
             self.activity.work(f"full {phase}" if full else phase)
-        self._observed = iteration, self.ledger.attempt, phase, action
+        self._observed = iteration, self.standing.attempt, phase, action
         if action is not None:
             self.tell_resumed()
         if self._observer is not None:
@@ -418,6 +408,17 @@ class StageWorker:
             return {}
         iteration, attempt, phase, action = self._observed
         return {"iteration": iteration, "attempt": attempt, "phase": phase, "action": str(action) if action else None}
+
+    @property
+    def generation(self) -> int:
+        """The one in force; 0 before the first."""
+        return self.standing.epoch.generation
+
+    @property
+    def store_prefix(self) -> str:
+        """Of the process groups in torch's store, which are others after each roll-back."""
+        renewal = self.standing.epoch.renewal
+        return f"{self.prefix}-r{renewal}" if renewal else self.prefix
 
     @property
     def plan(self) -> Plan:
@@ -433,7 +434,7 @@ class StageWorker:
     def _micro_batch(self, action: Action) -> None:
         """One F, B, W or FB."""
         self.actions.run(action)
-        self.ledger.done.append(action)
+        self.standing.did(action)
         self._transport.post()
         self.actions.now.relay.poll()
         self.stepper.poll()
@@ -443,8 +444,8 @@ class StageWorker:
     def _reduce_and_step(self, action: Action) -> None:
         self.stepper.wait()
         groups = self.current_groups()
-        iteration, now = self.ledger.iteration, self.actions.now
-        self.ledger.check_complete(self._orders.actions(self.place.me))
+        iteration, now = self.standing.iteration, self.actions.now
+        self.standing.check_complete(self._orders.actions(self.place.me))
         with torch.no_grad(), self.activity.during(WAITING, REDUCE), self._stopwatch.measure("reduce"):
             self._agreement.check(iteration)
             gradient = self._reduction.gradient(now.sums, groups, self.stage.ties)
@@ -455,7 +456,8 @@ class StageWorker:
         views = self.layout.views(gradient)
         held = Held(iteration, gradient, self.stage.norm_square(views), loss, weight, now.digests,
                     now.relay.reports, self.stage.zeros(views))
-        self.stepper.hold(held, groups, self._offers.promise(self.generation), self._plan_number)
+        self.stepper.hold(held, groups, self.standing.promises.promise(iteration, self.agent.offer),
+                          self._plan_number)
 
     def committed(self, verdict: Verdict, adopt: bool) -> None:
         """The stepper's news: an iteration is final."""
@@ -463,7 +465,7 @@ class StageWorker:
         self.agent.committed(verdict.iteration, verdict.loss)
         self._profiling.committed(self, verdict.iteration, self._transport.lags)
         if adopt:
-            self._offers.agreed(verdict.iteration)
+            self.standing.promises.agreed(verdict.iteration)
 
     def forget_data(self, iteration: int) -> None:
         """``iteration`` and all before it are final: their data is not read again."""
@@ -486,6 +488,7 @@ class StageWorker:
 
     def discard_attempt(self) -> None:
         """Forget the iteration in flight; what is held of a complete one stays."""
+        self.standing.give_up()
         for parameter in self.layout.parameters:
             parameter.grad = None
         self.actions.forget()
@@ -496,7 +499,6 @@ class StageWorker:
         Raises GenerationOver if a still newer generation was announced meanwhile.
         """
         self._plan = plan
-        self._offers.forget()
         self.reinstall(groups)
 
     def reinstall(self, groups: Groups) -> None:
@@ -551,6 +553,11 @@ class StageWorker:
     def current_groups(self) -> Groups:
         assert self.groups is not None
         return self.groups
+
+
+def number_of(plan: Plan) -> int:
+    """A number below 2**20 by which workers find out that they follow different plans."""
+    return int(plan.digest.rpartition(":")[2][:5], 16)
 
 
 def _place_of(microbatch: str) -> tuple[int, int]:

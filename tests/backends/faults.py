@@ -166,7 +166,7 @@ def _show_data_loading() -> None:
     def read(self: DatasetSource, pipeline: int, number: int) -> Any:
         if reader:
             assert reader[0]._observer is not None
-            reader[0]._observer.on("data", reader[0].ledger.iteration, None)
+            reader[0]._observer.on("data", reader[0].standing.iteration, None)
         return batch(self, pipeline, number)
 
     StageWorker._micro_batch = remembered  # type: ignore[method-assign]
@@ -200,7 +200,7 @@ def _count_forwards() -> dict[tuple[int, int], int]:
     run = StageWorker._micro_batch
 
     def counted(self: StageWorker, action: Any) -> None:
-        key = self.ledger.iteration, self.ledger.attempt
+        key = self.standing.iteration, self.standing.attempt
         found[key] = found.get(key, 0) + (action.kind == "F")
         run(self, action)
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_recycle.membership import Process, Standing
 from megatron_recycle.plan import Action, Costs, Grid, Problem, Worker
 from megatron_recycle.planner.merge_bw import merged
 from megatron_recycle.runtime.actions import Actions
@@ -23,7 +24,6 @@ from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
-from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Forward
 
@@ -82,14 +82,16 @@ class Alone:
         places = [(d, m) for d in range(PIPELINES) for m in range(MICROBATCHES)]
         self.tokens = {place: torch.randint(WIDTH, (3, 5), generator=draw) for place in places}
         self.gradients = {place: torch.randn(3, 5, WIDTH, generator=draw) for place in places}
-        self.stage, self.ledger, self.memory = FirstStage(), Ledger(), ActivationMemory(CPU)
+        self.stage, self.memory = FirstStage(), ActivationMemory(CPU)
+        self.standing = Standing(Process(me))
+        self.standing.join(1)
         self.layout = Layout(self.stage.parameters, dtype)
         grid = Grid(2, (MICROBATCHES,) * PIPELINES)
         place = Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo")
         self.watch = Stopwatch(CPU)
         self.actions = Actions(
             place=place, stage=self.stage, splitter=Splitter(self.stage.module, kernel), data=self, layout=self.layout,
-            generators=Generators(CPU), seed=0, ledger=self.ledger, activity=Activity(1.0), watch=self.watch,
+            generators=Generators(CPU), seed=0, standing=self.standing, activity=Activity(1.0), watch=self.watch,
             memory=self.memory, exact=exact)
 
     def batch(self, pipeline: int, index: int) -> tuple[torch.Tensor]:
@@ -106,7 +108,9 @@ class Alone:
         self.actions.use(plan, SimpleNamespace(together=nullcontext), self)
 
     def run(self, order: list[Action], attempt: int = 1) -> None:
-        self.ledger.begin(0, attempt)
+        self.standing.stand_at(0)
+        self.standing.next_attempt = attempt
+        self.standing.begin(0)
         self.memory.begin()
         self.actions.begin(Accumulators(self.layout, lambda pipeline, microbatch: (WHOLE, 0)), None)
         for action in order:

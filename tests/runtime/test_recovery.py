@@ -17,12 +17,12 @@ from torch.distributed import HashStore
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control.agent import Ended
 from megatron_recycle.errors import GenerationOver, JobEnded
+from megatron_recycle.membership import Process, Standing
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.comm.rendezvous import meet, unless_interrupted
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
-from megatron_recycle.runtime.ledger import Ledger
 from megatron_recycle.runtime.recovery import await_stop, connect_limit
 from megatron_recycle.runtime.worker import StageWorker
 
@@ -155,7 +155,8 @@ def test_connecting_gets_more_time_with_more_ranks_and_after_each_try_that_took_
 
 def test_a_script_finds_its_random_numbers_as_it_left_them_though_its_worker_comes_in_and_compares_data(monkeypatch):
     draws = Generators(torch.device("cpu"))
-    comes_in = SimpleNamespace(generation=0, ledger=Ledger(), generators=draws, waiting=lambda what: nullcontext(),
+    comes_in = SimpleNamespace(generation=0, standing=Standing(Process(Worker(0, 0))), generators=draws,
+                               waiting=lambda what: nullcontext(),
                                _telling=nullcontext)
     monkeypatch.setattr(worker_module, "join", lambda worker: Seeds(draws, 7).set(1, 11))
     monkeypatch.setattr(worker_module, "announce", lambda worker: None)

@@ -27,7 +27,7 @@ def test_a_copy_that_takes_long_is_no_lost_message_though_all_others_wait(me, mo
         monkeypatch.setattr(verify, name, copied)
     monkeypatch.setattr(verify, "stage_tensors", lambda stage: {})
     worker: Any = SimpleNamespace(
-        activity=activity, place=SimpleNamespace(me=me), ledger=SimpleNamespace(committed=3),
+        activity=activity, place=SimpleNamespace(me=me), standing=SimpleNamespace(committed=3),
         stage=SimpleNamespace(device="cpu"), agent=SimpleNamespace(event=lambda *_, **__: None),
         stepper=SimpleNamespace(facts=dict, enter=lambda *_: None), current_groups=lambda: None)
     with activity.during(WAITING, "a check"):

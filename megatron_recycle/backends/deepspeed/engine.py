@@ -176,7 +176,7 @@ class RecyclePipelineEngine(PipelineEngine):
     def get_global_grad_norm(self) -> float | None:
         """As stock: in 16 bits that of the last iteration, for whose verdict this waits; None in fp32."""
         self.settle()
-        verdict = self.session.worker.stepper.verdict if self.session.started else None
+        verdict = self.session.worker.standing.verdict if self.session.started else None
         if self.masters is None or verdict is None:
             return super().get_global_grad_norm()
         return math.sqrt(sum(verdict.norm_squares))

@@ -103,7 +103,7 @@ class RecycleSchedule:
         session.train()
         if session.catches_up:
             return self._passed()  # a part of a worker that was without another one for a while
-        self._stage.rates.forget(stepper.ledger.committed)
+        self._stage.rates.forget(self.session.worker.standing.committed)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
         self._late = tuple(LateNumber(partial(find, iteration)) for find in (self._norm, self._zeros))
@@ -116,8 +116,8 @@ class RecycleSchedule:
 
     def _passed(self) -> torch.Tensor:
         """An iteration that the job had done before this worker came in: told is what is known of the last one."""
-        stepper = self.session.worker.stepper
-        verdict, reports = stepper.verdict, stepper.reports
+        worker = self.session.worker
+        verdict, reports = worker.standing.verdict, worker.stepper.reports
         assert verdict is not None and reports is not None
         zeros = verdict.zeros if self._stage.counts_zeros else None
         self._stage.result = (True, self._stage.norm(verdict.norm_squares), zeros)
@@ -132,12 +132,12 @@ class RecycleSchedule:
     def _verdict(self, iteration: int) -> Verdict:
         """On one of the last two iterations, waiting for the other stages if need be; the last one if this worker was
         not there."""
-        stepper = self.session.worker.stepper
-        if stepper.ledger.committed < iteration:
+        standing = self.session.worker.standing
+        if standing.committed < iteration:
             self.session.settle()
-        latest = stepper.verdict
+        latest = standing.verdict
         assert latest is not None
-        return next((verdict for verdict in stepper.verdicts if verdict.iteration == iteration), latest)
+        return next((verdict for verdict in standing.verdicts if verdict.iteration == iteration), latest)
 
     def _evaluate(self, data_iterator: Any) -> torch.Tensor:
         place = self.session.place
@@ -153,7 +153,7 @@ class RecycleSchedule:
     def attached(self) -> AbstractContextManager[None]:
         """Inside the block Megatron's groups span all workers. Raises GenerationOver, or as torch does."""
         assert self._detached is not None
-        return self._detached.attached(self.session.worker.prefix, self.session.worker.interrupted)
+        return self._detached.attached(self.session.worker.store_prefix, self.session.worker.interrupted)
 
     def saving(self, iteration: int) -> AbstractContextManager[None]:
         """In the block the loop saves a checkpoint of ``iteration``, with all workers."""
