@@ -45,6 +45,9 @@ class GenerationOver(RecycleError):
     """
 
 
+TransportAborted = GenerationOver
+
+
 class JobEnded(RecycleError):
     """The coordinator ended the job.
 

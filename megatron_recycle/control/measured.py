@@ -1,41 +1,27 @@
-"""The workers' measurements and what follows from them: costs for the planner; slow workers are reported, and declared
-out where the user asks for it."""
+"""What becomes of the workers' measurements: costs for the planner; the slow are reported, and declared out where the
+user asks for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_recycle.control import Coordinator
 from megatron_recycle.control.planning import Planning
-from megatron_recycle.membership.state import Member, State
+from megatron_recycle.membership.failure_kinds import FailureKind
 
-
-@dataclass(frozen=True)
-class Conclusions:
-    """What follows from one measurement.
-
-    Attributes:
-        profiled: the event with all that is known of the job, if that has changed so much that plans are made again.
-        out: members that are to be declared out.
-        slow: events about members that have become slow.
-    """
-
-    profiled: Mapping[str, Any] | None = None
-    out: tuple[str, ...] = ()
-    slow: tuple[Mapping[str, Any], ...] = ()
+Emit = Callable[[Mapping[str, Any]], None]
 
 
 class Slowness:
-    """The slow workers that were reported."""
+    """Who is known to be slow."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def news(self, slow: Mapping[str, float], incarnations: Mapping[str, str]) -> dict[str, float]:
-        """The workers of ``slow`` that were not in it the last time, or were as another process. ``slow`` has all that
-        are slow now."""
+        """Those of ``slow``, which are all that are, that were not the last time, or were as another process."""
         now = {name: incarnations[name] for name in slow if name in incarnations}
         found = {name: slow[name] for name, incarnation in now.items() if self._known.get(name) != incarnation}
         self._known = now
@@ -43,28 +29,40 @@ class Slowness:
 
 
 class Profiles:
-    """Takes in what workers measure."""
+    """Takes in the workers' measurements.
 
-    def __init__(self, planning: Planning) -> None:
+    Args:
+        emit: gets the events that follow from them.
+    """
+
+    def __init__(self, planning: Planning, coordinator: Coordinator, emit: Emit) -> None:
         self._planning = planning
+        self._coordinator = coordinator
+        self._emit = emit
         self._slowness = Slowness()
         self._heard: dict[str, str] = {}  # incarnations of those that have told anything
 
-    def take(self, state: State, member: Member, measured: Mapping[str, Any]) -> Conclusions:
-        """What follows from a member's `measured` message."""
+    def take(self, profile: Mapping[str, Any]) -> None:
+        """Called in the coordinator's event loop."""
+        state = self._coordinator.state
         incarnations = state.incarnations()
-        self._heard[member.worker] = member.incarnation
-        profile = {"worker": member.worker, "iterations": measured["iterations"], "lags": measured["lags"],
-                   **(measured["memory"] or {})}
-        found = self._planning.measured(profile, member.incarnation)
-        now = {"t": time.time(), "generation": state.generation}
+        if profile["worker"] not in incarnations or profile.get("fenced"):
+            return
+        self._heard[profile["worker"]] = incarnations[profile["worker"]]
+        found = self._planning.measured(profile, incarnations[profile["worker"]])
+        if found is not None:
+            self._emit({"event": "profiled", "t": profile["t"], "generation": profile["generation"],
+                        **found.to_json()})
         limit = float((state.description or {}).get("slow_factor_out") or 0)
-        # A process that has just come to the place of a slow one has measured nothing yet.
+        # Not who has just come to the place of one that was slow.
         slow = {name: factor for name, factor in self._planning.slow.items()
-                if name in incarnations and incarnations[name] == self._heard.get(name)}
-        return Conclusions(
-            None if found is None else {"event": "profiled", **now, **found.to_json()},
-            tuple(name for name, factor in slow.items() if limit and factor > limit),
-            tuple({"event": "slow", **now, "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)}
-                  for name, factor in self._slowness.news(slow, incarnations).items() if not limit or factor <= limit),
-        )
+                if incarnations.get(name) == self._heard[name]}
+        for name, factor in slow.items():
+            if limit and factor > limit:
+                self._coordinator.declare_out(name, FailureKind.SLOW)
+        for name, factor in self._slowness.news(slow, incarnations).items():
+            if not limit or factor <= limit:
+                self._coordinator.tell({"event": "slow", "t": time.time(), "generation": state.generation,
+                                        "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)})
+        if found is not None:
+            self._coordinator.search_again()

@@ -219,7 +219,7 @@ class Job:
             result.losses.append(made.train(iteration))
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
-        result.counters = stage.counters()
+        result.counters = stage.counters()["own"]
         made.finish()
 
     def die(self, process: Process) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 2, 3
@@ -114,9 +115,10 @@ class SmallStage:
         self.first, self.last, self.stage, self.pipelines = stage == 0, stage == stages - 1, stage, pipelines
         self.microbatches, self.clipping, self.scale, self.overflows = microbatches, clipping, scale, set(overflows)
         self.steps = self.skipped = 0
-        self.named = dict(self.module.named_parameters())
-        self.parameters = list(self.named.values())
+        self.parameters = list(self.module.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2, foreach=False)
+        self._kept = OptimizerState(self.module, self.optimizer)
+        self._kept.train(self.parameters)
         self.model = fingerprint(self.parameters)
         self.tied_stages = ((0, stages - 1),) if tied else ()
         self.ties: list[Tie] = []
@@ -179,40 +181,24 @@ class SmallStage:
         self.steps += 1
 
     def state(self) -> dict[str, torch.Tensor]:
-        tensors = {f"parameter {name}": parameter.detach() for name, parameter in self.named.items()}
-        for name, parameter in self.named.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key} {name}"] = value
-        return tensors
+        return self._kept.tensors()
 
     def fixed(self) -> dict[str, torch.Tensor]:
-        return {}
+        return self._kept.fixed()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
-        self.reset_state(tensors.keys())
-        own = self.state()
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                key, of = name.split(" ", 1)
-                if name in own:
-                    own[name].copy_(tensor)
-                else:
-                    self.optimizer.state[self.named[of]][key] = tensor.clone()
-        self.set_counters(counters)
+        self._kept.load(tensors, counters["optimizer"])
+        self.steps, self.skipped, self.scale = counters["own"]
 
     def reset_state(self, names: Collection[str]) -> None:
-        for name, parameter in self.named.items():
-            state = self.optimizer.state.get(parameter, {})
-            for key in [key for key in state if f"{key} {name}" not in names]:
-                del state[key]
-            if not state:
-                self.optimizer.state.pop(parameter, None)
+        self._kept.reset(names)
 
     def counters(self) -> Any:
-        return [self.steps, self.skipped, self.scale]
+        return {"optimizer": self._kept.counters(), "own": [self.steps, self.skipped, self.scale]}
 
     def set_counters(self, counters: Any) -> None:
-        self.steps, self.skipped, self.scale = counters
+        self._kept.set_counters(counters["optimizer"])
+        self.steps, self.skipped, self.scale = counters["own"]
 
     def refer(self, references: Mapping[str, Any]) -> None:
         pass

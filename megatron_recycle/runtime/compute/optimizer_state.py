@@ -143,9 +143,10 @@ class OptimizerState:
     def counters(self) -> dict[str, Any]:
         """A copy of what a step changes besides tensors: numbers that the optimizer keeps of a parameter or a group of
         parameters; and which parameters are trained."""
-        states, numbers = self._optimizer.state, {}
+        states, masters, numbers = self._optimizer.state, self._masters, {}
         for name, parameter in self.parameters().items():
-            own = {key: value for key, value in states.get(self._stepped(parameter), _NOTHING).items()
+            stepped = masters.get(parameter, parameter) if masters else parameter
+            own = {key: value for key, value in states.get(stepped, _NOTHING).items()
                    if not isinstance(value, torch.Tensor)}
             if own:
                 numbers[name] = own
