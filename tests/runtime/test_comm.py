@@ -20,7 +20,7 @@ from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.memory import Fabric, Killed, Stuck
 from megatron_recycle.runtime.comm.tags import COMMITS, CONTROL, LOSSES, Table
 from megatron_recycle.runtime.comm.threads import Threads
-from tests.runtime.comms import gloo
+from tests.runtime.comms import gloo, ordered
 from tests.runtime.test_transport import Plain
 
 NUMBERS = 20
@@ -47,15 +47,12 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
 
 class Library:
     def __init__(self, kind: str, seed: int = 0) -> None:
-        self.kind = kind
-        self.fabric = Fabric(seed, ordered=kind == "ordered", limit=5.0)
-        self.run = in_threads if kind == "gloo" else self.fabric.run
-
-    def comms(self, size: int) -> list[Comm]:
-        return gloo(size) if self.kind == "gloo" else self.fabric.comms(size)
+        self.fabric = Fabric(seed, ordered=kind == "ordered in memory", limit=5.0)
+        self.comms = {"gloo": gloo, "ordered": ordered}.get(kind, self.fabric.comms)
+        self.run = self.fabric.run if "memory" in kind else in_threads
 
 
-@pytest.fixture(params=["gloo", "memory", "ordered"])
+@pytest.fixture(params=["gloo", "memory", "ordered", "ordered in memory"])
 def library(request) -> Library:
     return Library(request.param)
 
@@ -296,11 +293,11 @@ def test_with_nccls_rules_two_that_both_send_first_wait_for_ever():
         comm.receive(torch.zeros(1), 1 - comm.rank, LOSSES[0]).wait()
         sent.wait()
 
-    for ordered in (False, True):
-        fabric = Fabric(ordered=ordered, limit=5.0)
+    for nccls in (False, True):
+        fabric = Fabric(ordered=nccls, limit=5.0)
         comms = fabric.comms(2)
         both = [lambda comm=comm: exchange(comm) for comm in comms]
-        if not ordered:
+        if not nccls:
             assert fabric.run(*both) == [None, None]
             continue
         with pytest.raises(Stuck, match="nobody can go on") as stuck:
