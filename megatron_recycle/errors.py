@@ -45,9 +45,6 @@ class GenerationOver(RecycleError):
     """
 
 
-TransportAborted = GenerationOver
-
-
 class JobEnded(RecycleError):
     """The coordinator ended the job.
 

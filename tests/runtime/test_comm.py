@@ -121,8 +121,12 @@ def test_both_ends_may_send_first_in_a_batch(library):
         with comms[rank].batch():
             moving = [comms[rank].send(number(rank), peer, LOSSES[0]) for peer in others]
             moving += [comms[rank].receive(into[rank][peer:peer + 1], peer, LOSSES[0]) for peer in others]
+            assert not any(pending.done() for pending in moving)
+            with pytest.raises(AssertionError, match="waited for after it"):
+                moving[0].wait()
         for pending in moving:
             pending.wait()
+        assert into[rank].tolist() == [float(peer) if peer != rank else 0.0 for peer in range(3)]
         with comms[rank].batch():
             pass  # of one worker alone, there is nothing in it
         comms[rank].sum(into[rank]).wait()

@@ -58,6 +58,19 @@ def is_broken(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or any(words in str(error) for words in ("gloo", "pair closure"))
 
 
+class _NotStarted:
+    """The work of an operation in a batch that is still open."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        raise AssertionError("what is started in a batch is waited for after it")
+
+
+_NOT_STARTED = _NotStarted()
+
+
 class Pending:
     """An operation that was started; it goes on by itself.
 
@@ -124,7 +137,7 @@ class Comm:
         self._group: Group = group
         self._closed = False
         self._posting = threading.RLock()
-        self._batch: list[Pending] | None = None
+        self._batch: list[tuple[Pending, Work]] | None = None
 
     @cached_property
     def limit(self) -> timedelta | None:
@@ -155,7 +168,7 @@ class Comm:
         library runs one after the other; they must not be waited for inside."""
         what = f"{self.of}: a batch of transfers"
         with self._posting:
-            started: list[Pending] = []
+            started: list[tuple[Pending, Work]] = []
             with failing_ends(what, self.is_aborted):
                 self.backend.begin_batch(self.group)
             self._batch = started
@@ -165,8 +178,8 @@ class Comm:
                 self._batch = None
                 with failing_ends(what, self.is_aborted):
                     together = self.backend.end_batch(self.group)
-                    for pending in started if together is not None else ():
-                        pending._work = together
+                for pending, own in started:
+                    pending._work = own if together is None else together
 
     def is_aborted(self) -> bool:
         return self.aborted
@@ -195,6 +208,7 @@ class Comm:
         with self._posting, failing_ends(pending, self.is_aborted):
             if not self.aborted:
                 pending._work = start()
-            if self._batch is not None:
-                self._batch.append(pending)
+                if self._batch is not None:
+                    self._batch.append((pending, pending._work))
+                    pending._work = _NOT_STARTED
         return pending
