@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import sysconfig
 import time
@@ -151,6 +152,7 @@ def train(args: argparse.Namespace) -> None:
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     torch.set_num_threads(args.threads)
+    compute_the_same_bits()
     if get_accelerator().device_name() == "cpu":
         # Or DeepSpeed compiles a shared-memory operator when communication starts: most of a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -192,6 +194,13 @@ def train(args: argparse.Namespace) -> None:
             "times": times,  # of each iteration: seconds, and processor seconds of this process
         }
         torch.save(state, args.dump / f"worker-{state['pipeline']}-{state['stage']}.pt")
+
+
+def compute_the_same_bits() -> None:
+    """On a GPU, ask for kernels that give the same bits each time: without them no two runs can be compared."""
+    if torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
+        torch.use_deterministic_algorithms(True)
 
 
 def read_in_process(engine: Any, windows: Windows) -> None:

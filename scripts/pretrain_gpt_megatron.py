@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from gpt_deepspeed import Windows, read_text  # beside this script
+from gpt_deepspeed import Windows, compute_the_same_bits, read_text  # beside this script
 
 VOCABULARY = 256
 
@@ -306,6 +306,7 @@ def main(argv: list[str]) -> dict[str, Any]:
     warnings.filterwarnings("ignore", message=".*(Transformer Engine|Apex|TensorWrapper)")
     args = parse(argv)
     torch.set_num_threads(args.threads)
+    compute_the_same_bits()
     if not torch.cuda.is_available():
         import megatron_cpu  # beside this script
 

@@ -23,15 +23,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project need not be installed
 
+import check_report
 import nccl_ends as ends
 import nccl_order as order
-import report
 from nccl_runner import Check, Facts, run_check, run_rank
 
 _PLANNED = "all transfers are posted in one planned order (plan/transfers.py)"
 _ABORT = "an abort frees whoever waits, and its result never counts (runtime/comm)"
 _WATCHDOG = "the settings that the launcher makes (megatron_recycle/nccl_settings.py)"
 _CONNECT = "communicators are connected where nobody waits for them, in a thread that can be left behind"
+_UNBOUND = "a default group that is bound to a device does not keep ours back (runtime/comm/rendezvous.py)"
 _SLOW = 60.0
 
 CHECKS = (
@@ -49,10 +50,10 @@ CHECKS = (
     Check(order.receive_on_side_stream, "ends", "what is posted ahead is posted under a side stream", on_cpu=False),
     Check(order.receive_blocks_device_calls, "ends", "room is left, so that the allocator need not give memory back",
           on_cpu=False),
-    Check(order.bound_default_group, "hangs", "a default group that is bound is unbound before ours are made", size=3,
-          judged=(0, 1), bound=True, on_cpu=False),
+    Check(order.bound_default_group, "hangs", _UNBOUND, size=3, judged=(0, 1), bound=True, on_cpu=False),
+    Check(order.unbound_default_group, "ends", _UNBOUND, size=3, judged=(0, 1), bound=True, on_cpu=False),
     Check(ends.abort, "ends", _ABORT),
-    Check(ends.abort_frees_side_stream, "ends", _ABORT, on_cpu=False),
+    Check(ends.abort_frees_who_waits, "ends", _ABORT),
     Check(ends.abort_with_short_limit, "ends", "an abort gets a limit of its own", limit=30),
     Check(ends.abort_and_rebuild, "ends", "what a generation costs", limit=_SLOW, apart=True),
     Check(ends.abort_one_after_the_other, "ends", "one thread per group aborts", limit=45),
@@ -121,7 +122,7 @@ def main(argv: Sequence[str]) -> int:
         for check in checks:
             print(f"{check.name:40} {check.expected:6} {check.what} For: {check.means}.")
         return 0
-    if not args.cpu and report.machine()["gpu"] is None:
+    if not args.cpu and check_report.machine()["gpu"] is None:
         print("nccl_checks.py: there is no GPU that torch can use; --cpu tries the programs without", file=sys.stderr)
         return 2
     results: list[Facts] = []
@@ -130,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         print(line_of(result), flush=True)
         for rank, lines in enumerate(result.get("logs", ())):
             print("\n".join(f"      {rank}| {line}" for line in lines), flush=True)
-        report.write(args.out, "a: NCCL", results)
+        check_report.write(args.out, "a: NCCL", results)
     news = [result["check"] for result in results if not result["as_expected"]]
     print(f"{len(results)} checks; news: {', '.join(news) or 'none'}")
     return 1 if news else 0

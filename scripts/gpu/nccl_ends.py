@@ -38,28 +38,26 @@ def abort(at: Rank) -> None:
         except RuntimeError as error:
             at.tell(next_operation=text(error))
         begun = time.monotonic()
-        at.library.destroy(group)
+        at.library.backend.destroy(group)
         at.tell(destroy_s=since(begun))
     at.meet("over")
 
 
-def abort_frees_side_stream(at: Rank) -> None:
-    """The same for a thread that waits as the runtime does: for a side stream that waits for the work."""
+def abort_frees_who_waits(at: Rank) -> None:
+    """The same for a thread that waits as the runtime does, for a side stream that waits for the work."""
     group = at.group()
     at.transfer(group, at.tensor(SMALL))
     at.meet("connected")
     if at.rank == 1:
-        side, work = torch.cuda.Stream(), group.recv([at.tensor(SMALL)], 0, 0)
+        work = group.recv([at.tensor(SMALL)], 0, 0)
         at.abort_in(1.0, group)
         begun = time.monotonic()
         try:
-            with torch.cuda.stream(side):
-                work.wait()
-            side.synchronize()
+            at.wait(work)
             at.tell(raised=None)
         except RuntimeError as error:
             at.tell(raised=text(error))
-        at.tell(over_after_s=round(since(begun) - 1.0, 3))
+        at.tell(right=0.9 < since(begun) < 5, over_after_s=round(since(begun) - 1.0, 3))
     at.meet("over")
 
 
@@ -85,7 +83,7 @@ def abort_and_rebuild(at: Rank) -> None:
     for number in range(5):
         begun = time.monotonic()
         group = at.group()
-        at.library.connect(group)
+        at.library.backend.connect(group)
         tensor = at.tensor(SMALL, 5.0 if at.rank == 0 else 0.0)
         at.transfer(group, tensor)
         right = at.total(group) == at.size and float(tensor[0]) == 5.0
@@ -97,7 +95,7 @@ def abort_and_rebuild(at: Rank) -> None:
         group.abort()
         at.sync()
         aborted.append(since(begun))
-        threading.Thread(target=at.library.destroy, args=(group,), daemon=True).start()
+        threading.Thread(target=at.library.backend.destroy, args=(group,), daemon=True).start()
         at.meet(f"aborted {number}")
         at.tell(right=right, build_and_use_s=rebuilt, abort_s=aborted)
     if at.on_gpu:
@@ -135,7 +133,7 @@ def abort_together(at: Rank) -> None:
 
 
 def _aborted_first_use(at: Rank, options: Any = None) -> None:
-    group = at.group(limit=6.0, options=options)
+    group = at.group(limit=6.0, bare=True, options=options)
     at.meet("made")
     if at.rank == 0:
         at.abort_in(2.0, group)
@@ -182,10 +180,11 @@ def connecting_is_left_behind(at: Rank) -> None:
         return
     lost = at.group([0, 1, 2], limit=60.0)
 
+    in_thread = at.library.backend.in_thread()
+
     def connect() -> None:
-        if at.on_gpu:
-            torch.cuda.set_device(at.library.device)
-        at.library.connect(lost)
+        in_thread()
+        at.library.backend.connect(lost)
 
     threading.Thread(target=connect, daemon=True).start()
     time.sleep(2)
@@ -302,7 +301,7 @@ def _live(at: Rank, seconds: int) -> None:
 def shrink(at: Rank) -> None:
     """Rank 2 is killed while the others wait for it: they go on with what is left of their communicator."""
     group = at.group()
-    at.library.connect(group)
+    at.library.backend.connect(group)
     at.total(group)
     at.meet("connected")
     if at.rank == 2:

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from nccl_rank import SMALL, Rank, since, text
+from nccl_rank import SMALL, Rank, since
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, postings, transfers
 from megatron_recycle.planner import quick
@@ -142,7 +142,7 @@ def planned_order(at: Rank) -> None:
     """A plan with guests, posted in the planned order, on one communicator made before, large messages."""
     group = at.group()
     begun = time.monotonic()
-    at.library.connect(group)
+    at.library.backend.connect(group)
     at.sync()
     at.tell(connecting_s=since(begun))
     _in_planned_order(at, group)
@@ -168,10 +168,10 @@ def batch(at: Rank) -> None:
     group = at.group()
     mine, theirs = at.tensor(at.library.large, at.rank), at.tensor(at.library.large, -1.0)
     for _ in range(3):
-        group._start_coalescing(at.library.device)
+        at.library.backend.begin_batch(group)
         group.send([mine], 1 - at.rank, 0)
         group.recv([theirs], 1 - at.rank, 0)
-        group._end_coalescing(at.library.device).wait()
+        at.wait(at.library.backend.end_batch(group))
     at.sync()
     at.tell(right=float(theirs[0]) == 1 - at.rank)
 
@@ -235,13 +235,18 @@ def receive_blocks_device_calls(at: Rank) -> None:
 
 
 def bound_default_group(at: Rank) -> None:
-    """The default group is bound to the device: a later group of two ranks of three is split off it, and needs all."""
+    """The default group is bound to the device: torch splits a later group of two of three ranks off it, with all."""
+    _two_of_three(at, bare=True)
+
+
+def unbound_default_group(at: Rank) -> None:
+    """The same with a group that the runtime makes, beside a default group that it makes torch take for unbound."""
+    _two_of_three(at, bare=False)
+
+
+def _two_of_three(at: Rank, bare: bool) -> None:
     if at.rank == 2:
         time.sleep(60)
         return
     begun = time.monotonic()
-    try:
-        at.tell(right=at.total(at.group([0, 1], limit=10.0)) == 2, all_reduce_s=since(begun))
-    except RuntimeError as error:
-        at.tell(raised_s=since(begun), error=text(error))
-        raise
+    at.tell(right=at.total(at.group([0, 1], limit=10.0, bare=bare)) == 2, all_reduce_s=since(begun))

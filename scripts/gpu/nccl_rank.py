@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_recycle.runtime.comm.backend import BACKENDS, Backend
+from megatron_recycle.runtime.comm.rendezvous import new_group
+
 SMALL = 1 << 10
 """Bytes of a message that fits the library's buffers."""
 _MEETING = timedelta(seconds=90)
@@ -23,19 +26,19 @@ class Library(Protocol):
     """NCCL, or what stands in for it.
 
     Attributes:
+        backend: how the runtime speaks to it.
         large: bytes of a message that goes far beyond its buffers.
     """
 
+    backend: Backend
     device: torch.device
     large: int
 
-    def group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store, options: Any) -> Any:
-        """A group as the runtime makes them: by name, under a store prefix of its own, not connected."""
+    def group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store) -> Any:
+        """A group as the runtime makes them, not connected."""
 
-    def connect(self, group: Any) -> None:
-        """Make the group's one communicator, which then carries transfers and collectives; all members call this."""
-
-    def destroy(self, group: Any) -> None: ...
+    def bare_group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store, options: Any) -> Any:
+        """A group as torch makes them, with the library's ``options``."""
 
     def synchronize(self) -> None:
         """Wait for everything that was started on the device."""
@@ -44,7 +47,7 @@ class Library(Protocol):
 class Nccl:
     """torch's NCCL on the first device. The default group is gloo's, unless it is to be bound to the device."""
 
-    large = 32 << 20
+    backend, large = BACKENDS["nccl"], 32 << 20
 
     def __init__(self, rank: int, size: int, store: dist.Store, *, bound: bool) -> None:
         self.device = torch.device("cuda", 0)
@@ -54,47 +57,50 @@ class Nccl:
                                 world_size=size, timeout=timedelta(seconds=120),
                                 **({"device_id": self.device} if bound else {}))
 
-    def group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store, options: Any) -> Any:
+    def group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store) -> Any:
+        return new_group(name, ranks, store, backend="nccl", timeout=_OPERATION.total_seconds(),
+                         connect_timeout=_OPERATION.total_seconds())
+
+    def bare_group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store, options: Any) -> Any:
         group, _ = c10d._new_process_group_helper(
             len(ranks), list(ranks).index(rank), list(ranks), c10d.Backend("nccl"), store,
             group_name=c10d.GroupName(name), timeout=_OPERATION, backend_options=options)
         c10d._world.pg_group_ranks[group] = {each: index for index, each in enumerate(ranks)}
         return group
 
-    def connect(self, group: Any) -> None:
-        group._get_backend(self.device).eager_connect_single_device(self.device)
-
-    def destroy(self, group: Any) -> None:
-        dist.destroy_process_group(group)
-
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
 
-class Ordered:
-    """The tests' backend that keeps to NCCL's rules of order, on CPUs."""
+class OnCpu:
+    """The tests' backend that keeps to NCCL's rules of order."""
 
     large = 2 << 20
 
     def __init__(self) -> None:
-        from tests.ordered.group import OrderedGroup
-        from tests.ordered.rules import Rules
+        from tests.ordered import backend, group, rules
 
-        self.device, self._group = torch.device("cpu"), OrderedGroup
-        self._rules = Rules(eager=False, buffer=1 << 20, stuck=0)
+        class Ordered(backend.Ordered):
+            """Groups that torch does not know, with a communicator per pair until they are connected."""
 
-    def group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store, options: Any) -> Any:
-        return self._group(store, list(ranks).index(rank), len(ranks), _OPERATION, self._rules)
+            def connect(self, group: Any) -> None:
+                group.rules = replace(group.rules, eager=True)
+                group._whole()
 
-    def connect(self, group: Any) -> None:
-        group.rules = replace(self._rules, eager=True)
-        group._whole()
+            def destroy(self, group: Any) -> None:
+                group.shutdown()
 
-    def destroy(self, group: Any) -> None:
-        group.shutdown()
+        self.backend, self.device, self._make = Ordered(), torch.device("cpu"), group.OrderedGroup
+        self._rules = rules.Rules(eager=False, buffer=1 << 20, stuck=0)
+
+    def group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store) -> Any:
+        return self._make(store, list(ranks).index(rank), len(ranks), _OPERATION, self._rules)
+
+    def bare_group(self, name: str, rank: int, ranks: Sequence[int], store: dist.Store, options: Any) -> Any:
+        return self.group(name, rank, ranks, store)
 
     def synchronize(self) -> None:
-        pass
+        """Nothing runs ahead."""
 
 
 @dataclass
@@ -126,12 +132,13 @@ class Rank:
         store.set(f"meet/{name}/{self.rank}", "1")
         store.wait([f"meet/{name}/{rank}" for rank in range(self.size)], _MEETING)
 
-    def group(self, ranks: Sequence[int] = (), *, limit: float = 60.0, options: Any = None) -> Any:
-        """A group of ``ranks`` (all); ``limit`` (seconds) bounds what it asks of the store."""
+    def group(self, ranks: Sequence[int] = (), *, limit: float = 60.0, bare: bool = False, options: Any = None) -> Any:
+        """A group of ``ranks`` (all), the runtime's or a ``bare`` one of torch's, with ``options``; ``limit`` (seconds)
+        bounds what it asks of the store."""
         ranks = list(ranks or range(self.size))
         name = f"check/{len(self.groups)}/{'-'.join(map(str, ranks))}"
-        store = dist.PrefixStore(name, self.store(limit))
-        self.groups.append(self.library.group(name, self.rank, ranks, store, options))
+        where = name, self.rank, ranks, dist.PrefixStore(name, self.store(limit))
+        self.groups.append(self.library.bare_group(*where, options) if bare else self.library.group(*where))
         return self.groups[-1]
 
     def tensor(self, nbytes: int, value: float = 0.0) -> torch.Tensor:
@@ -139,6 +146,10 @@ class Rank:
 
     def sync(self) -> None:
         self.library.synchronize()
+
+    def wait(self, work: Any) -> None:
+        """Until ``work`` is over, as the runtime waits."""
+        self.library.backend.wait(work, None, lambda: False, False)
 
     def transfer(self, group: Any, tensor: torch.Tensor, sender: int = 0) -> None:
         """One message between ranks 0 and 1, from ``sender``, waited for."""
@@ -161,10 +172,10 @@ class Rank:
 
     def abort_in(self, pause: float, *groups: Any) -> threading.Thread:
         """Abort ``groups`` one after the other, from another thread, after ``pause`` seconds."""
+        in_thread = self.library.backend.in_thread()
 
         def run() -> None:
-            if self.on_gpu:
-                torch.cuda.set_device(self.library.device)
+            in_thread()
             time.sleep(pause)
             for number, group in enumerate(groups):
                 begun = time.monotonic()

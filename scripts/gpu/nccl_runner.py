@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from nccl_rank import Library, Nccl, Ordered, Rank, since
+from nccl_rank import Library, Nccl, OnCpu, Rank, since
 from one_gpu import variables
 
 from megatron_recycle import nccl_settings
@@ -101,7 +101,7 @@ def run_rank(check: Check, rank: int, port: int, facts: Path, cpu: bool) -> None
                              timeout=timedelta(seconds=limit))
 
     kept = store(BEGIN_LIMIT)
-    library: Library = Ordered() if cpu else Nccl(rank, check.size, kept, bound=check.bound)
+    library: Library = OnCpu() if cpu else Nccl(rank, check.size, kept, bound=check.bound)
     at = Rank(rank, check.size, library, store, tell)
     at.meet("begun")
     tell(begun=True)

@@ -28,7 +28,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # other scripts
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the project need not be installed
 
-import report
+import check_report
 
 from gpt_deepspeed import Block, Shape
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
@@ -335,7 +335,7 @@ def main(argv: Sequence[str]) -> list[Row]:
     rows: list[Row] = []
     for hidden in args.hidden:
         rows += rows_of(args, hidden, print)
-        report.write(args.out, "c: split backward", {"arguments": {**vars(args), "out": None}, "rows": rows})
+        check_report.write(args.out, "c: split backward", {"arguments": {**vars(args), "out": None}, "rows": rows})
     return rows
 
 

@@ -3,33 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from megatron_recycle.backends.deepspeed import engine as deepspeed_engine
 from megatron_recycle.backends.megatron import schedule as megatron_schedule
-from megatron_recycle.runtime.comm.backend import BACKENDS, Backend, Work
+from megatron_recycle.runtime.comm.backend import BACKENDS
+from tests.ordered.backend import Ordered
 from tests.ordered.group import NAME, register
 from tests.ordered.rules import Rules
-
-
-class Ordered(Backend):
-    """As NCCL's object, without streams."""
-
-    ordered, host, quick = True, False, False
-
-    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
-        work.wait()
-
-    def abort(self, group: Any) -> None:
-        group.abort()
-
-    def begin_batch(self, group: Any) -> None:
-        group._start_coalescing()
-
-    def end_batch(self, group: Any) -> Work | None:
-        work: Work | None = group._end_coalescing()
-        return work
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, body: Callable[..., Any], rules: Rules,

@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# What has to be seen on a GPU, in one command: what NCCL does (a), the project's jobs on it (b), what a split backward
+# costs (c). One GPU is enough. Writes runs/gpu/check.json, part by part; docs/gpu.md says how to read it.
+#
+#   scripts/gpu/check.sh                     all parts, up to 10 minutes each
+#   scripts/gpu/check.sh --part a            one of them; further arguments go to its script (--list, --only NAME ...)
+#   scripts/gpu/check.sh --prepare [DIR]     on a machine with a network: lay the wheels there that a machine with torch,
+#                                            but without a network, lacks (default DIR: runs/gpu/wheels)
+#
+# PYTHON=interpreter (default: that of .venv if its torch sees a GPU, else python3). WHEELS=DIR where --prepare has laid
+# them. For --prepare: TARGET_PYTHON=3.12, the version that the other machine has; its processor is x86-64.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+wheels=${WHEELS:-runs/gpu/wheels}
+out=runs/gpu/check.json
+
+prepare() {
+    local python=${PYTHON:-python3} version=${TARGET_PYTHON:-3.12} platforms=()
+    [ -x .venv/bin/python ] && python=${PYTHON:-.venv/bin/python}
+    for tag in manylinux_2_{28,27,17} manylinux{2014,1}; do platforms+=(--platform "${tag}_x86_64"); done
+    mkdir -p "$1"
+    "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary :all: --implementation cp \
+        --python-version "$version" "${platforms[@]}" -c scripts/constraints.txt -r scripts/gpu/wheels.txt -d "$1"
+    # A source package; no operator is compiled.
+    DS_BUILD_OPS=0 "$python" -m pip --disable-pip-version-check wheel --quiet --no-deps -w "$1" \
+        "$(grep '^deepspeed==' scripts/constraints.txt)"
+    du -sh "$1"
+}
+
+interpreter() {
+    if [ -n "${PYTHON:-}" ]; then
+        echo "$PYTHON"
+    elif [ -x .venv/bin/python ] && .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+        echo .venv/bin/python
+    else
+        echo python3
+    fi
+}
+
+if [ "${1:-}" = --prepare ]; then
+    prepare "${2:-$wheels}"
+    exit
+fi
+parts=(a b c)
+if [ "${1:-}" = --part ]; then
+    parts=("${2:?--part a, b or c}")
+    shift 2
+elif [ $# -gt 0 ]; then
+    sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2
+    exit 2
+fi
+
+python=$(interpreter)
+if compgen -G "$wheels/*.whl" >/dev/null; then
+    # Beside the machine's own packages, whose torch stays as it is.
+    "$python" -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-compile --upgrade \
+        --target runs/gpu/site "$wheels"/*.whl
+    export PYTHONPATH=$PWD/runs/gpu/site${PYTHONPATH:+:$PYTHONPATH}
+fi
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+status=0
+for part in "${parts[@]}"; do
+    case $part in
+        a) script=nccl_checks.py ;;
+        b) script=project_jobs.py ;;
+        c) script=split_cost.py ;;
+        *) echo "scripts/gpu/check.sh: there is no part $part; give a, b or c" >&2; exit 2 ;;
+    esac
+    echo "== part $part: scripts/gpu/$script"
+    "$python" "scripts/gpu/$script" --out "$out" "$@" || status=1
+done
+[ -e "$out" ] && echo "== see $out"
+exit $status
