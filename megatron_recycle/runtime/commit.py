@@ -22,7 +22,7 @@ from queue import SimpleQueue
 
 import torch
 
-from megatron_recycle.errors import DataError, GenerationOver, VerificationError
+from megatron_recycle.errors import DataError, VerificationError
 from megatron_recycle.membership import Verdict
 from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.comm.handles import Groups
@@ -99,14 +99,14 @@ class Commit:
         self._all = groups.control
         self._slots = grid.stages * groups.parts
         self._notify = notify
-        self._error: GenerationOver | None = None
+        self._error: BaseException | None = None
         self._vector = _contribution(held, grid, groups, guess, offer, plan)
 
     def run(self) -> None:
         """Take part; returns when it is done, whichever way."""
         try:
             add_up(self._vector, self._all, COMMITS[self.iteration])
-        except GenerationOver as error:
+        except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits, which would wait for ever)
             self._error = error
         self.done.set()
         self._notify(self)

@@ -7,8 +7,11 @@ import torch
 
 from megatron_recycle.errors import DataError
 from megatron_recycle.membership import Verdict
-from megatron_recycle.plan import Grid
-from megatron_recycle.runtime.commit import Held, _compare
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.memory import Fabric, Killed
+from megatron_recycle.runtime.commit import Commit, Committer, Held, _compare
+from tests.runtime.comms import connected
 
 GRID = Grid(2, (2, 2))
 
@@ -21,6 +24,39 @@ def test_stages_that_read_different_data_are_told_which_micro_batch():
 
 def test_data_that_only_a_dead_worker_has_read_is_not_compared():
     _compare(3, GRID, [1.0, 2.0, 0.0, 4.0], [1.0, 0.0, 3.0, 4.0])
+
+
+def held(iteration: int) -> Held:
+    return Held(iteration, torch.ones(3), 2.5, 0.75, 6.0, {}, torch.zeros(GRID.total, 0, dtype=torch.float64))
+
+
+def commits(me: Worker, groups: Groups) -> Commit:
+    commit = Commit(held(3), GRID, groups, guess=1.0, offer=0, plan=5, notify=lambda done: None)
+    commit.run()
+    return commit
+
+
+def test_all_workers_get_the_same_verdict_or_those_that_are_left_learn_that_there_is_none():
+    workers = [Worker(pipeline, stage) for pipeline in range(2) for stage in range(2)]
+    for seed in range(10):
+        fabric = Fabric(seed)
+        groups = connected(fabric, GRID, workers)
+        verdicts = {commit.verdict()[0] for commit in fabric.run(
+            *[lambda me=me, groups=groups: commits(me, groups[me]) for me in workers])}
+        assert verdicts == {Verdict(3, 0.75, 6.0, (2.5, 2.5), (1.0, 1.0))}
+
+
+def test_a_commit_that_ends_in_an_unexpected_way_is_not_waited_for_for_ever():
+    """Here by the death of its process, whose training thread has to end as well."""
+    fabric = Fabric()
+    one, _ = connected(fabric, GRID, [Worker(0, 0), Worker(0, 1)]).values()
+    commit, committer = Commit(held(3), GRID, one, guess=1.0, offer=0, plan=5, notify=lambda done: None), Committer()
+    committer.start(commit)
+    fabric.die(one.control.group.process)
+    assert commit.done.wait(10) and not commit.known
+    with pytest.raises(Killed):
+        commit.verdict()
+    committer.close()
 
 
 def test_a_verdict_survives_the_wire_bit_for_bit():
