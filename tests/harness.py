@@ -29,10 +29,11 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from megatron_recycle.control.coordinator import Coordinator, Timeouts
+from megatron_recycle.control import Coordinator, Timeouts
 from megatron_recycle.control.journal import Journal
-from megatron_recycle.control.measured import Profiles
+from megatron_recycle.control.measured import Conclusions, Profiles
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.state import Member, State
 from tests.network.hosts import enter
 
 LIMIT = 60.0
@@ -137,6 +138,7 @@ class Job:
     def __enter__(self) -> Job:
         self.folder = Path(tempfile.mkdtemp(prefix="recycle-test-"))
         self.events: list[dict[str, Any]] = []
+        self.measured: list[dict[str, Any]] = []
         self.results: dict[int, Result] = {rank: Result() for rank in range(self.size)}
         self.held: dict[Hold, int] = {}
         self._silent: set[int] = set()
@@ -195,9 +197,9 @@ class Job:
             planning = self._planning = Planning()
             coordinator = self._coordinator = Coordinator(
                 size=self.size, token="token", journal=journal, plan=planning.plan, improve=planning.improve,
-                moves=planning.moves,
+                moves=planning.moves, measure=self._measure,
                 emit=self._emit, timeouts=Timeouts(), launched=False, listener=socket.create_server((self.address, 0)))
-            self._profiles = Profiles(planning, coordinator, self._emit)
+            self._profiles = Profiles(planning)
             started.append(await coordinator.start())
             ready.set()
             await self._over.wait()
@@ -207,9 +209,11 @@ class Job:
         assert ready.wait(10)
         return started[0]
 
+    def _measure(self, state: State, member: Member, message: Mapping[str, Any]) -> Conclusions | None:
+        self.measured.append({"worker": member.worker, **message})
+        return self._profiles.take(state, member, message) if self.profiled else None
+
     def _emit(self, event: Mapping[str, Any]) -> None:
-        if self.profiled and event["event"] == "profile":
-            self._profiles.take(event)
         with self._changed:
             self.events.append(dict(event))
             self._changed.notify_all()

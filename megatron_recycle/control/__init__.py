@@ -4,7 +4,8 @@ It carries out what `membership` decides. Standard library, the plan, the planne
 """
 
 from megatron_recycle.control.agent import Agent, Ended, Go, Stop
-from megatron_recycle.control.coordinator import Coordinator, Timeouts
+from megatron_recycle.control.clocks import Timeouts
+from megatron_recycle.control.coordinator import Coordinator
 from megatron_recycle.control.journal import Journal, JournalError, JournalInUse
 from megatron_recycle.control.newcomer import ask_record
 from megatron_recycle.control.wire import WireError

@@ -248,6 +248,13 @@ class Agent:
         """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""
         self._link.send({"type": "event", "event": name, "fields": fields})
 
+    def measured(self, iterations: Sequence[Mapping[str, float]], lags: Sequence[Mapping[str, Any]],
+                 memory: Mapping[str, Any] | None) -> None:
+        """What this worker has measured since it was last told, for the planner: seconds by kind of work of each of
+        `iterations`; when messages left and came (`lags`); bytes (``memory``), if they were measured anew."""
+        self._link.send({"type": "measured", "iterations": list(iterations), "lags": list(lags),
+                         "memory": None if memory is None else dict(memory)})
+
     def hint(self, generation: int, error: str) -> None:
         """A communication error: never a verdict, since errors cascade. If nobody turns out to have failed, a new
         generation with the same members follows."""

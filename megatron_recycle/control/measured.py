@@ -1,27 +1,41 @@
-"""What becomes of the workers' measurements: costs for the planner; the slow are reported, and declared out where the
-user asks for it."""
+"""The workers' measurements and what follows from them: costs for the planner; slow workers are reported, and declared
+out where the user asks for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_recycle.control import Coordinator
 from megatron_recycle.control.planning import Planning
-from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.state import Member, State
 
-Emit = Callable[[Mapping[str, Any]], None]
+
+@dataclass(frozen=True)
+class Conclusions:
+    """What follows from one measurement.
+
+    Attributes:
+        profiled: the event with all that is known of the job, if that has changed so much that plans are made again.
+        out: members that are to be declared out.
+        slow: events about members that have become slow.
+    """
+
+    profiled: Mapping[str, Any] | None = None
+    out: tuple[str, ...] = ()
+    slow: tuple[Mapping[str, Any], ...] = ()
 
 
 class Slowness:
-    """Who is known to be slow."""
+    """The slow workers that were reported."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
 
     def news(self, slow: Mapping[str, float], incarnations: Mapping[str, str]) -> dict[str, float]:
-        """Those of ``slow``, which are all that are, that were not the last time, or were as another process."""
+        """The workers of ``slow`` that were not in it the last time, or were as another process. ``slow`` has all that
+        are slow now."""
         now = {name: incarnations[name] for name in slow if name in incarnations}
         found = {name: slow[name] for name, incarnation in now.items() if self._known.get(name) != incarnation}
         self._known = now
@@ -29,40 +43,28 @@ class Slowness:
 
 
 class Profiles:
-    """Takes in the workers' measurements.
+    """Takes in what workers measure."""
 
-    Args:
-        emit: gets the events that follow from them.
-    """
-
-    def __init__(self, planning: Planning, coordinator: Coordinator, emit: Emit) -> None:
+    def __init__(self, planning: Planning) -> None:
         self._planning = planning
-        self._coordinator = coordinator
-        self._emit = emit
         self._slowness = Slowness()
         self._heard: dict[str, str] = {}  # incarnations of those that have told anything
 
-    def take(self, profile: Mapping[str, Any]) -> None:
-        """Called in the coordinator's event loop."""
-        state = self._coordinator.state
+    def take(self, state: State, member: Member, measured: Mapping[str, Any]) -> Conclusions:
+        """What follows from a member's `measured` message."""
         incarnations = state.incarnations()
-        if profile["worker"] not in incarnations or profile.get("fenced"):
-            return
-        self._heard[profile["worker"]] = incarnations[profile["worker"]]
-        found = self._planning.measured(profile, incarnations[profile["worker"]])
-        if found is not None:
-            self._emit({"event": "profiled", "t": profile["t"], "generation": profile["generation"],
-                        **found.to_json()})
+        self._heard[member.worker] = member.incarnation
+        profile = {"worker": member.worker, "iterations": measured["iterations"], "lags": measured["lags"],
+                   **(measured["memory"] or {})}
+        found = self._planning.measured(profile, member.incarnation)
+        now = {"t": time.time(), "generation": state.generation}
         limit = float((state.description or {}).get("slow_factor_out") or 0)
-        # Not who has just come to the place of one that was slow.
+        # A process that has just come to the place of a slow one has measured nothing yet.
         slow = {name: factor for name, factor in self._planning.slow.items()
-                if incarnations.get(name) == self._heard[name]}
-        for name, factor in slow.items():
-            if limit and factor > limit:
-                self._coordinator.declare_out(name, FailureKind.SLOW)
-        for name, factor in self._slowness.news(slow, incarnations).items():
-            if not limit or factor <= limit:
-                self._coordinator.tell({"event": "slow", "t": time.time(), "generation": state.generation,
-                                        "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)})
-        if found is not None:
-            self._coordinator.search_again()
+                if name in incarnations and incarnations[name] == self._heard.get(name)}
+        return Conclusions(
+            None if found is None else {"event": "profiled", **now, **found.to_json()},
+            tuple(name for name, factor in slow.items() if limit and factor > limit),
+            tuple({"event": "slow", **now, "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)}
+                  for name, factor in self._slowness.news(slow, incarnations).items() if not limit or factor <= limit),
+        )

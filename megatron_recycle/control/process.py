@@ -96,14 +96,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
 
     def emit(event: Mapping[str, Any]) -> None:
         fields = dict(event)
-        name = fields.pop("event")
-        if name != "profile":
-            log.emit(name, **fields)
-            return
-        try:
-            profiles.take(fields)
-        except Exception:  # it would cost the connection that brought them; without them plans are only slower
-            logger.exception("recycle: a worker's measurements are of no use")
+        log.emit(fields.pop("event"), **fields)
 
     for event in past.untold:
         emit(event)
@@ -119,6 +112,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         plan=planning.plan,
         improve=planning.improve,
         moves=None if args.embedded else planning.moves,
+        measure=Profiles(planning).take,
         emit=emit,
         timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
         listener=listen(args.interface, args.port),
@@ -128,7 +122,6 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         told=(*past.told, *past.untold),
         host=socket.gethostname() + ("" if args.embedded else "/0"),
     )
-    profiles = Profiles(planning, coordinator, emit)
     control = await coordinator.start()
     with starter:
         starter.write(json.dumps({"control": control}) + "\n")

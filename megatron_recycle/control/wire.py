@@ -16,7 +16,9 @@ import struct
 
 from megatron_recycle.membership.messages import Message, WireError
 
-VERSION = 1
+VERSION = 2
+_KEYS = "1"
+"""In the keys of every version: so two versions understand that they differ, and say so."""
 MAX_PAYLOAD = 4 * 1024 * 1024
 MAX_FIRST_PAYLOAD = 64 * 1024
 """The limit until a peer has proved the token: a stranger cannot make us hold much."""
@@ -30,7 +32,7 @@ def _mac(key: bytes, payload: bytes) -> bytes:
 
 
 def _derive(token: bytes, *parts: str) -> bytes:
-    return _mac(token, "|".join(("recycle", str(VERSION), *parts)).encode())
+    return _mac(token, "|".join(("recycle", _KEYS, *parts)).encode())
 
 
 def encode(message: Message) -> bytes:
@@ -60,7 +62,8 @@ def unseal(payload: bytes, mac: bytes, key: bytes) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
         raise WireError("a frame is not an object with a type")
     if message.get("v") != VERSION:
-        raise WireError(f"a frame is of protocol version {message.get('v')!r}, this is version {VERSION}")
+        raise WireError(f"a frame is of protocol version {message.get('v')!r}, this is version {VERSION}: "
+                        "install the same version of megatron-recycle on all hosts")
     return message
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -37,6 +38,9 @@ class WireError(ValueError):
 
 _NUMBER = (int, float)
 _OPTIONAL_NUMBER = (int, float, type(None))
+_MOST = 1e18
+"""Seconds or bytes; nothing that is measured comes near."""
+_MESSAGE = re.compile(r"[FB]\d+\.\d+\Z")
 
 FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"worker": str, "rank": int, "incarnation": str, "pid": int, "host": str, "generation": int},
@@ -47,6 +51,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "resumed": {"generation": int, "t": _NUMBER},
     "committed": {"iteration": int, "generation": int, "loss": _OPTIONAL_NUMBER},
     "event": {"event": str, "fields": dict},
+    "measured": {"iterations": list, "lags": list, "memory": (dict, type(None))},
     "hint": {"generation": int, "error": str},
     "raised": {"number": int, "fault": dict, "t": _NUMBER},
     "adopted": {"generation": int, "iteration": int, "digest": str},
@@ -116,6 +121,8 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
         _check_fault(kind, message["fault"])
     if kind == "hello" and "worker" in known[kind]:
         _check_worker(message["worker"])
+    if kind == "measured":
+        _check_measured(message)
     if kind == "ready":
         _check_description(message["description"])
         _fields(kind, message, {"learnt": list} if "learnt" in message else {})
@@ -158,6 +165,36 @@ def _check_description(description: Mapping[str, Any]) -> None:
         Grid(grid["stages"], tuple(grid["microbatches"]))
     except ValueError as error:
         raise WireError(f"ready: {error}") from error
+
+
+def _check_measured(message: Mapping[str, Any]) -> None:
+    """Raises WireError if a number is none, is negative, or is beyond all that anything takes."""
+    for seconds in message["iterations"]:
+        _numbers("iterations", seconds)
+    for lags in message["lags"]:
+        if not isinstance(lags, dict):
+            raise WireError(f"measured: lags are {lags!r:.60}")
+        _fields("lags", lags, {"of": list, "sent": dict, "came": dict})
+        if len(lags["of"]) != 2 or any(type(number) is not int for number in lags["of"]):
+            raise WireError(f"lags: of is {lags['of']!r:.60}, which is no iteration and attempt")
+        for times in (lags["sent"], lags["came"]):
+            _numbers("lags", times, negative=True)
+            strange = [name for name in times if not _MESSAGE.match(name)]
+            if strange:
+                raise WireError(f"lags: {strange[0]!r:.60} is no message of a plan")
+    if (memory := message["memory"]) is not None:
+        _fields("memory", memory, {"held": dict, "kept": dict, "room": (int, type(None))})
+        _fields("held", memory["held"], dict.fromkeys(("before_b", "after_b", "message", "peak", "planned"), int))
+        for told in (memory["held"], memory["kept"], {"room": memory["room"] or 0}):
+            _numbers("memory", told)
+
+
+def _numbers(kind: str, told: Any, negative: bool = False) -> None:
+    if not isinstance(told, dict):
+        raise WireError(f"{kind}: {told!r:.60} is no object")
+    for name, value in told.items():
+        if type(value) not in _NUMBER or not (-_MOST if negative else 0) <= value < _MOST:
+            raise WireError(f"{kind}: {name} is {value!r:.60}, which is no measurement")
 
 
 def _fields(kind: str, message: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ _FRUITLESS = 3
 _PROCESS = "its process"
 
 
-def seek(state: State) -> tuple[Decision, ...]:
+def seek(state: State) -> tuple[FindMoves, ...]:
     """Ask the planner, if the job wants moves and nobody is on the way in or out, or will be by itself."""
     quiet = state.phase is Phase.TRAINING and state.since is None
     wanted = (state.description or {}).get("moves") and state.fruitless < _FRUITLESS

@@ -41,8 +41,10 @@ class Profiling:
                 self._lags += filter(None, [lags.told(iteration)])
         if self._commits < _FIRST:
             return
-        found = profile(worker) if self._commits == _FIRST or self._commits % _EVERY == 0 else {}
-        worker.agent.event("profile", iterations=self._untold, lags=self._lags, **found)
+        found = profile(worker) if self._commits == _FIRST or self._commits % _EVERY == 0 else None
+        worker.agent.measured(self._untold, self._lags, found)
         self._untold, self._lags = [], []
-        if self._commits == _FIRST and worker.plan.problem.live(worker.place.me.stage)[0] == worker.place.me:
+        if self._commits > _FIRST or found is None:
+            return
+        if worker.plan.problem.live(worker.place.me.stage)[0] == worker.place.me:
             announce_profile(worker.place.me, found)

@@ -45,7 +45,7 @@ def test_workers_hold_what_the_plan_says(hold):
         results = job.wait()
         survivors = [result.value for result in results.values() if result.status == 0]
         assert len(survivors) == (5 if hold else 6), job.where()
-        profiles = [event for event in job.events if event["event"] == "profile" and "held" in event]
+        profiles = [{"worker": told["worker"], **told["memory"]} for told in job.measured if told["memory"]]
     for value in survivors:
         check(value)
     assert {event["worker"] for event in profiles} >= {value["worker"] for value in survivors}

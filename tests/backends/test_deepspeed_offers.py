@@ -30,7 +30,7 @@ def test_a_plan_is_offered_with_every_iteration():
         assert len({plan["digest"] for plan in plans}) == 2
         for number in range(ITERATIONS - 1):
             job.wait_event("committed", iteration=number)
-            job._loop.call_soon_threadsafe(job._coordinator._feed, Improved(1, plans[number % 2], 1.0))
+            job._loop.call_soon_threadsafe(job._coordinator.feed, Improved(1, plans[number % 2], 1.0))
         results = job.wait()
     assert all(result.status == 0 for result in results.values())
     assert not [event for event in job.events if event["event"] == "decided"]

@@ -51,7 +51,7 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
     assert next(event for event in job.events if event["event"] == "reconciled")["target"] == KILLED_IN - 1
     survivor = next(result for result in job.results.values() if result.status == 0)
     assert survivor.value["rerouted"] == " live: 5/6 | rerouted: 4 |"
-    held = [event["held"] for event in job.events if event["event"] == "profile" and "held" in event]
+    held = [told["memory"]["held"] for told in job.measured if told["memory"]]
     assert len(held) == WORKERS - 1
     assert all(own["before_b"] > 0 and own["after_b"] > 0 and own["peak"] == own["planned"] for own in held)
 

@@ -60,8 +60,8 @@ def settles(job: Job, iteration: int, stage: int) -> None:
     coordinator, limit = job._coordinator, time.monotonic() + 20
     members = [member for member in coordinator.state.members.values() if member.worker.endswith(f":{stage}")]
     while any((told.get("iteration"), told.get("phase"), told["doing"]["what"]) != (iteration, "stepped", "a verdict")
-              for told in (coordinator._progress[member.incarnation] for member in members)):
-        assert time.monotonic() < limit, coordinator._progress
+              for told in (coordinator.progress[member.incarnation] for member in members)):
+        assert time.monotonic() < limit, coordinator.progress
         time.sleep(0.01)
 
 

@@ -47,6 +47,6 @@ def test_a_host_that_joins_waits_until_a_place_is_free_and_gives_up_in_words(
         while len(said) < 2:
             assert time.monotonic() < limit
             time.sleep(0.005)
-        running.call(running.coordinator._feed, inputs.Exited(3, 1003, -9, time.time()))
+        running.call(running.coordinator.feed, inputs.Exited(3, 1003, -9, time.time()))
         waiting.join(LIMIT)
     assert [one.ranks for one in found] == [(3,)]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_recycle.control.measured import Profiles, Slowness
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership.state import Member, State
 from megatron_recycle.plan import Worker
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, agent, service
@@ -69,41 +68,38 @@ def test_a_worker_that_becomes_slow_changes_the_costs_after_three_iterations() -
     assert [iteration(factor) for factor in (1.5, 1.45, 1.55, 1.5)] == [None] * 4
 
 
+def told(factor: float = 1.0) -> dict[str, Any]:
+    """A worker's `measured` message."""
+    return {"iterations": profile("0:0", factor)["iterations"], "lags": [], "memory": None}
+
+
 def test_who_takes_the_place_of_a_slow_worker_is_not_removed_for_it() -> None:
     planning = Planning()
     planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
-    removed: list[str] = []
-    members = dict(MEMBERS)
-    state = SimpleNamespace(description={"slow_factor_out": 3}, committed=5, generation=1,
-                            incarnations=lambda: members)
-    coordinator: Any = SimpleNamespace(state=state, tell=lambda event: None, search_again=lambda: None,
-                                       declare_out=lambda name, kind: removed.append(members.pop(name)))
-    profiles = Profiles(planning, coordinator, lambda event: None)
-    for name in NAMES:
-        profiles.take(profile(name, 9.0 if name == "1:0" else 1.0))
-    assert removed == ["1:0/0"]
-    members["1:0"] = "1:0/1"
-    for name in (*NAMES[:2], "1:0", *NAMES):
-        profiles.take(profile(name))
-    assert removed == ["1:0/0"]
+    members = {name: Member(name, rank, f"{name}/0", 1000 + rank, "host") for rank, name in enumerate(NAMES)}
+    state = State(size=6, generation=1, committed=5, description={"slow_factor_out": 3}, members=members)
+    profiles = Profiles(planning)
+    found = [profiles.take(state, members[name], told(9.0 if name == "1:0" else 1.0)) for name in NAMES]
+    assert [one.out for one in found] == [()] * 5 + [("1:0",)]
+    del members["1:0"]
+    assert not profiles.take(state, members["0:0"], told()).out
+    members["1:0"] = Member("1:0", 2, "1:0/1", 2002, "host")
+    assert not any(profiles.take(state, members[name], told()).out for name in (*NAMES[:2], "1:0", *NAMES))
 
 
 @pytest.mark.parametrize("limit", [0, 3])
 def test_a_slow_worker_is_reported_and_removed_only_if_the_user_asks(limit: float, tmp_path: Path) -> None:
-    with service(tmp_path) as running:
-        planning = Planning()
-        planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
-        profiles = Profiles(planning, running.coordinator, running._emit)
+    planning = Planning()
+    planning.plan({**DESCRIPTION, "planner_budget": 0}, frozenset())
+    with service(tmp_path, measure=Profiles(planning).take) as running:
         agents = {name: agent(running.address, name) for name in NAMES}
         for one in agents.values():
             one.ready({**DESCRIPTION, "slow_factor_out": limit}, report(attempt=0))
         running.await_event("started")
-        taken = threading.Event()
-        for name in NAMES:
-            running.call(profiles.take, profile(name, 4.0 if name == "2:1" else 1.0))
-        running.call(taken.set)
+        for name, one in agents.items():
+            one.measured(**told(4.0 if name == "2:1" else 1.0))
         running.await_event("suspected" if limit else "slow", worker="2:1")
-        assert taken.wait(20)
+        assert running.await_event("profiled")["costs"]
         assert running.coordinator.state.failed == (frozenset({"2:1"}) if limit else frozenset())
         for one in agents.values():
             one.close()

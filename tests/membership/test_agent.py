@@ -52,7 +52,7 @@ def _kill(running: Service, name: str) -> None:
     """What a launcher would say."""
     rank = NAMES.index(name)
     happened = inputs.Exited(rank, 1000 + rank, -9, time.time())
-    running.call(running.coordinator._feed, happened)
+    running.call(running.coordinator.feed, happened)
 
 
 def test_six_agents_live_through_a_failure(running: Service) -> None:
@@ -146,7 +146,7 @@ def test_a_process_whose_script_has_failed_is_out_before_it_has_ended(running: S
 
 def test_a_lost_connection_comes_back_and_hears_what_it_missed(running: Service) -> None:
     agents = _all_ready(running)
-    connection = running.coordinator._workers["0:0/0"]
+    connection = running.coordinator.server.workers["0:0/0"]
     running.call(connection._transport.abort)
     _kill(running, "1:1")
     for name in NAMES:
@@ -165,10 +165,10 @@ def test_a_hint_is_repeated_after_a_reconnect_and_recorded_once(running: Service
     agents = _all_ready(running)
     agents["0:0"].hint(1, "connection reset")
     running.await_event("hint")
-    connection = running.coordinator._workers["0:0/0"]
+    connection = running.coordinator.server.workers["0:0/0"]
     running.call(connection._transport.abort)
     limit = time.monotonic() + LIMIT
-    while running.coordinator._workers.get("0:0/0", connection) is connection:
+    while running.coordinator.server.workers.get("0:0/0", connection) is connection:
         assert time.monotonic() < limit
         os.sched_yield()
     agents["0:0"].event("again")

@@ -72,13 +72,11 @@ class Job(Cluster):
         super().__init__()
         self.coordinator = Coordinator(size=6, token=TOKEN, journal=journal, plan=lambda *_: PLAN,  # type: ignore[arg-type]
                                        improve=lambda *_: None, emit=said)
-        self.coordinator._loop = asyncio.get_running_loop()
-        self.coordinator._ended = self.coordinator._loop.create_future()
-        self.coordinator._in_thread = lambda *_: None  # type: ignore[method-assign]
+        self.coordinator._searches._in_thread = lambda *_, **__: None  # type: ignore[method-assign]
         self.peers = {f"{name}/0": Told(journal) for name in self.names}
         self.launcher = Told(journal)
-        self.coordinator._workers.update(self.peers)  # type: ignore[arg-type]
-        self.coordinator._launchers.add(self.launcher)  # type: ignore[arg-type]
+        self.coordinator.server.workers.update(self.peers)  # type: ignore[arg-type]
+        self.coordinator.server.launchers.add(self.launcher)  # type: ignore[arg-type]
 
     @property
     def state(self) -> st.State:
@@ -89,7 +87,7 @@ class Job(Cluster):
         """As `Cluster` begins with one of its own."""
 
     def feed(self, happened: Any, after: float = 0.01) -> list[do.Decision]:
-        self.coordinator._feed(happened)
+        self.coordinator.feed(happened)
         return []
 
 
@@ -142,7 +140,7 @@ def test_whichever_write_fails_what_is_on_disk_what_was_told_and_the_end_agree(t
             job, journal = await lives(writes)
             ended = job.state.ended
             assert job.state.phase is Phase.ENDED and ended is not None
-            assert job.coordinator._ended is not None and job.coordinator._ended.result() == do.End(*ended)
+            assert job.coordinator._executor.ended.result() == do.End(*ended)
             told = [message for message in job.launcher.messages if message["type"] == "end"]
             assert told == [{"type": "end", "status": ended[0], "message": ended[1]}]
             for incarnation, peer in job.peers.items():

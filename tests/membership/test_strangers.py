@@ -55,7 +55,7 @@ def test_a_crowd_that_never_says_hello_and_is_renewed_all_the_time_keeps_nobody_
             thread.start()
         stack.callback(over.set)
         limit = time.monotonic() + LIMIT
-        while len(running.coordinator._strangers) < 70:
+        while len(running.coordinator.server.strangers) < 70:
             assert time.monotonic() < limit
             time.sleep(0.01)
         agents = {f"{d}:{s}": agent(running.address, f"{d}:{s}") for d in range(3) for s in range(2)}
@@ -64,4 +64,4 @@ def test_a_crowd_that_never_says_hello_and_is_renewed_all_the_time_keeps_nobody_
             one.ready(DESCRIPTION, report(attempt=0))
         for one in agents.values():
             assert one.wait_go(1, LIMIT) is not None
-        assert len(running.coordinator._strangers) <= 70
+        assert len(running.coordinator.server.strangers) <= 70

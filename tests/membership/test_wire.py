@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megatron_recycle.control import wire
 from megatron_recycle.control.wire import MAX_FIRST_PAYLOAD, MAX_PAYLOAD, Session, WireError, seal
 from megatron_recycle.membership.messages import FROM_WORKER, TO_WORKER, check
 from tests.membership.cluster import report
@@ -42,6 +43,15 @@ def test_a_wrong_token_is_refused_by_either_side() -> None:
     impostor.feed(Session.server(TOKEN).greeting())  # the greeting of another connection
     with pytest.raises(WireError, match="token"):
         server.feed(impostor.seal({"type": "hello"}))
+
+
+@pytest.mark.parametrize(("one", "other"), [(wire.VERSION - 1, wire.VERSION), (wire.VERSION, wire.VERSION - 1)])
+def test_two_versions_refuse_each_other_by_name(one: int, other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "VERSION", one)
+    greeting = Session.server(TOKEN).greeting()
+    monkeypatch.setattr(wire, "VERSION", other)
+    with pytest.raises(WireError, match=f"is of protocol version {one}, this is version {other}: install the same"):
+        Session.client(TOKEN).feed(greeting)
 
 
 def test_an_empty_token_is_an_error() -> None:
@@ -183,3 +193,25 @@ def test_numbers_that_are_none_travel() -> None:
     server, client = _pair()
     (message,) = server.feed(client.seal({"type": "committed", "loss": float("nan")}))
     assert json.dumps(message["loss"]) == "NaN"
+
+
+LAGS = {"of": [3, 1], "sent": {"F0.1": -5.0}, "came": {}}
+HELD = {"before_b": 1, "after_b": 1, "message": 0, "peak": 3, "planned": 4}
+MEASURED = {"type": "measured", "iterations": [{"F": 0.1}], "lags": [LAGS],
+            "memory": {"held": HELD, "kept": {"state": 9}, "room": None}}
+
+
+@pytest.mark.parametrize(("change", "text"), [
+    ({"iterations": [{"F": -0.1}]}, "F is -0.1"),
+    ({"iterations": [{"F": float("nan")}]}, "F is nan"),
+    ({"iterations": [3]}, "3 is no object"),
+    ({"lags": [{**LAGS, "of": [1]}]}, "no iteration and attempt"),
+    ({"lags": [{**LAGS, "came": {"": 1.0}}]}, "no message of a plan"),
+    ({"lags": [None]}, "lags are None"),
+    ({"memory": {"held": {**HELD, "peak": None}, "kept": {}, "room": 1}}, "peak is None"),
+    ({"memory": {"held": HELD, "kept": {"state": True}, "room": 1}}, "state is True"),
+])
+def test_measurements_that_are_none_are_refused(change: dict[str, object], text: str) -> None:
+    check({**MEASURED}, FROM_WORKER)
+    with pytest.raises(WireError, match=text):
+        check({**MEASURED, **change}, FROM_WORKER)

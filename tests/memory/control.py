@@ -16,16 +16,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_recycle.control import coordinator as real
+from megatron_recycle.control.inbox import input_of
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.messages import FROM_WORKER, check, wire_forms
 from megatron_recycle.membership.records import restore, taken_up, untold
-from megatron_recycle.membership.state import Member, Phase, State
+from megatron_recycle.membership.state import Phase, State
 from tests.memory.network import Delays
 
 REPORTS_LATE, NO_LOSS = 10.0, 0.5
@@ -97,22 +96,15 @@ class Control:
 
     def received(self, incarnation: str, message: Mapping[str, Any]) -> None:
         kind = message["type"]
-        if self._down or kind == "heartbeat":
+        if self._down or kind in ("heartbeat", "measured"):
             return
-        if kind == "hello":
-            names = ("worker", "rank", "incarnation", "pid", "host")
-            self.feed(inputs.Hello(Member(**{name: message[name] for name in names}), message["generation"]))
-        elif kind == "event":
+        if kind == "event":
             member = self.state.known.get(incarnation)
-            if member is not None and message["event"] != "profile":
+            if member is not None:
                 self._emit({"t": time.time(), "generation": self.state.generation, **message["fields"],
                             "event": message["event"], "worker": member.worker})
-        elif kind == "hint":
-            self.feed(inputs.Hinted(incarnation, message["generation"], message["error"]))
-        elif kind == "raised" or (kind == "ending" and message["fault"] is not None):
-            self.feed(inputs.Raised(incarnation, Fault.parse(message["fault"]), message["t"], message.get("number", 0)))
-        elif kind != "ending":
-            self.feed(real._INPUTS[kind](incarnation, message))
+        elif (happened := input_of(incarnation, message)) is not None:
+            self.feed(happened)
 
     def exited(self, rank: int, pid: int, status: int) -> None:
         """The launcher has seen this process end."""

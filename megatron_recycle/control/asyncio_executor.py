@@ -1,0 +1,78 @@
+"""The coordinator's own executor: sockets, an event loop's timers, and threads for the planner."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megatron_recycle.control.clocks import Clocks
+from megatron_recycle.control.memory import Memory
+from megatron_recycle.control.searches import Searches
+from megatron_recycle.control.server import Server
+from megatron_recycle.control.telling import Telling
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership.inputs import NoLoss, ReportsLate, SavedLate
+from megatron_recycle.membership.state import State
+
+
+class AsyncioExecutor:
+    """An `Executor` in the running event loop, which never waits: writes are buffered, and a peer that does not read is
+    cut off."""
+
+    def __init__(self, server: Server, clocks: Clocks, searches: Searches, telling: Telling, memory: Memory,
+                 state: State) -> None:
+        self._ended: asyncio.Future[do.End] | None = None
+        self._server = server
+        self._clocks = clocks
+        self._searches = searches
+        self._telling = telling
+        self._memory = memory
+        self._state = state
+
+    @property
+    def ended(self) -> asyncio.Future[do.End]:
+        """How the job ended, once it has."""
+        if self._ended is None:
+            self._ended = asyncio.get_running_loop().create_future()
+        return self._ended
+
+    def follow(self, before: State, after: State) -> None:
+        self._state = after
+        if after.generation != before.generation:
+            self._searches.cancel()
+            self._clocks.new_generation(after)
+        elif (after.joiners, after.stranded) != (before.joiners, before.stranded):
+            self._clocks.watch_all(after)
+
+    def note(self, decision: do.Note) -> None:
+        self._memory.note(decision)
+
+    def tell(self, decision: do.Tell) -> None:
+        self._server.tell(decision)
+
+    def emit(self, decision: do.Emit) -> None:
+        self._telling.event(decision.event, self._state)
+
+    def await_reports(self, decision: do.Await) -> None:
+        self._clocks.after(self._clocks.timeouts.report_timeout, ReportsLate(decision.generation))
+
+    def await_loss(self, decision: do.AwaitLoss) -> None:
+        self._clocks.after(self._clocks.timeouts.detection, NoLoss(decision.generation, decision.since))
+
+    def await_saved(self, decision: do.AwaitSaved) -> None:
+        limit = self._clocks.timeouts.save_timeout if decision.limit is None else decision.limit
+        self._clocks.after(limit, SavedLate(decision.generation))
+
+    def make_plan(self, decision: do.MakePlan) -> None:
+        self._searches.make_plan(decision)
+
+    def improve(self, decision: do.Improve) -> None:
+        self._searches.improve(decision)
+
+    def find_moves(self, decision: do.FindMoves) -> None:
+        self._searches.find_moves(decision)
+
+    def end(self, decision: do.End) -> None:
+        self._searches.cancel()
+        self._server.tell_launchers({"type": "end", "status": decision.status, "message": decision.message})
+        if not self.ended.done():
+            self.ended.set_result(decision)

@@ -1,0 +1,85 @@
+"""What is done of each decision of the membership machine, and the loop around it: decided, remembered, carried out.
+
+`Executor` has one method per decision. The coordinator's own (`asyncio_executor`) has sockets, timers and threads;
+`in_memory` has none, for tests and simulations. `Leader` drives either.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from megatron_recycle.control.memory import Memory
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership.inputs import Input
+from megatron_recycle.membership.state import State
+
+log = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """Carries decisions out, in the order in which they are given. None of it blocks, and none of it feeds an input
+    before `Leader.feed` has returned."""
+
+    def follow(self, before: State, after: State) -> None:
+        """The state has changed: watch whom it names now; timers and searches of a generation that is over are void."""
+
+    def note(self, decision: do.Note) -> None: ...
+    def tell(self, decision: do.Tell) -> None: ...
+    def emit(self, decision: do.Emit) -> None: ...
+    def await_reports(self, decision: do.Await) -> None: ...
+    def await_loss(self, decision: do.AwaitLoss) -> None: ...
+    def await_saved(self, decision: do.AwaitSaved) -> None: ...
+    def make_plan(self, decision: do.MakePlan) -> None: ...
+    def improve(self, decision: do.Improve) -> None: ...
+    def find_moves(self, decision: do.FindMoves) -> None: ...
+    def end(self, decision: do.End) -> None: ...
+
+
+_METHODS: Mapping[type, str] = {
+    do.Note: "note",
+    do.Tell: "tell",
+    do.Emit: "emit",
+    do.Await: "await_reports",
+    do.AwaitLoss: "await_loss",
+    do.AwaitSaved: "await_saved",
+    do.MakePlan: "make_plan",
+    do.Improve: "improve",
+    do.FindMoves: "find_moves",
+    do.End: "end",
+}
+
+
+def carry_out(executor: Executor, decision: do.Decision) -> None:
+    """Do what was decided. A `Record` is on disk already: see `Memory.step`."""
+    if not isinstance(decision, do.Record):
+        getattr(executor, _METHODS[type(decision)])(decision)
+
+
+class Leader:
+    """The state of one job. Every input is decided, remembered, and carried out to its end, whatever fails of it on the
+    way. Inputs come one at a time; whoever feeds sees to that.
+
+    Args:
+        clock: Unix seconds.
+    """
+
+    def __init__(self, state: State, memory: Memory, executor: Executor,
+                 clock: Callable[[], float] = time.time) -> None:
+        self.state = state
+        self.memory = memory
+        self._executor = executor
+        self._clock = clock
+
+    def feed(self, happened: Input) -> None:
+        """Decide what follows, and do it."""
+        before = self.state
+        self.state, decisions = self.memory.step(before, happened, self._clock())
+        self._executor.follow(before, self.state)
+        for decision in decisions:
+            try:
+                carry_out(self._executor, decision)
+            except Exception:  # the others are owed to everybody all the same
+                log.exception("recycle: %s could not be carried out", type(decision).__name__)

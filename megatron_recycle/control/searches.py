@@ -1,0 +1,116 @@
+"""The planner's work beside the coordinator's event loop: each search in a thread, its answer as an input."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.membership.decisions import FindMoves, Improve, MakePlan
+from megatron_recycle.membership.inputs import Improved, Input, MovesFound, PlanFailed, Planned
+from megatron_recycle.membership.state import State
+
+Plan = dict[str, Any]
+Planner = Callable[[Mapping[str, Any], "frozenset[str]"], Plan]
+"""(description, failed) -> plan, at once; runs in a thread."""
+Improver = Callable[[Mapping[str, Any], "frozenset[str]", Plan, threading.Event], "Plan | None"]
+"""(description, failed, plan, cancelled) -> a better plan or None; slow, runs in a thread."""
+Mover = Callable[[Mapping[str, Any], "frozenset[str]"], "dict[str, str]"]
+"""(description, failed) -> which members had better take which empty positions; runs in a thread."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The planner, as far as a coordinator needs it. Without `improve` no better plan is looked for, without `moves` no
+    healthy worker changes its stage."""
+
+    plan: Planner
+    improve: Improver | None = None
+    moves: Mover | None = None
+
+
+def make_plan(plans: Plans, description: Mapping[str, Any], order: MakePlan) -> Input:
+    """The plan of a new generation, or why there is none."""
+    began = time.monotonic()
+    try:
+        plan = plans.plan(description, order.failed)
+    except Exception as error:  # whatever a planner meets, the job must hear of it instead of waiting
+        log.exception("recycle: planning failed")
+        return PlanFailed(order.generation, str(error) or type(error).__name__)
+    return Planned(order.generation, plan, (time.monotonic() - began) * 1000)
+
+
+def improve(plans: Plans, description: Mapping[str, Any], order: Improve, cancelled: threading.Event) -> Input | None:
+    """A better plan, if one was found before the search was ``cancelled``."""
+    began = time.monotonic()
+    try:
+        plan = plans.improve and plans.improve(description, order.failed, dict(order.plan), cancelled)
+    except Exception:  # the plan in use is legal; a failed search costs only speed
+        log.exception("recycle: the search for a better plan failed")
+        return None
+    if plan is None or cancelled.is_set():
+        return None
+    return Improved(order.generation, plan, (time.monotonic() - began) * 1000)
+
+
+def find_moves(plans: Plans, description: Mapping[str, Any], order: FindMoves) -> Input | None:
+    """The moves that pay off, if there are some."""
+    try:
+        found = plans.moves and plans.moves(description, order.failed)
+    except Exception:  # everybody trains where it is
+        log.exception("recycle: the search for moves failed")
+        return None
+    return MovesFound(order.generation, found) if found else None
+
+
+class Searches:
+    """Searches in threads. A better plan is looked for by one at a time: the last one was asked something else."""
+
+    def __init__(self, plans: Plans, feed: Callable[[Input], None], state: Callable[[], State]) -> None:
+        self._plans = plans
+        self._feed = feed
+        self._state = state
+        self._cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """The search for a better plan ends soon, with nothing."""
+        self._cancelled.set()
+        self._cancelled = threading.Event()
+
+    def make_plan(self, order: MakePlan) -> None:
+        """Everybody waits for it: without a thread this one's event loop rather stands still itself."""
+        description = self._state().description or {}
+        self._in_thread("recycle-plan", lambda: make_plan(self._plans, description, order), needed=True)
+
+    def improve(self, order: Improve) -> None:
+        if self._plans.improve is not None:
+            self.cancel()
+            description, cancelled = self._state().description or {}, self._cancelled
+            self._in_thread("recycle-improve", lambda: improve(self._plans, description, order, cancelled))
+
+    def find_moves(self, order: FindMoves) -> None:
+        if self._plans.moves is not None:
+            description = self._state().description or {}
+            self._in_thread("recycle-moves", lambda: find_moves(self._plans, description, order))
+
+    def _in_thread(self, name: str, work: Callable[[], Input | None], needed: bool = False) -> None:
+        """Run `work` beside the running event loop and feed what it returns. A daemon: it must not delay the end."""
+        loop = asyncio.get_running_loop()
+
+        def run() -> None:
+            happened = work()
+            if happened is not None and not loop.is_closed():
+                loop.call_soon_threadsafe(self._feed, happened)
+
+        try:
+            threading.Thread(target=run, name=name, daemon=True).start()
+        except RuntimeError:  # the machine has no thread left for us
+            log.exception("recycle: no thread for %s", name)
+            if needed:
+                loop.call_soon(run)

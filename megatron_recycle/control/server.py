@@ -1,0 +1,154 @@
+"""The control server: connections in, messages out. It decides nothing; a `Hearer` takes what comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from typing import Protocol
+
+from megatron_recycle.control.connection import Connection
+from megatron_recycle.control.strangers import Strangers
+from megatron_recycle.control.wire import Message, encode
+from megatron_recycle.membership import messages
+from megatron_recycle.membership.decisions import Tell
+from megatron_recycle.membership.detectors import RateLimit
+
+_SPARE_STRANGERS = 64
+"""Connections without a hello, beside one for each worker; more of them would only cost memory."""
+
+log = logging.getLogger(__name__)
+
+
+class Hearer(Protocol):
+    """Takes what comes in, in the event loop. Messages are checked, and their senders have proved the token."""
+
+    def worker_came(self, message: Message) -> None: ...
+    def worker_gone(self, incarnation: str) -> None: ...
+    def from_worker(self, incarnation: str, message: Message) -> None: ...
+    def launcher_came(self, connection: Connection, host: str) -> None: ...
+    def launcher_gone(self, host: str) -> None: ...
+    def from_launcher(self, connection: Connection, host: str, message: Message) -> None: ...
+    def newcomer(self, connection: Connection, rank: int) -> None: ...
+    def refused(self, source: str, reason: str) -> None: ...
+
+
+class Server:
+    """The connections of one job's processes.
+
+    Args:
+        size: number of workers.
+        token: the job's token.
+        hello_timeout: seconds that a connection has to say hello.
+
+    Attributes:
+        workers: the connection of each process, by incarnation.
+        launchers: the connections of launchers.
+    """
+
+    def __init__(self, size: int, token: str, hello_timeout: float, hearer: Hearer) -> None:
+        self.token = token
+        self.hello_timeout = hello_timeout
+        self.workers: dict[str, Connection] = {}
+        self.launchers: set[Connection] = set()
+        self.strangers: Strangers[Connection] = Strangers(size + _SPARE_STRANGERS)
+        self._hearer = hearer
+        self._connections: set[Connection] = set()
+        self._refusals: RateLimit[str] = RateLimit(60.0)
+        self._quiet = asyncio.Event()
+        self._server: asyncio.Server | None = None
+
+    async def start(self, listener: socket.socket | None) -> str:
+        """Listen, without a ``listener`` on any free port of 127.0.0.1; returns "host:port"."""
+        listener = listener or socket.create_server(("127.0.0.1", 0))
+        self._server = await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listener)
+        host, port = self._server.sockets[0].getsockname()[:2]
+        return f"{host}:{port}"
+
+    async def wait_quiet(self, linger: float | None) -> None:
+        """Until nobody is connected any more, at most `linger` seconds (None: no limit)."""
+        try:
+            await asyncio.wait_for(self._quiet.wait(), linger)
+        except asyncio.TimeoutError:
+            log.info("recycle: %d connections are still open", len(self._connections))
+
+    async def close(self) -> None:
+        """Stop listening, and end all connections once what is queued has been sent."""
+        if self._server is not None:
+            self._server.close()
+        for connection in tuple(self._connections):
+            connection.close()
+        await asyncio.sleep(0)  # the connections notice
+
+    # Out
+
+    def tell(self, decision: Tell) -> None:
+        """Send a message to all of its receivers that are connected."""
+        for form in messages.wire_forms(decision):
+            encoded = encode(dict(form.message))
+            for incarnation in form.to:
+                if (connection := self.workers.get(incarnation)) is not None:
+                    connection.send_encoded(encoded)
+
+    def tell_launchers(self, message: Message) -> None:
+        for launcher in self.launchers:
+            launcher.send(message)
+
+    # In (called by the connections)
+
+    def connected(self, connection: Connection) -> None:
+        self._connections.add(connection)
+        self._quiet.clear()
+        if (oldest := self.strangers.came(connection, connection.source)) is not None:
+            self.refused(oldest.source, f"{len(self.strangers)} connections have not said hello yet")
+            oldest.close()
+
+    def disconnected(self, connection: Connection) -> None:
+        self._connections.discard(connection)
+        self.strangers.gone(connection)
+        self.launchers.discard(connection)
+        if connection.host is not None and all(other.host != connection.host for other in self.launchers):
+            self._hearer.launcher_gone(connection.host)
+        worker = connection.incarnation
+        if worker is not None and self.workers.get(worker) is connection:
+            del self.workers[worker]
+            self._hearer.worker_gone(worker)
+        if not self._connections:
+            self._quiet.set()
+
+    def refused(self, source: str, reason: str) -> None:
+        """A stranger or a broken peer; it may not fill the log."""
+        if self._refusals.allows(source, time.monotonic()):
+            log.warning("recycle: refused a connection from %s: %s", source, reason)
+            self._hearer.refused(source, reason)
+
+    def received(self, connection: Connection, message: Message) -> None:
+        """A checked message of an authenticated peer."""
+        self.strangers.gone(connection)
+        if connection.role == "newcomer":
+            if message["type"] == "hello":
+                self._hearer.newcomer(connection, message["rank"])
+        elif connection.role == "launcher":
+            self._from_launcher(connection, message)
+        elif message["type"] == "hello":
+            self._welcome(connection, message)
+        elif connection.incarnation is not None:
+            self._hearer.from_worker(connection.incarnation, message)
+
+    def _from_launcher(self, connection: Connection, message: Message) -> None:
+        if message["type"] == "hello":
+            connection.host = message["host"]
+            self.launchers.add(connection)
+            self._hearer.launcher_came(connection, message["host"])
+        else:
+            assert connection.host is not None, "a launcher says hello first"
+            self._hearer.from_launcher(connection, connection.host, message)
+
+    def _welcome(self, connection: Connection, message: Message) -> None:
+        connection.incarnation = message["incarnation"]
+        before = self.workers.get(message["incarnation"])
+        self.workers[message["incarnation"]] = connection
+        if before is not None and before is not connection:
+            before.close()
+        self._hearer.worker_came(message)
