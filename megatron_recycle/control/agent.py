@@ -248,6 +248,10 @@ class Agent:
         """A line for events.jsonl; the coordinator adds worker and, where missing, time and generation."""
         self._link.send({"type": "event", "event": name, "fields": fields})
 
+    def speaks(self, offset: int) -> None:
+        """This process writes the job's log from now on; `offset`: bytes that its own log has already."""
+        self._link.send({"type": "speaks", "offset": offset})
+
     def measured(self, iterations: Sequence[Mapping[str, float]], lags: Sequence[Mapping[str, Any]],
                  memory: Mapping[str, Any] | None) -> None:
         """What this worker has measured since it was last told, for the planner: seconds by kind of work of each of

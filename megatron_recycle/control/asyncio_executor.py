@@ -49,6 +49,9 @@ class AsyncioExecutor:
     def tell(self, decision: do.Tell) -> None:
         self._server.tell(decision)
 
+    def command(self, decision: do.Command) -> None:
+        self._server.tell_launchers(dict(decision.message))
+
     def emit(self, decision: do.Emit) -> None:
         self._telling.event(decision.event, self._state)
 

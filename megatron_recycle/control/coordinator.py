@@ -25,7 +25,7 @@ from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, S
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.telling import Telling
 from megatron_recycle.control.wire import Message
-from megatron_recycle.membership import messages, moving
+from megatron_recycle.membership import commands, messages, moving
 from megatron_recycle.membership.decisions import End, Improve
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Input, Interrupted, Loss, Lost, Restarted, StaysOut
@@ -169,6 +169,8 @@ class Coordinator:
             self._clocks.watch.told(incarnation, message["progress"], now)
         elif kind == "event":
             self._telling.passed_on(incarnation, message["event"], message["fields"], self.state)
+        elif kind == "speaks":
+            self._speaks(incarnation, message["offset"])
         elif kind == "measured":
             self._measured(incarnation, message)
         elif kind == "ending" and message["fault"] is None:
@@ -185,8 +187,10 @@ class Coordinator:
 
     def launcher_came(self, connection: Connection, host: str) -> None:
         self._clocks.watch.launcher_came(host)
-        for event in (*self._telling.again(), *moving.pending(self.state, time.time())):
+        for event in self._telling.again():
             connection.send({"type": "event", "event": event})
+        for command in commands.in_force(self.state, host):
+            connection.send(dict(command.message))
         if self._executor.ended.done():
             connection.send({"type": "end", **vars(self._executor.ended.result())})
         self._clocks.watch.launcher_beat(host, time.monotonic())
@@ -219,6 +223,11 @@ class Coordinator:
         if member is not None and incarnation not in self.state.fenced:
             log = f"worker-{member.rank}.log in the run's folder" if self._launched else ""
             self.feed(Exited(member.rank, member.pid, None, since, log))
+
+    def _speaks(self, incarnation: str, offset: int) -> None:
+        """From here on this process writes the job's log."""
+        if (member := self.state.known.get(incarnation)) is not None:
+            self.server.tell_launchers({"type": "speaks", "rank": member.rank, "pid": member.pid, "offset": offset})
 
     def _measured(self, incarnation: str, message: Message) -> None:
         """Costs for the planner; the slow are reported, or declared out where the user asks for it."""

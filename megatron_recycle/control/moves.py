@@ -32,12 +32,11 @@ class Starts:
         self._moving: set[int] = set()
         self._numbers: dict[int, int] = {}
 
-    def begin(self, event: Mapping[str, Any]) -> None:
-        """A worker of this host moves: its successor is to be started, once, however often that is told."""
-        rank = event["to_rank"]
-        if self._numbers.get(rank) != event["number"]:
-            self._numbers[rank] = event["number"]
-            self.devices[rank] = self.devices[event["rank"]]
+    def begin(self, rank: int, beside: int, number: int) -> None:
+        """The worker of rank ``beside`` moves: its successor is to be started, once, however often that is told."""
+        if self._numbers.get(rank) != number:
+            self._numbers[rank] = number
+            self.devices[rank] = self.devices[beside]
             self._due.append(rank)
             self._moving.add(rank)
 

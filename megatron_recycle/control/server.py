@@ -92,6 +92,7 @@ class Server:
                     connection.send_encoded(encoded)
 
     def tell_launchers(self, message: Message) -> None:
+        """Send a message to every launcher."""
         for launcher in self.launchers:
             launcher.send(message)
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_recycle.control.server import Server
 from megatron_recycle.membership.state import State
 
-_KEPT = ("started", "suspected", "joined", "move_failed")
+_KEPT = ("started", "suspected", "joined", "moving", "move_failed")
 """Events that a launcher is told again when it comes back: its closing table is made of them."""
 
 Event = Mapping[str, Any]

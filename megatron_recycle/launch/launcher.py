@@ -70,6 +70,8 @@ class Worker:
     status: int | None = None
     out: str | None = None
     """How it failed, once the coordinator has declared it out; of a process that is to join: why it is not in yet."""
+    declared: bool = False
+    """Whether the coordinator has declared it out."""
     joins: bool = False
     """Whether it is to join the running job and has not yet: to end then is to fail, whatever the status."""
     move: int = 0
@@ -413,41 +415,59 @@ class Launcher:
     def _receive(self, message: Message) -> None:
         if message["type"] == "end":
             self._finish(message)
-            return
-        event = message["event"]
+        elif message["type"] == "event":
+            self._show(message["event"])
+        elif message["type"] in _COMMANDS:
+            _COMMANDS[message["type"]](self, message)
+
+    def _show(self, event: Mapping[str, Any]) -> None:
+        """Tell the user of it; nothing follows from an event."""
         line = self.summary.add(event)
         if line is not None and (self.job.leader or self.summary.rank_of(event) in self.job.ranks):
             self._say(line)
-        removed = event.get("event") == "suspected" and event.get("removed", True)
-        worker = self.workers.get(event.get("rank", -1))
-        if event["event"] == "committed":
-            self._progress()
-        if event.get("event") == "started":
-            self.restarts.most = 0 if self._over() else event.get("max_restarts", 0)
-            self._time_to_leave = event.get("leave_timeout")
-        if event["event"] == "move_failed" and event["number"] == self._starts.number(event["to_rank"]):
-            self._end_move(event["to_rank"], well=False)
-        if worker is None or worker.child.pid != event.get("pid"):
-            return
-        if event["event"] == "moving" and not self._over():
-            self._starts.begin(event)
-        elif event["event"] == "joined":
+
+    # Commands of the coordinator; see `membership.commands`
+
+    def _mine(self, rank: int, pid: int) -> Worker | None:
+        """The worker of this rank, if it is this process."""
+        worker = self.workers.get(rank)
+        return worker if worker is not None and worker.child.pid == pid else None
+
+    def _begun(self, command: Message) -> None:
+        self.restarts.most = 0 if self._over() else command["max_restarts"]
+        self._time_to_leave = command["leave_timeout"]
+
+    def _start(self, command: Message) -> None:
+        if self._mine(command["beside"], command["pid"]) is not None and not self._over():
+            self._starts.begin(command["rank"], command["beside"], command["move"])
+
+    def _drop(self, command: Message) -> None:
+        if command["move"] == self._starts.number(command["rank"]):
+            self._end_move(command["rank"], well=False)
+
+    def _joined(self, command: Message) -> None:
+        if (worker := self._mine(command["rank"], command["pid"])) is not None:
             self._end_move(worker.rank, well=True)
             worker.out, worker.joins = None, False
             self.restarts.joined(worker.rank)
-        elif event["event"] == "speaks":
-            self._follower.speaks(worker.rank, event["offset"])
-        elif removed:
-            worker.out = event.get("kind")
-            if worker.out == _CUT_OFF and not self._over():
-                self._was_cut_off(worker)
-            elif self._end is None and worker.out == FailureKind.EXIT:  # it comes by itself, unless it hangs
-                if worker.status is None:
-                    why = f"{event['error']} {event['where']}; see" if "error" in event else "see"
-                    self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed: {why} {worker.child.log}")
-                worker.kill_at = worker.kill_at or time.monotonic() + self.job.grace.ending
-            elif self._end is not None or self.restarts.most:
-                worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
+
+    def _speaks(self, command: Message) -> None:
+        if (worker := self._mine(command["rank"], command["pid"])) is not None:
+            self._follower.speaks(worker.rank, command["offset"])
+
+    def _out(self, command: Message) -> None:
+        if (worker := self._mine(command["rank"], command["pid"])) is None or worker.declared:
+            return
+        worker.declared, worker.out = True, FailureKind(command["kind"])
+        if worker.out is _CUT_OFF and not self._over():
+            self._was_cut_off(worker)
+        elif self._end is None and worker.out is FailureKind.EXIT:  # it comes by itself, unless it hangs
+            if worker.status is None:
+                why = f"{command['error']}; see" if command["error"] else "see"
+                self._say(f"rank {worker.rank} (pid {worker.child.pid}) has failed: {why} {worker.child.log}")
+            worker.kill_at = worker.kill_at or time.monotonic() + self.job.grace.ending
+        elif self._end is not None or self.restarts.most:
+            worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
 
     def _was_cut_off(self, worker: Worker) -> None:
         """The others go on without it; it ends by itself, or has already, and its place is free for another life."""
@@ -577,6 +597,17 @@ class Launcher:
 
     def _signalled(self, number: int, frame: object) -> None:
         self._signals.append((number, time.monotonic()))
+
+
+_COMMANDS: Mapping[str, Callable[[Launcher, Message], None]] = {
+    "begun": Launcher._begun,
+    "start": Launcher._start,
+    "drop": Launcher._drop,
+    "joined": Launcher._joined,
+    "out": Launcher._out,
+    "speaks": Launcher._speaks,
+    "progress": lambda launcher, command: launcher._progress(),
+}
 
 
 def _interrupt_of(number: int) -> Message:

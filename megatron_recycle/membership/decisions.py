@@ -38,6 +38,13 @@ class Tell:
 
 
 @dataclass(frozen=True)
+class Command:
+    """Tell all launchers; see `commands`."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
 class Await:
     """Feed `ReportsLate(generation)` when the time for reports is over."""
 
@@ -101,5 +108,5 @@ class End:
     message: str
 
 
-Decision = Record | Note | Tell | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
+Decision = Record | Note | Tell | Command | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
 Step = tuple[State, tuple[Decision, ...]]

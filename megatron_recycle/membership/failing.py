@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import closing, forming, joining, messages, moving, poison, records, training
-from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, MakePlan, Step, Tell
+from megatron_recycle.membership import closing, commands, forming, joining, messages, moving, poison, records, training
+from megatron_recycle.membership.decisions import Await, AwaitSaved, Command, Decision, Emit, MakePlan, Step, Tell
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Reported, ReportsLate
 from megatron_recycle.membership.names import in_order, siblings
@@ -72,7 +72,10 @@ def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float
     """Training does not notice, but the launcher has to know that this end was a failure."""
     kept = {name: other for name, other in state.stranded.items() if other != member}
     event = {**suspected(state, member, kind, since, now), "stranded": True}
-    return state.with_(stranded=kept, fenced=state.fenced | {member.incarnation}), (Emit(event),)
+    command = commands.out(member, kind, poison.said_by(state, member))
+    state = state.with_(stranded=kept, fenced=state.fenced | {member.incarnation},
+                        outs=commands.remembered(state, command))
+    return state, (command, Emit(event))
 
 
 # Who can be spared
@@ -132,10 +135,12 @@ def next_generation(
         else suspected(state, member, lost[member.worker], since, now)
         for member in removed
     ]
+    told_out = _told_out(state, [member for member in removed if member not in planned], lost)
     before, state = state, state.next_generation(
         phase=Phase.RECOVERING,
         **_membership(state, lost, joined),
         fenced=state.fenced | {member.incarnation for member in removed},
+        outs=commands.remembered(state, *told_out),
         faults=tuple(said for said in state.faults if said.worker not in joined),
         since=since if state.since is None else min(state.since, since),
         stood_since=min(state.standing.values(), default=now) if joined else None,
@@ -149,7 +154,7 @@ def next_generation(
         MakePlan(state.generation, state.failed),
         Await(state.generation),
     ]
-    told: list[Decision] = [*map(Emit, events)]
+    told: list[Decision] = [*told_out, *map(Emit, events)]
     told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
              else messages.fence(state, member) for member in removed]
     record = records.decided(state, events)
@@ -163,10 +168,17 @@ def next_generation(
 def _closed_without(state: State, lost: Mapping[str, FailureKind], since: float, reason: str | None,
                     now: float) -> Step:
     """A generation for a last checkpoint that cannot be begun again: the job ends without one."""
-    told = tuple(Emit(suspected(state, state.members[name], lost[name], since, now)) for name in in_order(lost))
+    removed = [state.members[name] for name in in_order(lost)]
+    told: tuple[Decision, ...] = _told_out(state, removed, lost)
+    told += tuple(Emit(suspected(state, member, lost[member.worker], since, now)) for member in removed)
     why = poison.how(state, list(lost), lost) if lost else reason or "the coordinator was lost meanwhile"
     state, ending = closing.end(state, 1, why, now)
     return state, (*told, *ending)
+
+
+def _told_out(state: State, members: Sequence[Member], lost: Mapping[str, FailureKind]) -> tuple[Command, ...]:
+    """The commands to their launchers."""
+    return tuple(commands.out(member, lost[member.worker], poison.said_by(state, member)) for member in members)
 
 
 def _membership(state: State, lost: Mapping[str, FailureKind], joined: Mapping[str, Member]) -> dict[str, Any]:

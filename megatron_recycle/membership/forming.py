@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import closing, messages, records
+from megatron_recycle.membership import closing, commands, messages, records
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
@@ -121,16 +121,10 @@ def _form(state: State, now: float) -> Step:
         "fatal_hosts": dict(survival.fatal),
         "grid": dict(description["grid"]),
         "max_restarts": description.get("max_restarts", 0),
-        "leave_timeout": _time_to_leave(description),
     }
     kept = (records.learnt(state),) if any(state.learnt.values()) else ()
-    return state, (*kept, records.decided(state, [started]), Emit(started), MakePlan(1, frozenset()))
-
-
-def _time_to_leave(description: Mapping[str, Any]) -> float | None:
-    """Seconds that launchers give a job which is told to go; None: it goes at once."""
-    saves = description.get("on_leave") == "checkpoint" and description.get("emergency")
-    return description.get("leave_timeout") if saves else None
+    kept = (*kept, records.decided(state, [started]))
+    return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset()))
 
 
 def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:

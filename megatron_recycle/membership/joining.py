@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import forming, messages, moving, records
+from megatron_recycle.membership import commands, forming, messages, moving, records
 from megatron_recycle.membership.decisions import Emit, Step, Tell
 from megatron_recycle.membership.inputs import Holds, Leave, Ready
 from megatron_recycle.membership.names import incomplete
@@ -126,7 +126,7 @@ def acknowledged(state: State, happened: Holds, now: float) -> Step:
     told = state.acknowledged | {member.worker}
     unproven = incomplete(state.unproven, told)  # to hold a part of a stage is to hold nothing
     state = state.with_(unproven=unproven, acknowledged=told & unproven.keys())
-    return state, (record, Emit(event))
+    return state, (record, commands.joined(member), Emit(event))
 
 
 def _rate(received: Mapping[str, Any]) -> dict[str, Any]:

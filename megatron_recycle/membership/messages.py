@@ -57,6 +57,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "adopted": {"generation": int, "iteration": int, "digest": str},
     "finished": {"generation": int},
     "leave": {},
+    "speaks": {"offset": int},
     "saved": {"generation": int, "place": str, "error": str},
     "ending": {"fault": (dict, type(None)), "t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
@@ -94,6 +95,13 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
 }
 TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "event": {"event": dict},
+    "begun": {"max_restarts": int, "leave_timeout": _OPTIONAL_NUMBER},
+    "out": {"rank": int, "pid": int, "kind": str, "error": str},
+    "joined": {"rank": int, "pid": int},
+    "start": {"rank": int, "beside": int, "pid": int, "move": int},
+    "drop": {"rank": int, "move": int},
+    "progress": {},
+    "speaks": {"rank": int, "pid": int, "offset": int},
     "places": {"ranks": list, "size": int, "store": str, "environ": dict, "refusal": str, "again_s": _NUMBER},
     "end": {"status": int, "message": str},
 }
@@ -121,6 +129,8 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
         _check_fault(kind, message["fault"])
     if kind == "hello" and "worker" in known[kind]:
         _check_worker(message["worker"])
+    if kind == "out" and message["kind"] not in [*FailureKind]:
+        raise WireError(f"out: {message['kind']!r:.60} is no kind of failure")
     if kind == "measured":
         _check_measured(message)
     if kind == "ready":

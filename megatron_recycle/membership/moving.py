@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_recycle.membership import messages, records
+from megatron_recycle.membership import commands, messages, records
 from megatron_recycle.membership.decisions import Decision, Emit, FindMoves, Step
 from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
 from megatron_recycle.membership.inputs import Exited, MovesFound, StaysOut
@@ -55,21 +55,17 @@ def begin(state: State, happened: MovesFound, now: float) -> Step:
     if not found:
         return state, ()
     moves = {to: mover.incarnation for to, mover in found.items()}
-    state = state.with_(moves=moves, move=state.move + 1, moves_due=False)
-    begun = [moving(state, to, mover, now) for to, mover in found.items()]
-    return state, (records.moves(state, begun, needed=True), *map(Emit, begun))
+    again = {str(state.ranks[to]) for to in found}
+    dropped = {rank: move for rank, move in state.dropped.items() if rank not in again}
+    state = state.with_(moves=moves, move=state.move + 1, moves_due=False, dropped=dropped)
+    begun = [_moving(state, to, mover, now) for to, mover in found.items()]
+    starts = [commands.start(state, to, mover) for to, mover in found.items()]
+    return state, (records.moves(state, begun, needed=True), *starts, *map(Emit, begun))
 
 
-def moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
-    """The event on which the mover's launcher starts a process for `to`."""
+def _moving(state: State, to: str, mover: Member, now: float) -> dict[str, Any]:
     event = {"event": "moving", "t": now, "generation": state.generation, "worker": mover.worker, "to": to}
     return {**event, "rank": mover.rank, "pid": mover.pid, "to_rank": state.ranks[to], "number": state.move}
-
-
-def pending(state: State, now: float) -> list[dict[str, Any]]:
-    """The events of moves whose process has not said hello, for a launcher that may have missed them."""
-    return [moving(state, to, state.known[incarnation], now) for to, incarnation in state.moves.items()
-            if to not in state.joiners and to not in state.members and state.member(incarnation)]
 
 
 def not_started(state: State, happened: Exited, now: float) -> Step:
@@ -128,8 +124,10 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
     event = {"event": "move_failed", "t": now, "generation": state.generation, "worker": mover.worker, "to": to,
              "reason": reason, "to_rank": state.ranks[to], "number": state.move}
     left = {other: who for other, who in state.moves.items() if other != to}
-    state = state.with_(moves=left, fruitless=state.fruitless + fails, moves_due=True)
-    decisions: tuple[Decision, ...] = (records.moves(state, (event,)), Emit(event))
+    rank = state.ranks[to]
+    state = state.with_(moves=left, fruitless=state.fruitless + fails, moves_due=True,
+                        dropped={**state.dropped, str(rank): state.move})
+    decisions: tuple[Decision, ...] = (records.moves(state, (event,)), commands.drop(rank, state.move), Emit(event))
     waiting = state.joiners.get(to)
     if waiting is not None and waiting.host == mover.host:
         joiners = {name: other for name, other in state.joiners.items() if name != to}

@@ -49,6 +49,7 @@ DECIDED: Mapping[str, Form] = {
     "members": _MEMBERS,
     "out": _KINDS,
     "fenced": _NAMES,
+    "outs": _TABLE,
     "stranded": _MEMBERS,
     "unproven": _KINDS,
     "models": _TABLE,
@@ -68,6 +69,7 @@ MOVES: Mapping[str, Form] = {
     "moves_due": _PLAIN,
     "fruitless": _PLAIN,
     "given_up": _NAMES,
+    "dropped": _TABLE,
 }
 """Fields in every record that changes some of them, the latest of which counts."""
 

@@ -110,6 +110,10 @@ class State:
     """Moves in a row whose process has failed."""
     given_up: frozenset[str] = frozenset()
     """Positions that are out and that no launcher will start again."""
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    """Ranks (as text) whose process of a move was given up, and the number of that move."""
+    outs: Mapping[str, Message] = field(default_factory=dict)
+    """By rank (as text) the command to its launcher about the last process that was declared out."""
     switch: int = field(default=0, metadata=_OF_GENERATION)
     """Number of the offer by which the members make a boundary; 0: none is being made."""
     standing: Mapping[str, float] = field(default_factory=dict, metadata=_OF_GENERATION)

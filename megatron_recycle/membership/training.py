@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import moving, records
+from megatron_recycle.membership import commands, moving, records
 from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step, Tell
 from megatron_recycle.membership.inputs import Adopted, Committed, Improved, Resumed
 from megatron_recycle.membership.names import in_order, workers_of
@@ -108,7 +108,8 @@ def committed_by_all(state: State, now: float) -> Step:
     if not events:
         return state, ()
     losses = {iteration: by for iteration, by in state.losses.items() if iteration > slowest}
-    return state.with_(committed=slowest, losses=losses, mended=0), (*events, records.committed(slowest))
+    state = state.with_(committed=slowest, losses=losses, mended=0)
+    return state, (*events, records.committed(slowest), commands.progress())
 
 
 def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]:

@@ -122,17 +122,16 @@ def test_max_restarts_comes_first_and_a_rank_that_stays_out_is_moved_to(tmp_path
 
 def test_a_move_to_the_place_of_a_process_that_still_ends_and_the_same_move_told_again() -> None:
     starts = Starts({0: 0, 4: 4})
-    event = {"rank": 4, "to_rank": 0, "number": 1}
-    starts.begin(event)
+    starts.begin(0, beside=4, number=1)
     assert starts.due() == [0] and starts.devices == {0: 4, 4: 4}
     starts.later(0)
     assert starts.awaited(0), "what ends now made room"
-    starts.begin(event)
+    starts.begin(0, beside=4, number=1)
     assert starts.due() == [0] and not starts.awaited(0) and starts.moves(0)
     starts.end(0)
-    starts.begin(event)
+    starts.begin(0, beside=4, number=1)
     assert starts.due() == [], "that one has failed already"
-    starts.begin({**event, "number": 2})
+    starts.begin(0, beside=4, number=2)
     assert starts.due() == [0] and starts.number(0) == 2
 
 

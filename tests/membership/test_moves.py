@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.membership import commands, inputs
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership import inputs, moving
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.records import restore
@@ -290,9 +290,9 @@ def test_a_coordinator_that_comes_back_knows_who_stays_out_and_how_often_moves_h
 
 def test_a_coordinator_that_comes_back_knows_of_the_move_and_tells_the_launchers_again() -> None:
     cluster = Moves()
-    (begun,) = events(cluster.moving(), "moving")
+    (begun,) = (one for one in cluster.moving() if isinstance(one, do.Command))
+    assert begun.message["type"] == "start"
     come_back(cluster)
-    (event,) = moving.pending(cluster.state, cluster.now)
-    assert {**event, "t": begun["t"]} == begun
+    assert commands.in_force(cluster.state, "another host")[-1] == begun
     return_all(cluster)
     assert told(cluster.comes(), "offer") and cluster.state.moves == {TO: f"{MOVER}/0"}

@@ -99,7 +99,8 @@ def test_both_parts_lost_at_once_are_one_decision_without_a_stranded() -> None:
 def test_a_stranded_that_ends_disturbs_nobody_but_is_known_to_have_failed() -> None:
     cluster = Parts().train()
     cluster.exit("0:1.1")
-    (emitted,) = cluster.exit("0:1.0")
+    command, emitted = cluster.exit("0:1.0")
+    assert isinstance(command, do.Command) and command.message["type"] == "out"
     assert isinstance(emitted, do.Emit) and emitted.event["event"] == "suspected" and emitted.event["stranded"]
     assert cluster.state.generation == 2 and not cluster.state.stranded
 

@@ -19,6 +19,7 @@ KEPT: dict[str, Any] = {
     "members": {"0:0": ONE},
     "out": {"1:0": FailureKind.FROZEN, "0:1.0": FailureKind.EXIT, "0:1.1": FailureKind.STRANDED},
     "fenced": frozenset({"c", "d"}),
+    "outs": {"2": {"type": "out", "rank": 2, "pid": 12, "kind": "frozen", "error": ""}},
     "stranded": {"0:1.1": OTHER},
     "unproven": {"0:0": FailureKind.UNREACHABLE},
     "models": {"0": {"model": "m"}},
@@ -33,6 +34,7 @@ KEPT: dict[str, Any] = {
     "moves_due": True,
     "fruitless": 2,
     "given_up": frozenset({"1:1"}),
+    "dropped": {"3": 4},
 }
 """A value for every field that a record keeps as it is, unlike the field's default."""
 

@@ -175,7 +175,7 @@ class RecycleSchedule:
             not session.catches_up and session.speaks(-1) and place.part == place.parts - 1)
         if self._spoke and not before:
             sys.stdout.flush()
-            session.agent.event("speaks", rank=session.rank, pid=os.getpid(), offset=os.fstat(1).st_size)
+            session.agent.speaks(os.fstat(1).st_size)
         return self._spoke
 
     def log_part(self) -> str:
