@@ -17,15 +17,7 @@ from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm
 from megatron_recycle.launch.chaos_script import check_script, hurting
-from megatron_recycle.launch.launcher import (
-    Grace,
-    Job,
-    Launcher,
-    default_nproc,
-    python_command,
-    say_to,
-    torchrun_environment,
-)
+from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.network import (
     await_coordinator,
@@ -35,9 +27,11 @@ from megatron_recycle.launch.network import (
     interface_towards,
     own_address,
 )
+from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
 from megatron_recycle.launch.torch_store import Store, keep_store
+from megatron_recycle.launch.worker_command import default_nproc, python_command, say_to, torchrun_environment
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.observe.output import spare_output
 
@@ -303,7 +297,7 @@ def _join(
 
 def _tell(launcher: Launcher) -> None:
     """Print the closing table."""
-    lives = sorted(launcher.lives, key=lambda worker: worker.rank)
+    lives = sorted(launcher.processes.lives, key=lambda worker: worker.rank)
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]
     print_table(launcher.summary, rows, launcher.message, launcher.informed)
 

@@ -18,7 +18,8 @@ from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.deaths import Deaths
-from megatron_recycle.launch.launcher import Grace, Job, Launcher, Worker
+from megatron_recycle.launch.launcher import Launcher
+from megatron_recycle.launch.processes import Grace, Job, Worker
 from megatron_recycle.launch.restarts import Restarts
 
 IGNORES = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', end='', flush=True); "
@@ -35,11 +36,11 @@ def launcher(
     made = Launcher(job, "127.0.0.1:1", "token", said.append)
     made.restarts.most = 1
     for rank in ranks:
-        made._spawn(rank)
+        made.spawn(rank)
     try:
         yield made
     finally:
-        made._kill_all()
+        made.processes.kill_all()
 
 
 def tell(made: Launcher, name: str, worker: Worker, /, **fields: Any) -> None:
@@ -48,7 +49,7 @@ def tell(made: Launcher, name: str, worker: Worker, /, **fields: Any) -> None:
 
 def move(made: Launcher, number: int) -> None:
     """The coordinator wants a process for rank 7 on the device of rank 0."""
-    made._receive({"type": "start", "rank": 7, "beside": 0, "pid": made.workers[0].child.pid, "move": number})
+    made._receive({"type": "start", "rank": 7, "beside": 0, "pid": made.processes.workers[0].child.pid, "move": number})
 
 
 def until_ended(made: Launcher, worker: Worker) -> None:
@@ -61,11 +62,11 @@ def until_ended(made: Launcher, worker: Worker) -> None:
 def test_a_process_that_has_failed_and_hangs_is_killed_and_started_again(tmp_path: Path) -> None:
     said: list[str] = []
     with launcher(tmp_path, said) as made:
-        worker = made.workers[0]
+        worker = made.processes.workers[0]
         tell(made, "out", worker, kind="exit", error="")
         assert worker.child.status() is None, "it may need a moment"
         until_ended(made, worker)
-        assert worker.status == -signal.SIGKILL and made.restarts.pending() and made.workers[1].status is None
+        assert worker.status == -signal.SIGKILL and made.restarts.pending() and made.processes.workers[1].status is None
     assert f"rank 0 (pid {worker.child.pid}) has failed: see {tmp_path / 'worker-0.log'}" in said
     assert "has failed and does not end: SIGKILL" in "".join(said)
 
@@ -73,7 +74,7 @@ def test_a_process_that_has_failed_and_hangs_is_killed_and_started_again(tmp_pat
 def test_a_process_that_has_failed_ends_with_its_own_status_though_the_job_is_over(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import sys, time; time.sleep(0.5); sys.exit(7)"]
     with launcher(tmp_path, [], range(1), command, ending=20.0) as made:
-        worker = made.workers[0]
+        worker = made.processes.workers[0]
         tell(made, "out", worker, kind="exit", error="")
         made._receive({"type": "end", "status": 0, "message": "the job has finished"})
         until_ended(made, worker)
@@ -83,16 +84,16 @@ def test_a_process_that_has_failed_ends_with_its_own_status_though_the_job_is_ov
 def test_a_worker_fails_while_the_process_that_it_moves_to_lives(tmp_path: Path) -> None:
     said: list[str] = []
     with launcher(tmp_path, said, range(1)) as made:
-        mover = made.workers[0]
+        mover = made.processes.workers[0]
         move(made, 1)
         made._wait()
-        assert made.workers[7].move == 1
+        assert made.processes.workers[7].move == 1
         mover.child.signal(signal.SIGKILL)
         until_ended(made, mover)
         assert made.restarts.given_up == {0} and not made.restarts.pending()
         assert {"type": "stays_out", "rank": 0} in made._hello()
-        made.workers[7].child.signal(signal.SIGKILL)
-        until_ended(made, made.workers[7])
+        made.processes.workers[7].child.signal(signal.SIGKILL)
+        until_ended(made, made.processes.workers[7])
         assert made.restarts.pending(), "it is alone now: another life"
         assert [message["move"] for message in made._hello() if message["type"] == "exit"] == [0, 1]
 
@@ -102,8 +103,8 @@ def test_a_process_that_a_worker_moves_to_fails_while_that_one_lives(tmp_path: P
     with launcher(tmp_path, said, range(1)) as made:
         move(made, 1)
         made._wait()
-        made.workers[7].child.signal(signal.SIGKILL)
-        until_ended(made, made.workers[7])
+        made.processes.workers[7].child.signal(signal.SIGKILL)
+        until_ended(made, made.processes.workers[7])
         assert not made.restarts.pending() and not made.restarts.given_up
 
 
@@ -115,26 +116,26 @@ def test_an_earlier_move_that_failed_is_told_again_and_this_ones_process_lives(t
             made._wait()
             if number == 1:
                 made._receive({"type": "drop", "rank": 7, "move": 1})
-                until_ended(made, made.workers[7])
+                until_ended(made, made.processes.workers[7])
         made._receive({"type": "drop", "rank": 7, "move": 1})
-        assert made.workers[7].move == 2 and made.workers[7].child.status() is None
+        assert made.processes.workers[7].move == 2 and made.processes.workers[7].child.status() is None
         made._receive({"type": "drop", "rank": 7, "move": 2})
-        until_ended(made, made.workers[7])
+        until_ended(made, made.processes.workers[7])
 
 
 def test_an_interrupt_is_told_again_after_a_reconnect(tmp_path: Path) -> None:
     with launcher(tmp_path, [], range(1)) as made:
-        made._interrupt(signal.SIGTERM)
+        made.ending.interrupt(signal.SIGTERM)
         assert made._hello()[-1]["type"] == "interrupt"
 
 
 def test_an_interrupt_of_a_host_that_has_joined_does_not_end_the_job(tmp_path: Path) -> None:
     with launcher(tmp_path, [], range(1)) as made:
-        made.job = dataclasses.replace(made.job, joining=True)
-        made._interrupt(signal.SIGINT)
+        made.processes.job = dataclasses.replace(made.job, joining=True)
+        made.ending.interrupt(signal.SIGINT)
         assert [message["type"] for message in made._hello()] == ["hello"]
-        until_ended(made, made.workers[0])
-        assert made.workers[0].status == -signal.SIGTERM, "asked to leave; this one does not know how"
+        until_ended(made, made.processes.workers[0])
+        assert made.processes.workers[0].status == -signal.SIGTERM, "asked to leave; this one does not know how"
         assert not made._awaits_end() and made.message == "this host has left the job"
 
 
@@ -148,15 +149,15 @@ def test_a_host_ends_once_the_coordinator_has_refused_for_long_enough(tmp_path: 
     begun = time.monotonic()
     assert made.run() == 1 and time.monotonic() - begun < 10
     assert f"the coordinator at 127.0.0.1:{port} has refused connections for 0 s" in made.message
-    assert {worker.status for worker in made.lives} == {-signal.SIGTERM} and not made.informed
+    assert {worker.status for worker in made.processes.lives} == {-signal.SIGTERM} and not made.informed
 
 
 def test_hosts_but_the_first_tell_of_their_own_workers_only(tmp_path: Path) -> None:
     said: list[str] = []
     with launcher(tmp_path, said, range(2, 4)) as made:
-        made.job = dataclasses.replace(made.job, leader=False)
+        made.processes.job = dataclasses.replace(made.job, leader=False)
         names = {f"{d}:{s}": 2 * s + d for d in range(2) for s in range(2)}
-        ours = made.workers[2]
+        ours = made.processes.workers[2]
         for event in ({"event": "started", "t": 1.0, "ranks": names}, {"event": "hint", "t": 1.0, "worker": "1:0"},
                       {"event": "hint", "t": 1.0, "worker": "1:1", "error": "\x1b[1mhere"},
                       {"event": "suspected", "t": 1.0, "rank": 0, "pid": 1, "worker": "0:0", "kind": "exit",
@@ -192,7 +193,7 @@ def test_a_host_that_was_cut_off_offers_its_places_again(
     program = "import os, time; time.sleep(60 if 'RECYCLE_JOIN' in os.environ else 0.2); exit(3)"
     with launcher(tmp_path, said, command=[sys.executable, "-c", program]) as made:
         made.restarts.most = most
-        before = dict(made.workers)
+        before = dict(made.processes.workers)
         if told_first:
             for worker in before.values():
                 cut_off(made, worker)
@@ -202,12 +203,12 @@ def test_a_host_that_was_cut_off_offers_its_places_again(
                 cut_off(made, worker)
         for _ in range(3):
             made._wait()
-        assert made.workers == before, "nobody would let them in"
+        assert made.processes.workers == before, "nobody would let them in"
         made._link.lost_since = None
-        until(made, lambda: all(made.workers[rank] is not before[rank] for rank in (0, 1)))
+        until(made, lambda: all(made.processes.workers[rank] is not before[rank] for rank in (0, 1)))
         if most == 0 or told_first:
             assert "this host's 2 places are free again: rejoining (rank 0, 1)" in said
-        assert not made.restarts.given_up and all(worker.status is None for worker in made.workers.values())
+        assert not made.restarts.given_up and all(worker.status is None for worker in made.processes.workers.values())
 
 
 def test_a_network_that_comes_and_goes_makes_the_pauses_longer_and_what_never_joins_stays_out() -> None:
@@ -245,13 +246,13 @@ def test_sigterm_twice_within_two_seconds_is_one_signal_and_ctrl_c_is_not(tmp_pa
     with launcher(tmp_path, [], range(2), [sys.executable, "-c", IGNORES]) as made:
         for rank in (0, 1):
             until(made, lambda rank=rank: (tmp_path / f"worker-{rank}.log").read_text() == "ready")
-        made._interrupt(signal.SIGTERM, 100.0)
-        made._interrupt(signal.SIGTERM, 101.9)
+        made.ending.interrupt(signal.SIGTERM, 100.0)
+        made.ending.interrupt(signal.SIGTERM, 101.9)
         for _ in range(3):
             made._wait()
-        assert [worker.child.status() for worker in made.workers.values()] == [None, None]
-        made._interrupt(signal.SIGINT, 101.95)
-        until(made, lambda: all(worker.status == -signal.SIGKILL for worker in made.workers.values()))
+        assert [worker.child.status() for worker in made.processes.workers.values()] == [None, None]
+        made.ending.interrupt(signal.SIGINT, 101.95)
+        until(made, lambda: all(worker.status == -signal.SIGKILL for worker in made.processes.workers.values()))
 
 
 def test_a_deaf_child_takes_no_notice_of_what_slurm_signals(tmp_path: Path) -> None:
@@ -295,13 +296,13 @@ def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: P
     said: list[str] = []
     with launcher(tmp_path, said, range(1)) as made:
         made._receive({"type": "begun", "max_restarts": 0, "leave_timeout": 0.2})
-        made.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
-        made._interrupt(signal.SIGTERM, 100.0)
-        made._interrupt(signal.SIGTERM, 100.1)
-        assert made.workers[0].child.status() is None and "within 0 s (leave_timeout)" in said[-1]
+        made.processes.job = dataclasses.replace(made.job, grace=Grace(terminated=0.1))
+        made.ending.interrupt(signal.SIGTERM, 100.0)
+        made.ending.interrupt(signal.SIGTERM, 100.1)
+        assert made.processes.workers[0].child.status() is None and "within 0 s (leave_timeout)" in said[-1]
         assert made._hello()[-1] == {"type": "interrupt", "status": 143, "message": "interrupted by SIGTERM"}
-        until_ended(made, made.workers[0])
-        assert made.workers[0].status == -signal.SIGTERM
+        until_ended(made, made.processes.workers[0])
+        assert made.processes.workers[0].status == -signal.SIGTERM
 
 
 def test_a_worker_that_cannot_be_started_again_costs_the_others_nothing(
@@ -314,20 +315,21 @@ def test_a_worker_that_cannot_be_started_again_costs_the_others_nothing(
         made.restarts.most, made._link.lost_since = 2, None
         (tmp_path / "worker-0.log").unlink()
         (tmp_path / "worker-0.log").symlink_to("/nowhere")
-        made.workers[0].child.signal(signal.SIGKILL)
+        made.processes.workers[0].child.signal(signal.SIGKILL)
         until(made, lambda: 0 in made.restarts.given_up)
-        assert made.workers[1].child.status() is None
+        assert made.processes.workers[1].child.status() is None
     assert len([line for line in said if "rank 0 cannot be started: " in line and "it is a link" in line]) == 2
 
 
 def test_a_process_that_was_to_join_and_ends_well_has_failed(tmp_path: Path) -> None:
     said: list[str] = []
     with launcher(tmp_path, said, range(1), [sys.executable, "-c", "pass"]) as made:
-        until_ended(made, made.workers[0])
+        until_ended(made, made.processes.workers[0])
         assert not said
         made.restarts.most = 2
-        made._spawn(0, "exit")
-        until_ended(made, made.workers[0])
+        made.spawn(0, "exit")
+        until_ended(made, made.processes.workers[0])
         assert made.restarts.pending()
     log = tmp_path / "worker-0.log"
-    assert said[0] == f"rank 0 (pid {made.workers[0].child.pid}) ended with status 0 before it had joined: see {log}"
+    pid = made.processes.workers[0].pid
+    assert said[0] == f"rank 0 (pid {pid}) ended with status 0 before it had joined: see {log}"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.control.moves import Starts, moves_of
+from megatron_recycle.control.moves import moves_of
 from megatron_recycle.control.planning import problem_of
+from megatron_recycle.launch.starting import Starts
 from tests.launch.running import Running, launched
 
 ITERATIONS = 150

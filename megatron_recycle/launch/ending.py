@@ -1,0 +1,119 @@
+"""How a host's part of a job ends: by the coordinator's word, by a signal, or because nobody leads the job any more.
+
+Whatever the reason, workers first have time to end by themselves, then get SIGTERM, then SIGKILL.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from megatron_recycle.control.wire import Message
+from megatron_recycle.launch.processes import Processes, Say
+from megatron_recycle.launch.restarts import Restarts
+
+_SAME_SIGNAL = 2.0
+"""Seconds in which another SIGTERM is the same one: Slurm sends it to every process, srun and scripts pass it on."""
+
+
+class Ending:
+    """The end of the job on this host.
+
+    Args:
+        tell: gets what the coordinator is to hear, also after a reconnect.
+
+    Attributes:
+        end: the coordinator's word, once it is there.
+        interrupted: whether a signal has asked for the end.
+        time_to_leave: seconds that the job has to save and end once it is told to go; None: it goes at once.
+    """
+
+    def __init__(self, processes: Processes, restarts: Restarts, say: Say, tell: Callable[[Message], None]) -> None:
+        self.end: Message | None = None
+        self.interrupted = False
+        self.time_to_leave: float | None = None
+        self._processes = processes
+        self._restarts = restarts
+        self._say = say
+        self._tell = tell
+        self._asked = 0.0
+        self._kill_at: tuple[float, int] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the job has ended or is asked to."""
+        return self.end is not None or self.interrupted
+
+    @property
+    def saves(self) -> bool:
+        """Whether a job that was told to go still has to save."""
+        return (self.end is None and self.interrupted and not self._processes.job.joining
+                and self.time_to_leave is not None)
+
+    def finish(self, message: Message) -> None:
+        """The coordinator has said how the job ended."""
+        if self.end is not None:
+            return
+        self.end = message
+        self._restarts.cancel()
+        grace = self._processes.job.grace
+        self._deadline(grace.failed if message["status"] else grace.well, signal.SIGTERM)
+        soon = time.monotonic() + grace.terminated
+        for worker in self._processes.workers.values():
+            if worker.kill_at is not None and not message["status"]:  # it is about to end, with a status of its own
+                worker.kill_at = min(worker.kill_at, soon)
+            elif worker.out is not None:  # it may be stopped for good; nobody waits for it
+                worker.child.signal(signal.SIGKILL)
+
+    def give_up(self, message: str) -> None:
+        """Nobody leads the job any more, nor tells the workers."""
+        self.finish({"type": "end", "status": 1, "message": message})
+        self._deadline(0.0, signal.SIGTERM)
+
+    def interrupt(self, number: int, moment: float | None = None) -> None:
+        """The first signal asks the workers to end, and with them the job, unless these have only joined it; the second
+        does not ask."""
+        moment = time.monotonic() if moment is None else moment
+        if self.interrupted and number == signal.SIGTERM and moment - self._asked < _SAME_SIGNAL:
+            return
+        if self.interrupted:
+            self._processes.signal_all(signal.SIGKILL)
+            return
+        self.interrupted, self._asked = True, moment
+        self._restarts.cancel()
+        name, grace = signal.Signals(number).name, self._processes.job.grace
+        if self._processes.job.joining:
+            self._say(f"{name}: the workers of this host leave the job; a second one ends them at once")
+            self._processes.signal_all(signal.SIGTERM)
+            self._deadline(grace.well, signal.SIGKILL)
+        elif number == signal.SIGTERM and self.time_to_leave is not None:
+            self._say(f"{name}: the job saves what is committed (on_leave) and ends, within "
+                      f"{self.time_to_leave:.0f} s (leave_timeout); a second one ends it at once")
+            self._tell(_interrupt_of(number))
+            self._deadline(self.time_to_leave + grace.terminated, signal.SIGTERM)
+        else:
+            self._say(f"{name}: ending all workers")
+            self._tell(_interrupt_of(number))
+            self._processes.signal_all(signal.SIGTERM)
+            self._deadline(grace.terminated, signal.SIGKILL)
+
+    def check_deadline(self) -> None:
+        """Workers that have had their time are told, or made, to end."""
+        if self._kill_at is None or time.monotonic() < self._kill_at[0]:
+            return
+        number, self._kill_at = self._kill_at[1], None
+        if live := [str(worker.rank) for worker in self._processes.live()]:
+            name = signal.Signals(number).name
+            self._say(f"rank {', '.join(live)} still running after the end of the job: {name}")
+            self._processes.signal_all(number)
+            self._deadline(self._processes.job.grace.terminated, signal.SIGKILL)
+
+    def _deadline(self, seconds: float, number: int) -> None:
+        moment = time.monotonic() + seconds
+        if self._kill_at is None or moment < self._kill_at[0] or number == signal.SIGKILL:
+            self._kill_at = (moment, number)
+
+
+def _interrupt_of(number: int) -> Message:
+    return {"type": "interrupt", "status": 128 + number, "message": f"interrupted by {signal.Signals(number).name}"}

@@ -1,0 +1,166 @@
+"""The processes of a host's workers: started, counted, ended."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megatron_recycle.environment import HOST, JOINING
+from megatron_recycle.launch.child import Child
+
+NOT_JOINED = "not joined"
+"""Why a process that is to join is not in yet."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Grace:
+    """Seconds that workers have to end by themselves: after a good end, after a bad one, after SIGTERM, and after they
+    have said that they end, as one does whose script has failed. For how long the coordinator may refuse: one that has
+    died is back within a few. And for how long a host without workers waits for one that is out of reach."""
+
+    well: float = 60.0
+    failed: float = 10.0
+    terminated: float = 5.0
+    ending: float = 20.0
+    refused: float = 60.0
+    cut_off: float = 82.0
+
+
+@dataclass
+class Worker:
+    """A rank's process, and what became of it."""
+
+    rank: int
+    child: Child
+    status: int | None = None
+    out: str | None = None
+    """How it failed, once the coordinator has declared it out; of a process that is to join: why it is not in yet."""
+    declared: bool = False
+    """Whether the coordinator has declared it out."""
+    joins: bool = False
+    """Whether it is to join the running job and has not yet: to end then is to fail, whatever the status."""
+    move: int = 0
+    """The number of the move that it was started for."""
+    kill_at: float | None = None
+    """When it is killed, of one that has said that it ends."""
+
+    @property
+    def pid(self) -> int:
+        return self.child.pid
+
+    @property
+    def lives(self) -> bool:
+        return self.status is None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the launcher runs. `command` is a worker's; `environ` its environment but for the ranks.
+
+    `ranks` are the global ranks of this host's workers, `size` the number of workers of all hosts. With `joining` the
+    job runs already, and these join it. The `leader` tells what happens in the whole job, the other hosts what happens
+    to their own workers.
+    """
+
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    run_dir: Path
+    ranks: Sequence[int]
+    size: int
+    joining: bool = False
+    show: str = "first"
+    heartbeat_interval: float = 0.5
+    grace: Grace = field(default_factory=Grace)
+    leader: bool = True
+
+
+class Processes:
+    """The processes of this host.
+
+    Args:
+        say: gets each line for the user.
+
+    Attributes:
+        workers: each rank's process, the latest of several.
+        lives: all processes, in the order in which they were started.
+        devices: local rank of every rank that is started here.
+    """
+
+    def __init__(self, job: Job, devices: Mapping[int, int], say: Say) -> None:
+        self.job = job
+        self.workers: dict[int, Worker] = {}
+        self.lives: list[Worker] = []
+        self.devices = devices
+        self._say = say
+
+    @property
+    def host(self) -> str:
+        """Tells hosts apart, also several of one name (containers, network namespaces)."""
+        return f"{socket.gethostname()}/{self.job.environ.get('GROUP_RANK', '0')}"
+
+    def spawn(self, rank: int, out: str | None = None, move: int = 0) -> Worker:
+        """Start a process for `rank`; one that is `out` is to join. Raises RecycleError or OSError."""
+        environ = {
+            **self.job.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(self.devices[rank]),
+            "WORLD_SIZE": str(self.job.size),
+            "LOCAL_WORLD_SIZE": str(len(self.job.ranks)),
+            HOST: self.host,
+        }
+        if out is not None:
+            environ[JOINING] = "1"
+        child = Child(self.job.command, environ, self.log(rank))
+        if rank in self.workers:
+            self.workers[rank].child.release()
+        if child.unlogged is not None:
+            self._say(f"rank {rank}: {child.unlogged}: what it prints is lost")
+        self.workers[rank] = Worker(rank, child, out=out, joins=out is not None, move=move)
+        self.lives.append(self.workers[rank])
+        return self.workers[rank]
+
+    def log(self, rank: int) -> Path:
+        """The file that the processes of this rank write."""
+        return self.job.run_dir / f"worker-{rank}.log"
+
+    def mine(self, rank: int, pid: int) -> Worker | None:
+        """The worker of this rank, if it is this process."""
+        worker = self.workers.get(rank)
+        return worker if worker is not None and worker.pid == pid else None
+
+    def live(self) -> list[Worker]:
+        """The workers whose process has not ended."""
+        return [worker for worker in self.workers.values() if worker.lives]
+
+    def shown(self) -> list[int]:
+        """Ranks in the order in which one would be shown as the first."""
+        return [worker.rank for worker in self.live() if worker.out is None] or list(self.workers)
+
+    def signal_all(self, number: int) -> None:
+        for worker in self.live():
+            worker.child.signal(number)
+
+    def kill_late(self) -> None:
+        """No process that has failed keeps its rank and device for longer than it may take to end."""
+        for worker in self.workers.values():
+            if worker.kill_at is not None and time.monotonic() >= worker.kill_at:
+                worker.kill_at = None
+                if worker.lives:
+                    self._say(f"rank {worker.rank} (pid {worker.pid}) has failed and does not end: SIGKILL")
+                    worker.child.signal(signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        """Whatever happened: nothing stays behind."""
+        self.signal_all(signal.SIGKILL)
+        for worker in self.live():
+            worker.status = worker.child.wait(10.0)
+
+    def release(self) -> None:
+        """Of what has ended nothing is needed any more."""
+        for worker in self.workers.values():
+            worker.child.release()

@@ -1,0 +1,59 @@
+"""The processes of the job that its first launcher looks after: the coordinator, and torch's store."""
+
+from __future__ import annotations
+
+from megatron_recycle.errors import RecycleError
+from megatron_recycle.launch.coordinator_process import Service
+from megatron_recycle.launch.ending import Ending
+from megatron_recycle.launch.processes import Say
+from megatron_recycle.launch.torch_store import Store
+
+
+class Services:
+    """Starts what has died again; where that does not help any more, the job ends.
+
+    Attributes:
+        coordinator: its process; None: another launcher looks after it.
+    """
+
+    def __init__(self, coordinator: Service | None, store: Store | None, ending: Ending, say: Say) -> None:
+        self.coordinator = coordinator
+        self._store = store
+        self._ending = ending
+        self._say = say
+
+    def coordinator_died(self) -> Service | None:
+        """Training goes on meanwhile; the new one reads the journal and finds the workers where they are. Returns it;
+        None: nobody needs it any more, or it cannot be started."""
+        died = self.coordinator
+        if died is None or self._ending.end is not None or (self._ending.interrupted and not self._ending.saves):
+            return None
+        self._say(f"the coordinator (pid {died.child.pid}) has died; starting it again")
+        self.coordinator = None
+        try:
+            self.coordinator = died.restart()
+        except RecycleError as error:
+            self._ending.give_up(f"no coordinator any more: {error}")
+        return self.coordinator
+
+    def tend(self) -> None:
+        """Start torch's store again if it has died."""
+        if self._store is None or self._ending.over:
+            return
+        try:
+            if self._store.tend():
+                self._say("the process of torch's store has died; starting it again")
+        except RecycleError as error:
+            self._ending.give_up(str(error))
+
+    def progress(self) -> None:
+        """An iteration was committed: what has died before may die again."""
+        for service in (self.coordinator, self._store):
+            if service is not None:
+                service.deaths.progress()
+
+    def end(self) -> None:
+        """The job is over."""
+        for service in (self.coordinator, self._store):
+            if service is not None:
+                service.end()

@@ -1,0 +1,54 @@
+"""A worker's command and environment, and how many there are on a host, as torchrun's user knows them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_recycle import nccl_settings
+
+
+def torchrun_environment(
+    environ: Mapping[str, str], host: str, store_port: int, nodes: int, node: int
+) -> dict[str, str]:
+    """What torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        **nccl_settings.defaults(environ),
+        **environ,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(store_port),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "recycle",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def default_nproc(environ: Mapping[str, str]) -> int:
+    """Visible CUDA devices, or 1 without any."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return max(1, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
+    found = [name for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit()]
+    return max(1, len(found))
+
+
+def say_to(stream: Any) -> Callable[[str], None]:
+    """A `say` that writes lines at once."""
+
+    def say(line: str) -> None:
+        print(line, file=stream, flush=True)
+
+    return say
+
+
+def python_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """A worker's command: the script with the plugin on."""
+    return [sys.executable, "-m", "megatron_recycle", script, *arguments]
