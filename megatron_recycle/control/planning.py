@@ -1,16 +1,15 @@
-"""The planner as the coordinator wants it: two callables over a job's description."""
+"""Which plan is handed out when: the planner as the coordinator wants it, three callables over a job's description."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.job import Measured, Measurements
-from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker, overfull
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, overfull
 from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
 from megatron_recycle.planner.baselines import drop
 
@@ -60,11 +59,11 @@ class Planning:
     all memberships that are the same up to names, so that most failures find their plan ready.
 
     Args:
-        folder: gets a plan file, named by the digest, of every plan that is handed out; None for none.
+        handed_out: gets every plan that is handed out; see `plan_folder`.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder
+    def __init__(self, handed_out: Callable[[Plan], None] = lambda plan: None) -> None:
+        self._handed_out = handed_out
         self._cache = Cache()
         self._measurements = Measurements()
         self._before: Measured | None = None  # what was known before the last change, and plans were made ahead for
@@ -87,7 +86,7 @@ class Planning:
                                    int(description.get("seed") or 0))
             with self._lock:
                 self._best[failed] = known
-        self._keep(known)
+        self._handed_out(known)
         return known.to_json()
 
     def _made(self, problem: Problem, before: Problem, seed: int) -> Plan:
@@ -168,7 +167,7 @@ class Planning:
         self._cache.put(problem, better)
         if not worth:
             return None
-        self._keep(better)
+        self._handed_out(better)
         return better.to_json()
 
     def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
@@ -185,26 +184,3 @@ class Planning:
                 found = plan_for(likely, None, work=0, budget_s=budget, seed=seed, cancelled=cancelled.is_set)
                 if not cancelled.is_set():  # a search that was cut short is not worth remembering
                     self._cache.put(likely, found)
-
-    def _keep(self, plan: Plan) -> None:
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(exist_ok=True)
-            plan.save(plan_file(self._folder, plan.digest))
-        except OSError as error:  # training needs the plan, not its file
-            log.warning("recycle: a plan could not be kept in %s: %s", self._folder, error)
-
-
-def plan_file(folder: Path, digest: str) -> Path:
-    """Where the plan with this `digest` ("sha256:...", as events name it) is kept in a run's plan folder."""
-    return folder / f"{digest.rpartition(':')[2][:16]}.json"
-
-
-def load_plan(folder: Path, digest: str) -> dict[str, Any] | None:
-    """The plan with this `digest`, or None if it was not kept."""
-    try:
-        return Plan.load(plan_file(folder, digest)).to_json()
-    except PlanError as error:
-        log.warning("recycle: a plan that is in use cannot be read again: %s", error)
-        return None

@@ -17,14 +17,14 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
 from megatron_recycle.control.measured import Profiles
-from megatron_recycle.control.planning import Planning, load_plan
+from megatron_recycle.control.plan_folder import PlanFolder
+from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import listen
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.state import State
@@ -75,7 +75,7 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
     journal = Journal.reopen(path)
     told = _told(events)
     state = restore(args.size, journal.records, told)
-    state = taken_up(state, journal.records, partial(load_plan, args.run_dir / PLANS))
+    state = taken_up(state, journal.records, PlanFolder(args.run_dir / PLANS).load)
     return journal, Past(state, told, untold(journal.records, told))
 
 
@@ -100,7 +100,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
 
     for event in past.untold:
         emit(event)
-    planning = Planning(args.run_dir / PLANS)
+    planning = Planning(PlanFolder(args.run_dir / PLANS).keep)
     if past.state is not None and past.state.description:
         planning.resume(past.state.description, past.state.failed, past.told)
     store = f"{args.interface}:{args.store_port}"

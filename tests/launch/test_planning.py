@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.control.planning import Planning, plan_file, problem_of
+from megatron_recycle.control.plan_folder import PlanFolder
+from megatron_recycle.control.planning import Planning, problem_of
 from megatron_recycle.plan import Plan, PlanError, Worker, violations
 
 DESCRIPTION = {
@@ -28,11 +29,11 @@ def test_a_legal_plan_for_every_membership_that_training_survives() -> None:
 
 
 def test_every_plan_is_kept_as_a_file_that_its_digest_finds(tmp_path: Path) -> None:
-    planning = Planning(tmp_path / "plans")
+    planning = Planning(PlanFolder(tmp_path / "plans").keep)
     made = Plan.from_json(planning.plan(DESCRIPTION, frozenset({"1:1"})))
-    assert Plan.load(plan_file(tmp_path / "plans", made.digest)) == made
+    assert PlanFolder(tmp_path / "plans").load(made.digest) == made.to_json()
     (tmp_path / "file").write_text("")
-    assert Planning(tmp_path / "file").plan(DESCRIPTION, frozenset({"1:1"}))["digest"] == made.digest
+    assert Planning(PlanFolder(tmp_path / "file").keep).plan(DESCRIPTION, frozenset({"1:1"}))["digest"] == made.digest
 
 
 def test_a_stage_without_workers_is_an_error_that_names_it() -> None:

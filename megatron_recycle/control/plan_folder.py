@@ -1,0 +1,38 @@
+"""The folder in a run's folder that keeps every plan which was handed out, named by its digest."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from megatron_recycle.plan import Plan, PlanError
+
+log = logging.getLogger(__name__)
+
+
+class PlanFolder:
+    """Plan files by digest ("sha256:...", as events name it). Training needs a plan and not its file: what cannot be
+    written or read is said in the log, no more."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def keep(self, plan: Plan) -> None:
+        """Write the plan's file."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            plan.save(self._file(plan.digest))
+        except OSError as error:
+            log.warning("recycle: a plan could not be kept in %s: %s", self._folder, error)
+
+    def load(self, digest: str) -> dict[str, Any] | None:
+        """The plan with this `digest`, or None if it was not kept."""
+        try:
+            return Plan.load(self._file(digest)).to_json()
+        except PlanError as error:
+            log.warning("recycle: a plan that is in use cannot be read again: %s", error)
+            return None
+
+    def _file(self, digest: str) -> Path:
+        return self._folder / f"{digest.rpartition(':')[2][:16]}.json"
