@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_recycle.control.link import Link
+from megatron_recycle.control.link import AnyLink, Link
 from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership.detectors import Doing
@@ -96,7 +96,7 @@ class Agent:
         pid: int | None = None,
         host: str | None = None,
         joining: bool = False,
-        link: Callable[..., Link] = Link,
+        link: Callable[..., AnyLink] = Link,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_recycle.control.sockets import watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError
@@ -29,6 +29,19 @@ _UNANSWERED = 5.0
 another one is tried. Too early costs a reconnect, nothing else."""
 
 log = logging.getLogger(__name__)
+
+
+class AnyLink(Protocol):
+    """What an agent needs of a link: this module's, or one in memory (`in_memory.InMemoryLink`)."""
+
+    error: str | None
+    lost_since: float | None
+
+    @property
+    def address(self) -> str: ...
+    def start(self) -> None: ...
+    def send(self, message: Message) -> None: ...
+    def close(self, timeout: float = 1.0) -> None: ...
 
 
 class Link:

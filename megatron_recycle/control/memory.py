@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any, Protocol
 
-from megatron_recycle.control.journal import Journal
 from megatron_recycle.membership import closing
 from megatron_recycle.membership.decisions import Decision, Note, Record, Step
 from megatron_recycle.membership.inputs import Input
@@ -17,11 +17,21 @@ from megatron_recycle.membership.state import State
 log = logging.getLogger(__name__)
 
 
+class Records(Protocol):
+    """Where records are kept: `journal.Journal`, or something in memory."""
+
+    path: Path
+
+    def append(self, record: Mapping[str, Any]) -> None: ...
+    def note(self, record: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
+
+
 class Memory:
     """The machine's steps, remembered in a journal. A disk that does not take them costs as little as it can: what the
     job can do without is left out, then not begun; where neither helps the job ends."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: Records) -> None:
         self._journal = journal
         self._forgets = False
 
