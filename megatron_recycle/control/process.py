@@ -27,6 +27,7 @@ from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import listen
 from megatron_recycle.membership.records import restore, taken_up, untold
+from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import Offered
 from megatron_recycle.observe.events import EventLog, read_events
@@ -74,7 +75,11 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
         return Journal.create(path), Past()
     journal = Journal.reopen(path)
     told = _told(events)
-    state = restore(args.size, journal.records, told)
+    try:
+        state = restore(args.size, journal.records, told)
+    except (KeyError, TypeError, ValueError) as error:
+        raise JournalError(f"{path} cannot be read by this version of megatron-recycle (it lacks, or has another, "
+                           f"{error}): a job goes on only with the version that has begun it. {RESTART}") from error
     state = taken_up(state, journal.records, PlanFolder(args.run_dir / PLANS).load)
     return journal, Past(state, told, untold(journal.records, told))
 

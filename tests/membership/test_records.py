@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_recycle.control import Journal, JournalError, process
 from megatron_recycle.membership import records
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
@@ -86,3 +91,12 @@ def test_kinds_travel_as_their_text() -> None:
     assert json.dumps({"kind": FailureKind.EXIT}) == '{"kind": "exit"}' and f"{FailureKind.EXIT}" == "exit"
     assert FailureKind("stalled").lives and not FailureKind.UNREACHABLE.refilled and FailureKind.MOVE.asked_for
     assert {*KINDS} == {*FailureKind}, "what events are shown with"
+
+
+def test_a_journal_of_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    journal = Journal.create(tmp_path / "journal.jsonl")
+    journal.append({**records.decided(State(size=2, **KEPT), ()).record, "out": {"1:0": "spare"}})
+    journal.close()
+    arguments = argparse.Namespace(run_dir=tmp_path, resume=True, size=2)
+    with pytest.raises(JournalError, match="only with the version that has begun it"):
+        process.open_journal(arguments, tmp_path / "events.jsonl")
