@@ -40,7 +40,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Go:
-    """How `generation` goes on. `plan` is a plan file's content, `prefix` the store prefix of its groups. With
+    """The go of `generation`. `plan` is a plan file's content, `prefix` the store prefix of its groups. With
     `closing` it does not train: the job ends with these words, once its members have said `saved`."""
 
     generation: int
@@ -254,7 +254,7 @@ class Agent:
 
     def measured(self, iterations: Sequence[Mapping[str, float]], lags: Sequence[Mapping[str, Any]],
                  memory: Mapping[str, Any] | None) -> None:
-        """What this worker has measured since it was last told, for the planner: seconds by kind of work of each of
+        """Tell the planner what was measured here since the last time: seconds by kind of work of each of
         `iterations`; when messages left and came (`lags`); bytes (``memory``), if they were measured anew."""
         self._link.send({"type": "measured", "iterations": list(iterations), "lags": list(lags),
                          "memory": None if memory is None else dict(memory)})

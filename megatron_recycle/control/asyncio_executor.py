@@ -30,7 +30,7 @@ class AsyncioExecutor:
 
     @property
     def ended(self) -> asyncio.Future[do.End]:
-        """How the job ended, once it has."""
+        """The end of the job, once it is there."""
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
         return self._ended

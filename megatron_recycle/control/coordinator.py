@@ -91,12 +91,12 @@ class Coordinator:
 
     @property
     def state(self) -> State:
-        """Of the job, now."""
+        """The state of the job, now."""
         return self._leader.state
 
     @property
     def progress(self) -> Mapping[str, Any]:
-        """What each process has said of its training thread last, by incarnation."""
+        """The last words of each process about its training thread, by incarnation."""
         return self._telling.progress
 
     # Life
@@ -114,7 +114,7 @@ class Coordinator:
         return address
 
     async def wait_ended(self) -> End:
-        """How the job ended."""
+        """Wait for the end of the job, and return it."""
         return await self._executor.ended
 
     async def wait_quiet(self, linger: float | None) -> None:
@@ -139,7 +139,7 @@ class Coordinator:
         self.feed(Interrupted(status, message))
 
     def search_again(self) -> None:
-        """What the planner knows has changed: look for a better plan for the membership in force."""
+        """Look for a better plan for the membership in force: the planner's measurements have changed."""
         state = self.state
         if state.phase is Phase.TRAINING and state.plan is not None:
             self._executor.improve(Improve(state.generation, state.failed, state.plan))

@@ -1,4 +1,4 @@
-"""What is done of each decision of the membership machine, and the loop around it: decided, remembered, carried out.
+"""Executors carry decisions of the membership machine out, and `Leader` is the loop: decided, remembered, carried out.
 
 `Executor` has one method per decision. The coordinator's own (`asyncio_executor`) has sockets, timers and threads;
 `in_memory` has none, for tests and simulations. `Leader` drives either.

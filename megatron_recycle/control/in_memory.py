@@ -120,7 +120,7 @@ class InMemory:
         return InMemoryLink(self, **options)
 
     def received(self, incarnation: str, message: Message) -> None:
-        """What a process has said."""
+        """A process has said this."""
         if (happened := input_of(incarnation, check(message, FROM_WORKER))) is not None:
             self.feed(happened)
 

@@ -1,4 +1,4 @@
-"""What a worker's message says, as an input of the membership machine."""
+"""Messages of workers as inputs of the membership machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def member_of(hello: Message) -> Member:
 
 
 def input_of(who: str, message: Message) -> inputs.Input | None:
-    """What the process of incarnation ``who`` has said; None of what changes no state: signs of life, events,
+    """The input that a message of incarnation ``who`` is; None of messages that change no state: signs of life, events,
     measurements, an end without an error."""
     kind = message["type"]
     if kind == "ending" and message["fault"] is None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class AnyLink(Protocol):
-    """What an agent needs of a link: this module's, or one in memory (`in_memory.InMemoryLink`)."""
+    """A link as an agent needs it: this module's, or one in memory (`in_memory.InMemoryLink`)."""
 
     error: str | None
     lost_since: float | None

@@ -14,7 +14,7 @@ from megatron_recycle.membership.state import Member, State
 
 @dataclass(frozen=True)
 class Conclusions:
-    """What follows from one measurement.
+    """The consequences of one measurement.
 
     Attributes:
         profiled: the event with all that is known of the job, if that has changed so much that plans are made again.
@@ -51,7 +51,7 @@ class Profiles:
         self._heard: dict[str, str] = {}  # incarnations of those that have told anything
 
     def take(self, state: State, member: Member, measured: Mapping[str, Any]) -> Conclusions:
-        """What follows from a member's `measured` message."""
+        """The consequences of a member's `measured` message."""
         incarnations = state.incarnations()
         self._heard[member.worker] = member.incarnation
         profile = {"worker": member.worker, "iterations": measured["iterations"], "lags": measured["lags"],

@@ -1,4 +1,4 @@
-"""What must be remembered of a decision is on disk before anybody hears of it, or the decision is not made."""
+"""Decisions are remembered before they are told: their records are on disk, or they are not made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Records(Protocol):
-    """Where records are kept: `journal.Journal`, or something in memory."""
+    """A place for records: `journal.Journal`, or something in memory."""
 
     path: Path
 

@@ -1,4 +1,4 @@
-"""How a process that is to join asks what the processes of the start were told, before its own script begins."""
+"""A newcomer's question before its script begins: what the process of its rank was told at the start."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _KEPT = 1000  # plans made ahead; those for costs that were measured long ago ar
 
 
 def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured: Measured | None = None) -> Problem:
-    """What the planner is asked for a job without its `failed` workers.
+    """The planner's problem for a job without its `failed` workers.
 
     The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
     Its `cap` is a number of activations for every worker, or an object with one for each; without it a worker may hold

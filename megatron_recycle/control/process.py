@@ -60,7 +60,7 @@ def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Past:
-    """What is left of a coordinator that has died: `state` follows from its journal; of the events that its
+    """The remains of a coordinator that has died: `state` follows from its journal; of the events that its
     decisions had, it has `told` some and not the `untold`."""
 
     state: State | None = None
@@ -85,7 +85,7 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
 
 
 def _told(events: Path) -> list[dict[str, Any]]:
-    """What is left of events.jsonl, which is expendable: without it some of it is told twice."""
+    """The events so far. The file is expendable: without it some events are told twice."""
     try:
         return read_events(events)
     except (OSError, ValueError) as error:

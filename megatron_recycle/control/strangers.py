@@ -1,4 +1,4 @@
-"""Who waits at the door: connections that have not said hello yet, and which of them has to go when there are too many.
+"""Strangers: connections that have not said hello yet. When there are too many, one of them has to go.
 
 Whoever has the token says hello within milliseconds; a stranger sits there until its time is over. So the oldest has
 to go, of the address that has most of them: neither one address nor many can keep out who has the token.

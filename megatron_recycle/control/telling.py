@@ -45,7 +45,7 @@ class Telling:
         self._server.tell_launchers({"type": "event", "event": dict(event)})
 
     def again(self) -> list[dict[str, Any]]:
-        """What a launcher that has just come may have missed."""
+        """Events that a launcher which has just come may have missed."""
         return self._kept
 
     def passed_on(self, incarnation: str, name: str, fields: Mapping[str, Any], state: State) -> None:
@@ -71,5 +71,5 @@ def _incarnation_of(event: Event, state: State) -> str:
 
 
 def _hint_key(event: Event) -> tuple[Any, ...]:
-    """What makes two hints the same."""
+    """Equal for hints that are the same."""
     return event.get("worker"), event.get("generation"), event.get("error")

@@ -13,14 +13,14 @@ from megatron_recycle.membership.state import Member
 
 @dataclass(frozen=True)
 class Findings:
-    """What a tick has found, by incarnation; times are the caller's clock."""
+    """The findings of a tick, by incarnation; times are the caller's clock."""
 
     lost: Mapping[str, FailureKind] = field(default_factory=dict)
     """Kind of failure of those that are to be declared out, in one decision."""
     since: float = 0.0
     """When the first of them was last well, or when the last one began to wait."""
     waiting: Mapping[str, Doing] | None = None
-    """What each waits for, if nobody is at fault and nothing moves."""
+    """The wait of each process, if nobody is at fault and nothing moves."""
 
 
 class Watch:
@@ -67,7 +67,7 @@ class Watch:
         self._heartbeats.beat(incarnation, now)
 
     def told(self, incarnation: str, progress: Mapping[str, Any] | None, now: float) -> None:
-        """What a worker's training thread does, from its heartbeat."""
+        """A heartbeat says what the worker's training thread does."""
         self._stalls.heard(incarnation, Doing.read((progress or {}).get("doing")), now)
 
     def launcher_beat(self, host: str, now: float) -> None:

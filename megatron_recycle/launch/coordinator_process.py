@@ -78,12 +78,12 @@ class Service:
         return Service(_spawn(order), self.control, order, self.deaths, later=True)
 
     def _said(self) -> dict[str, str]:
-        """Of a process that has ended, and whose line nobody has read: what is in it, if it got as far as that."""
+        """The line of a process that has ended, if it got as far as that; nobody has read it yet."""
         assert self.child.stdout is not None
         return json.loads(self.child.stdout.read() or b"{}")
 
     def end(self) -> None:
-        """It ends by itself once nobody is connected any more; what does not is killed."""
+        """Wait for the process, which ends by itself once nobody is connected any more; kill it if it does not."""
         if self.child.wait(_END_LIMIT) is None:
             self.child.signal(signal.SIGKILL)
             self.child.wait(_END_LIMIT)

@@ -1,4 +1,4 @@
-"""How often a service of the job may die: again and again, as long as training gets on in between."""
+"""Deaths of a service of the job: it may die again and again, as long as training gets on in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a host's part of a job ends: by the coordinator's word, by a signal, or because nobody leads the job any more.
+"""The end of a host's part of a job: by the coordinator's word, by a signal, or because nobody leads the job any more.
 
 Whatever the reason, workers first have time to end by themselves, then get SIGTERM, then SIGKILL.
 """

@@ -20,7 +20,7 @@ _PATIENCE = 20.0
 
 @dataclass(frozen=True)
 class Places:
-    """What a host that joins is told: ranks without a worker, the job's size, "host:port" of torch's store, and the
+    """The answer to a host that joins: ranks without a worker, the job's size, "host:port" of torch's store, and the
     settings in the environment of the job's first host."""
 
     ranks: tuple[int, ...]

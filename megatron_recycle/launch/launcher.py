@@ -123,7 +123,7 @@ class Launcher:
 
     @property
     def message(self) -> str:
-        """How the job ended, in words."""
+        """The end of the job, in words."""
         if self.ending.end is not None:
             return self.ending.end["message"]
         if self.job.joining:

@@ -1,4 +1,4 @@
-"""What a launcher does when the coordinator commands it; see `membership.commands`. Each command may come twice."""
+"""The coordinator's commands, carried out by the launcher; see `membership.commands`. Each may come twice."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Worker:
     child: Child
     status: int | None = None
     out: str | None = None
-    """How it failed, once the coordinator has declared it out; of a process that is to join: why it is not in yet."""
+    """The kind of its failure, once it was declared out; of a process that is to join, why it is not in yet."""
     declared: bool = False
     """Whether the coordinator has declared it out."""
     joins: bool = False
@@ -60,7 +60,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Job:
-    """What the launcher runs. `command` is a worker's; `environ` its environment but for the ranks.
+    """The work of a launcher. `command` is a worker's; `environ` its environment but for the ranks.
 
     `ranks` are the global ranks of this host's workers, `size` the number of workers of all hosts. With `joining` the
     job runs already, and these join it. The `leader` tells what happens in the whole job, the other hosts what happens
@@ -155,12 +155,12 @@ class Processes:
                     worker.child.signal(signal.SIGKILL)
 
     def kill_all(self) -> None:
-        """Whatever happened: nothing stays behind."""
+        """Kill all that still live: nothing stays behind."""
         self.signal_all(signal.SIGKILL)
         for worker in self.live():
             worker.status = worker.child.wait(10.0)
 
     def release(self) -> None:
-        """Of what has ended nothing is needed any more."""
+        """Close the descriptors of what has ended."""
         for worker in self.workers.values():
             worker.child.release()

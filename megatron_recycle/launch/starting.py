@@ -13,7 +13,7 @@ from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.membership.failure_kinds import FailureKind
 
 _CUT_OFF = FailureKind.UNREACHABLE
-"""How workers fail whose host was out of reach: nothing is wrong with them."""
+"""The failure of workers whose host was out of reach: nothing is wrong with them."""
 
 
 class Starts:

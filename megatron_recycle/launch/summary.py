@@ -1,4 +1,4 @@
-"""What the launcher tells of a job: a line when something happens, a table at the end."""
+"""A job as the launcher tells of it: a line when something happens, a table at the end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Summary:
         self.loss: float | str | None = None
         self.names: dict[int, str] = {}
         self.errors: dict[tuple[int, int], str] = {}
-        """What processes, by rank and pid, have failed with."""
+        """The errors that processes, by rank and pid, have failed with."""
         self._last = 0.0
         self._seen: set[tuple[Any, ...]] = set()
 

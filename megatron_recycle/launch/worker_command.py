@@ -13,7 +13,7 @@ from megatron_recycle import nccl_settings
 def torchrun_environment(
     environ: Mapping[str, str], host: str, store_port: int, nodes: int, node: int
 ) -> dict[str, str]:
-    """What torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker."""
+    """The variables that torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker."""
     return {
         "OMP_NUM_THREADS": "1",
         **nccl_settings.defaults(environ),

@@ -1,4 +1,5 @@
-"""Who is in the job and what happens next: a pure state machine. No clock, socket, file or thread."""
+"""Membership: the pure state machine that decides who is in the job and what happens next, and the worker's half of the
+protocol. No clock, socket, file or thread."""
 
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.inputs import THE_END

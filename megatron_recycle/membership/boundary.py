@@ -51,7 +51,8 @@ def switch(state: State, now: float) -> Step:
 
 
 def _entering(state: State) -> dict[str, Member]:
-    """Who can be taken in: joiners, and with them the stranded parts of their worker. All parts of a worker or none."""
+    """The processes that can be taken in: joiners, and with them the stranded parts of their worker. All parts of a
+    worker come in, or none."""
     found = {
         name: member
         for name, member in {**state.stranded, **state.joiners}.items()

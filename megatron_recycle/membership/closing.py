@@ -115,7 +115,7 @@ def saved(state: State, happened: Saved, now: float) -> Step:
 
 
 def late(state: State, happened: SavedLate, now: float) -> Step:
-    """It may not take for ever."""
+    """The time for a last checkpoint is over: the job ends without."""
     if state.closing is None or happened.generation != state.generation:
         return state, ()
     missing = [name for name in in_order(state.members) if name not in state.closing.saved]

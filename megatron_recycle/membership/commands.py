@@ -51,7 +51,7 @@ def progress() -> Command:
 
 
 def in_force(state: State, host: str) -> list[Command]:
-    """What a launcher that has just come has to know."""
+    """All commands that a launcher which has just come has to know."""
     if state.description is None:
         return []
     here = [member for member in state.proven.values() if member.host == host]

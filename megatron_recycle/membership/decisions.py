@@ -1,4 +1,4 @@
-"""What the membership machine decides, to be carried out in the order in which it is given.
+"""Decisions of the membership machine, to be carried out in the order in which they are given.
 
 All of them are frozen. Times are Unix seconds.
 """

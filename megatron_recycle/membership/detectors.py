@@ -49,7 +49,7 @@ class Heartbeats(Generic[Key]):
 
 
 class ThreadState(str, Enum):
-    """What a training thread is in."""
+    """The kind of thing that a training thread is in."""
 
     WORKING = "working"
     WAITING = "waiting"
@@ -65,7 +65,8 @@ class ThreadState(str, Enum):
 
 @dataclass(frozen=True)
 class Doing:
-    """What a training thread does, as its worker told it: `for_s` seconds of at most `limit_s` (None: no limit)."""
+    """The work or wait of a training thread, as its worker told it: `for_s` seconds of at most `limit_s` (None: no
+    limit)."""
 
     state: ThreadState
     what: str
@@ -129,7 +130,7 @@ class Stalls(Generic[Key]):
             self._told[key] = None if doing is None else (doing, now)
 
     def stalled(self, now: float) -> dict[Key, float]:
-        """Those that work for too long, and since when."""
+        """The workers that work for too long, and since when."""
         return {
             key: at - doing.for_s
             for key, (doing, at) in self._known()
@@ -137,7 +138,7 @@ class Stalls(Generic[Key]):
         }
 
     def all_wait(self, now: float) -> dict[Key, Doing] | None:
-        """What everybody waits for, if all do, for longer than any of them has learnt to be possible."""
+        """The wait of each worker, if all wait for longer than any of them has learnt to be possible."""
         found = {key: doing for key, (doing, at) in self._known() if doing.waits and now - at <= 3 * self.interval}
         if len(found) < len(self._told) or not any(doing.state is ThreadState.WAITING for doing in found.values()):
             return None
@@ -167,7 +168,7 @@ class Hosts(Generic[Key]):
         self._launchers: dict[str, float] = {}
 
     def watch(self, hosts: Mapping[Key, str]) -> None:
-        """Where everybody is."""
+        """Judge these: the host of each."""
         self._host = dict(hosts)
 
     def restart(self, now: float) -> None:
@@ -218,7 +219,7 @@ class HangUps(Generic[Key]):
         self._ticked: float | None = None
 
     def watch(self, hosts: Mapping[Key, str]) -> None:
-        """Where everybody is that is to be judged."""
+        """Judge these: the host of each."""
         self._host = dict(hosts)
         self._gone = {key: at for key, at in self._gone.items() if at is None or key in self._host}
 

@@ -1,4 +1,4 @@
-"""What a script's exception says of itself, as a value that travels: to the coordinator, into events and messages."""
+"""A script's exception as a value that travels: to the coordinator, into events and messages."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from megatron_recycle.membership.survival import judge
 from megatron_recycle.plan.grid import Grid
 
 OWN = ("model", "full_backward")
-"""What of its description a process needs to have in common with those that hold the same model, not with others."""
+"""Keys of a description that need to be equal only among processes that hold the same model."""
 
 
 def hello(state: State, member: Member, now: float) -> Step:

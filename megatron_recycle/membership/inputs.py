@@ -1,4 +1,4 @@
-"""What happens to a job, as its coordinator hears of it: the inputs of the membership machine.
+"""Inputs of the membership machine: all that happens to a job, as its coordinator hears of it.
 
 All of them are frozen. Times are Unix seconds.
 """

@@ -72,7 +72,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
 
 
 def _description(state: State, member: Member) -> dict[str, Any]:
-    """What the joiner must say of the job."""
+    """The description that the joiner must have."""
     return {**(state.description or {}), **state.models.get(forming.model_key(member.worker), {})}
 
 

@@ -1,4 +1,4 @@
-"""Who is in and what happens next: a pure function from state and input to state and decisions.
+"""The membership machine: a pure function from state and input to state and decisions.
 
 Nothing here reads a clock, a socket or a file, so that every interleaving can be tested without processes.
 What comes in and goes out is defined in `inputs` and `decisions`; the path of a failure is `failing`, top to bottom.

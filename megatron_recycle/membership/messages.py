@@ -74,7 +74,7 @@ FROM_NEWCOMER: Mapping[str, Mapping[str, Any]] = {
     "hello": {"rank": int},
     "heartbeat": {"progress": (dict, type(None))},
 }
-"""Of a process that is to join, before its script begins."""
+"""Messages of a process that is to join, before its script begins."""
 TO_NEWCOMER: Mapping[str, Mapping[str, Any]] = {"learnt": {"record": list}}
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "stop": {"generation": int, "role": str, "missing": int},
@@ -114,7 +114,7 @@ REPORT = {
     "actions": int,
 }
 OPTIONAL_REPORT = {"committed": int, "earlier": int}
-"""What a report may have beside (see `resume.decide`); a field of a wrong type is refused all the same."""
+"""Further fields of a report (see `resume.decide`); one of a wrong type is refused all the same."""
 
 
 def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
@@ -237,7 +237,7 @@ def stop(state: State) -> Message:
 
 
 def wire_forms(tell: Tell) -> list[Tell]:
-    """What really travels. A stop is the most urgent message of all: each process hears of its own part in the new
+    """The messages that really travel. A stop is the most urgent of all: each process hears of its own part in the new
     generation only, since everybody's, for thousands of workers, would take longer to send than to decide on."""
     message = tell.message
     if message["type"] != "stop":
@@ -259,7 +259,7 @@ def end(to: tuple[str, ...], status: int, message: str) -> Tell:
 
 
 def ended(state: State, incarnation: str) -> Tell:
-    """How the job ended, for a process that comes too late."""
+    """The end of the job, told to a process that comes too late."""
     status, message = state.ended or (1, "the job has ended")
     return end((incarnation,), status, message)
 

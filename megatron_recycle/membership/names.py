@@ -47,12 +47,12 @@ def workers_of(names: Iterable[str]) -> list[Worker]:
 
 
 def siblings(names: Iterable[str], lost: Iterable[str]) -> list[str]:
-    """Those of ``names`` that are not ``lost`` themselves, but whose worker has lost a part."""
+    """The processes of ``names`` that are not ``lost`` themselves, but whose worker has lost a part."""
     broken = set(workers_of(lost))
     return [name for name in in_order(set(names) - set(lost)) if Process.parse(name).worker in broken]
 
 
 def incomplete(names: Mapping[str, Value], done: Collection[str]) -> dict[str, Value]:
-    """Those of ``names`` whose worker has a part that is not ``done``."""
+    """The processes of ``names`` whose worker has a part that is not ``done``."""
     without = set(workers_of(names.keys() - set(done)))
     return {name: value for name, value in names.items() if Process.parse(name).worker in without}

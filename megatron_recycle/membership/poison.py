@@ -35,7 +35,7 @@ def repeated(state: State, member: Member, number: int) -> bool:
 
 
 def said_by(state: State, member: Member) -> Fault | None:
-    """What this process has failed with."""
+    """The last error of this process."""
     return next((said.fault for said in reversed(state.faults) if said.incarnation == member.incarnation), None)
 
 

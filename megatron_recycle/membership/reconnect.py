@@ -62,7 +62,7 @@ def _worn_out(state: State) -> bool:
 
 
 def _errors(hints: Mapping[str, str]) -> str:
-    """Who hinted, and why."""
+    """All hints, as text."""
     return "; ".join(f"{name}: {hints[name]}" for name in in_order(hints))
 
 
@@ -71,7 +71,7 @@ def _waits(waiting: Mapping[str, str]) -> str:
 
 
 def _ended(waiting: Mapping[str, str]) -> str:
-    """Whose script has ended."""
+    """The workers whose script has ended, as text."""
     return ", ".join(name for name in in_order(waiting) if waiting[name] == THE_END)
 
 

@@ -23,7 +23,7 @@ Json = Mapping[str, Any]
 
 
 class Form(NamedTuple):
-    """How a field of the state is written in JSON, and read again."""
+    """A field's form in JSON: how it is written, and read again."""
 
     write: Callable[[Any], Any]
     read: Callable[[Any], Any]
@@ -168,8 +168,8 @@ def _of_generation(state: State, kind: str, events: Events, needed: bool = True,
 
 
 def learnt(state: State) -> Record:
-    """What the processes of the start were told by others before training began, by rank: a process that is to join
-    asks for its rank's, before its script begins."""
+    """By rank, all that the processes of the start were told by others before training began. A process that is to
+    join asks for its rank's, before its script begins."""
     told = {rank: list(record) for rank, record in state.learnt.items()}
     return Record({"kind": "learnt", "learnt": told, "events": []})
 

@@ -1,4 +1,4 @@
-"""Where training goes on after a failure: a pure function of what the survivors hold."""
+"""The point at which training goes on after a failure: a pure function of the survivors' reports."""
 
 from __future__ import annotations
 

@@ -47,13 +47,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Said:
-    """What a process has failed with."""
+    """An error that a process has failed with."""
 
     worker: str
     incarnation: str
     fault: Fault
     number: int = 0
-    """Of the errors of this process that it waits in; 0: it does not."""
+    """The number of the error that the process waits in; 0: it does not wait."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class State:
     """Members that came in with this generation and have not acknowledged their peers' state yet; with each the
     reason why its position was empty."""
     acknowledged: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
-    """Of the unproven those that have, while another part of their worker has not."""
+    """Unproven members that have acknowledged, while another part of their worker has not."""
     leaving: frozenset[str] = frozenset()
     """Incarnations of members that have asked to leave at a boundary."""
     moves: Mapping[str, str] = field(default_factory=dict)
@@ -121,15 +121,15 @@ class State:
     stood_since: float | None = None
     """When the first member began to wait for those that came in with this generation."""
     models: Mapping[str, Message] = field(default_factory=dict)
-    """What the processes of a stage must have alike (`forming.OWN`), by the stage's number."""
+    """What processes with the same model must have alike (`forming.OWN`), by `forming.model_key`."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank of every name of the grid."""
     learnt: Mapping[str, Sequence[Message]] = field(default_factory=dict)
-    """What the process of each rank (as text) was told by others before training began."""
+    """By rank (as text), all that its process was told by others before training began."""
     gone: frozenset[int] = frozenset()
     """Ranks whose process ended well before it said hello."""
     descriptions: Mapping[str, Message] = field(default_factory=dict)
-    """What each ready worker says of the job, by position, until generation 1."""
+    """Each ready worker's description of the job, by position, until generation 1."""
     samples: Mapping[str, str] = field(default_factory=dict)
     """For each kind of model the first worker that was ready, until generation 1."""
     description: Message | None = None
@@ -162,7 +162,7 @@ class State:
     """The plan that is offered when they have, and the milliseconds that the search for it took."""
     offers: int = 0
     hints: Mapping[str, str] = field(default_factory=dict, metadata=_OF_GENERATION)
-    """Who met a communication error in this generation, and which."""
+    """The communication error that each member has met in this generation."""
     spared: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
     """Members of this generation that were suspected, but are the last of their stage."""
     mended: int = 0
@@ -172,7 +172,7 @@ class State:
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
     closing: Closing | None = field(default=None, metadata=_OF_GENERATION)
-    """What this generation is for, if not for training."""
+    """The end that this generation is for, if it does not train."""
 
     @property
     def stages(self) -> int:

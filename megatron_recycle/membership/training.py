@@ -100,7 +100,7 @@ def committed(state: State, happened: Committed, now: float) -> Step:
 
 
 def committed_by_all(state: State, now: float) -> Step:
-    """One event for each iteration that the slowest member has now reached."""
+    """Tell of each iteration that the slowest member has now reached."""
     reached = [state.committed_by.get(name, -1) for name in state.members]
     slowest = min(reached, default=-1)
     state = state.with_(behind=sum(iteration <= max(slowest, state.committed) for iteration in reached))

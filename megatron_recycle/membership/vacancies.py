@@ -17,7 +17,7 @@ _AGAIN_S = 2.0
 
 @dataclass(frozen=True)
 class Offered:
-    """What a host that joins has to know: "host:port" of torch's store, and the settings in the environment."""
+    """Facts for a host that joins: "host:port" of torch's store, and the settings in the environment."""
 
     store: str
     environ: Mapping[str, str]
