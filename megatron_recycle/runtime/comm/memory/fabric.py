@@ -82,6 +82,8 @@ class Fabric:
                     flights.remove(flight)
                     if self._time.draw(process.rank, flight.number) % 2:
                         flight.arrive()
+                    else:
+                        _strand(*flight.of)
             heapq.heapify(flights)
             process.dead = True
             for end in process.ends:
@@ -109,9 +111,13 @@ class Fabric:
         process = operation.end.process
         with self._time.lock:
             process.check()
-            while not operation.over:
-                self._time.block(f"rank {process.rank}", operation)
-                process.check()
+            try:
+                while not operation.over:
+                    self._time.block(f"rank {process.rank}", operation)
+                    process.check()
+            finally:
+                if self._time.flights:  # somebody else has to see to them from now on
+                    self._time.wake_one()
 
     def poll(self, operation: Operation) -> None:
         with self._time.lock:
@@ -170,8 +176,10 @@ class Fabric:
     def _transfer(self, send: _Get, receive: _Get) -> None:
         one, other = send(), receive()
         if one is None or other is None or one.over or other.over:
+            _strand(send, receive)
             return
         if not (one.end.process.reachable and other.end.process.reachable):
+            _strand(send, receive)
             return
         if (one.tensor.dtype, one.tensor.numel(), one.tag) != (other.tensor.dtype, other.tensor.numel(), other.tag):
             self._time.give_up(f"what meets does not fit:\n{one}: {_shape(one)}\n{other}: {_shape(other)}")
@@ -249,6 +257,14 @@ class Fabric:
                     state = "" if end.process.reachable else " (dead)" if end.process.dead else " (cut off)"
                     lines.append(f"rank {end.process.rank}{state} has {'; '.join(map(str, waiting))}")
         return "\n".join(lines)
+
+
+def _strand(*gets: _Get) -> None:
+    """What these were to meet is gone: they wait until their connection or their communicator is closed."""
+    for get in gets:
+        operation = get()
+        if operation is not None and not operation.over:
+            operation.end.board.posted["stranded", None].append(get)
 
 
 def _itself(operation: Operation) -> Operation:
