@@ -9,8 +9,9 @@ import pytest
 
 from megatron_recycle.runtime.stage import Stage
 from tests import toy
-from tests.backends.comparing import differences, run
+from tests.backends.comparing import differences
 from tests.harness import Hold, Job
+from tests.references import calm_run
 
 SIZE, ITERATIONS = 4, 6
 
@@ -18,7 +19,7 @@ SIZE, ITERATIONS = 4, 6
 @pytest.mark.processes
 @pytest.mark.timeout(150)
 def test_plain_modules_train_through_a_kill_and_a_return():
-    calm = run(toy.train, SIZE, {})
+    calm = calm_run(toy.train, SIZE, {})
     dies, late = Hold("1:0", "backward", 1, 1), Hold("0:0", "forward", 3)
     with Job(toy.train, SIZE, {}, [dies, late]) as job:
         job.wait_held(dies)

@@ -7,6 +7,8 @@ each on its way for a while. The journal is a list; a coordinator that dies is s
 from __future__ import annotations
 
 import functools
+import heapq
+import itertools
 import json
 import queue
 import random
@@ -25,7 +27,6 @@ from megatron_recycle.membership.machine import step
 from megatron_recycle.membership.messages import FROM_WORKER, check, wire_forms
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.state import Phase, State
-from tests.memory.network import Delays
 
 REPORTS_LATE, NO_LOSS = 10.0, 0.5
 """Seconds until reports count as late, and until a hint that no failure explains brings a new generation."""
@@ -262,3 +263,34 @@ class _Way:
     def _deliver(self) -> None:
         """Whichever of them is due now, the oldest one is delivered."""
         self._waiting.popleft()()
+
+
+class Delays:
+    """Runs functions a little later, in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self._over = False
+        threading.Thread(target=self._run, name="memory-delays", daemon=True).start()
+
+    def at(self, moment: float, function: Callable[[], None]) -> None:
+        with self._changed:
+            heapq.heappush(self._due, (moment, next(self._numbers), function))
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._over and (not self._due or self._due[0][0] > time.monotonic()):
+                    self._changed.wait(self._due[0][0] - time.monotonic() if self._due else None)
+                if self._over:
+                    return
+                _, _, function = heapq.heappop(self._due)
+            function()

@@ -24,15 +24,18 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import agent as agents
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
+from megatron_recycle.runtime.comm.memory import Killed as Gone
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.control import Control, MemoryLink
 from tests.memory.model import Data, SmallStage
-from tests.memory.network import LIMIT, Network
 
 CPU = torch.device("cpu")
+LIMIT = 60.0
+"""Seconds after which a job counts as hung."""
 
 
 class Killed(BaseException):
@@ -100,8 +103,8 @@ class Process:
     name: str
     thread: threading.Thread
     result: Result
+    network: MemoryNetwork
     worker: StageWorker | None = None
-    dead: bool = False
 
 
 class Job:
@@ -124,7 +127,7 @@ class Job:
         self.at = at
         self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
         self.ranks = {worker: (worker.stage * shape.pipelines + worker.pipeline,) for worker in self.grid.workers()}
-        self.network = Network(seed, slow)
+        self.fabric = Fabric(seed, limit=LIMIT)
         self.control = Control(len(self.ranks), seed + 1, slow)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []
@@ -144,11 +147,10 @@ class Job:
             print(self.where(), file=sys.stderr)
         self._over = True
         for process in self.processes.values():
-            self.die(process)
+            process.network.die()
         for event in self.holds.values():
             event.set()
         self.control.close()
-        self.network.close()
 
     def start(self, name: str, joining: bool = False) -> None:
         """A process for this position; ``joining``: the job runs already."""
@@ -156,11 +158,10 @@ class Job:
         rank, pid = self.ranks[place.me][0], next(self._pids)
         if rank in self.processes:
             self.former.append(self.processes[rank])
-        self.network.rise(rank)
-        process = self.processes[rank] = Process(rank, pid, name, None, Result())  # type: ignore[arg-type]
-        process.thread = threading.Thread(target=self._live, args=(process, place, joining), name=f"worker-{name}",
-                                          daemon=True)
-        process.thread.start()
+        thread = threading.Thread(target=lambda: self._live(process, place, joining), name=f"worker-{name}",
+                                  daemon=True)
+        process = self.processes[rank] = Process(rank, pid, name, thread, Result(), MemoryNetwork(self.fabric, rank))
+        thread.start()
 
     def run(self) -> dict[int, Result]:
         """Until all have ended."""
@@ -184,7 +185,7 @@ class Job:
         try:
             self._train(process, place, joining)
             result.status = 0
-        except Killed:
+        except (Killed, Gone):
             result.status = -9
         except JobEnded as end:
             result.status, result.error = end.status, str(end)
@@ -192,7 +193,7 @@ class Job:
             result.status, result.error = 1, "".join(traceback.format_exception(error))
         if process.worker is not None:
             process.worker.stepper.close()
-        self.network.die(process.rank) if self.processes.get(process.rank) is process else None
+        process.network.die()
         self.control.exited(process.rank, process.pid, result.status)
 
     def _train(self, process: Process, place: Place, joining: bool) -> None:
@@ -208,9 +209,9 @@ class Job:
                              on_end=lambda ended: [one.abort(sys.maxsize) for one in worker],
                              patience=LIMIT, pid=process.pid, host="host", joining=joining,
                              link=functools.partial(MemoryLink, self.control))
-        process.worker = made = _Worker(
+        process.worker = made = StageWorker(
             place=place, stage=stage, splitter=Splitter(stage.module), data=Data(), agent=agent,
-            generators=_Own(CPU), config=config, observer=_Observer(self, process), network=self.network)
+            generators=_Own(CPU), config=config, observer=_Observer(self, process), network=process.network)
         worker.append(made)
         agent.start()
         for iteration in range(shape.iterations):
@@ -221,10 +222,6 @@ class Job:
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
         result.counters = stage.counters()["own"]
         made.finish()
-
-    def die(self, process: Process) -> None:
-        process.dead = True
-        self.network.die(process.rank)
 
     # ---- what a test does
 
@@ -256,14 +253,6 @@ class Job:
         return "\n".join(lines)
 
 
-class _Worker(StageWorker):
-    def close(self) -> None:
-        """Without waiting for the threads of this process, which are also those of other workers."""
-        self.uninstall()
-        self.stepper.close()
-        self.agent.close()
-
-
 class _Own(Generators):
     """Those of the model; to look through all modules for named ones takes longer than to train."""
 
@@ -290,9 +279,9 @@ class _Observer:
                 job.held.add(moment)
                 job.control.changed.notify_all()
             job.holds[moment].wait(LIMIT)
-        if moment in job.kills or process.dead:
+        if moment in job.kills or process.network.dead:
             job.kills.discard(moment)
-            job.die(process)
+            process.network.die()
             raise Killed
 
 

@@ -14,6 +14,8 @@ from tests.memory.job import Job, Moment, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
 from tests.seeds import seeds
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
+
 SHAPE = SHAPES["3x2"]
 MOMENTS = [(phase, nth) for phase in PHASES for nth in range(SHAPE.microbatches if phase in PER_MICROBATCH else 1)]
 
