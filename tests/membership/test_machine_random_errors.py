@@ -138,7 +138,7 @@ RAISES: Any = (
 @pytest.mark.parametrize(("kind", "event"), [(Errors, "saved"), (Skipping, "skipped")])
 def test_seeded_campaigns_with_errors(kind: type[Errors], event: str) -> None:
     told = 0
-    for seed in range(25):
+    for seed in range(20, 45):
         dice = random.Random(seed)
         job = kind()
         job.all_become_ready(True, dice.randint(1, 6), staggered=dice.random() < 0.8, seed=seed)
