@@ -30,7 +30,7 @@ loaded; called with `Options`, and perhaps again with others."""
 
 def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, data: Factory | None,
            observer: Observer | None, embed: Embed | None) -> None:
-    """Make the installed frameworks build what survives failures; see `megatron_recycle.enable`.
+    """Make the installed frameworks build engines that survive failures; see `megatron_recycle.enable`.
 
     A framework that the script never imports is not loaded, nor is its backend. ``embed`` starts a coordinator for a
     job whose launcher brings none.

@@ -1,4 +1,4 @@
-"""What a forward leaves behind in the model: what the next micro-batch finds would depend on where both run."""
+"""State that a forward leaves behind in the model: with it, results would depend on where micro-batches run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `enable()` was given, for the engine that is built later."""
+"""The arguments of `enable()`, for the engine that is built later."""
 
 from __future__ import annotations
 

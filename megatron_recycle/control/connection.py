@@ -24,7 +24,7 @@ member is decided long before, by its heartbeats; this only keeps dead connectio
 
 
 class Owner(Protocol):
-    """What a connection needs of the coordinator."""
+    """The coordinator, as a connection needs it."""
 
     token: str
     hello_timeout: float

@@ -131,7 +131,7 @@ class Journal:
         self.records[-1] = dict(record)
 
     def _cut(self) -> None:
-        """What was written of a line goes away. Where even that fails it is half a last line, as after a crash."""
+        """Drop the written part of a line. Where even that fails it is half a last line, as after a crash."""
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, self._end)
         self._reserved = 0

@@ -28,8 +28,8 @@ class Records(Protocol):
 
 
 class Memory:
-    """The machine's steps, remembered in a journal. A disk that does not take them costs as little as it can: what the
-    job can do without is left out, then not begun; where neither helps the job ends."""
+    """The machine's steps, remembered in a journal. A disk that does not take them costs as little as possible:
+    expendable records are left out, then expendable work is not begun; where neither helps the job ends."""
 
     def __init__(self, journal: Records) -> None:
         self._journal = journal

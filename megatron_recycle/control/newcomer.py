@@ -15,7 +15,7 @@ _PATIENCE = 60.0
 
 
 def ask_record(address: str, token: str, rank: int, patience: float = _PATIENCE) -> list[dict[str, Any]]:
-    """What the process of this rank was told at the start of the job whose coordinator listens at ``address``.
+    """The set-up record of this rank, from the start of the job whose coordinator listens at ``address``.
 
     Raises:
         JobEnded: nobody answers within ``patience`` seconds, or the token is wrong.

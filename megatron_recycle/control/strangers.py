@@ -1,7 +1,8 @@
 """Strangers: connections that have not said hello yet. When there are too many, one of them has to go.
 
-Whoever has the token says hello within milliseconds; a stranger sits there until its time is over. So the oldest has
-to go, of the address that has most of them: neither one address nor many can keep out who has the token.
+A process with the token says hello within milliseconds; a stranger stays until its time is over. So the oldest
+connection has to go, of the address that has most of them: neither one address nor many can keep out a process with the
+token.
 """
 
 from __future__ import annotations

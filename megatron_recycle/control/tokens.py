@@ -1,4 +1,4 @@
-"""The job's token: who has it commands the job, so it is long, and goes to nobody who does not need it."""
+"""The job's token. Its owner commands the job, so it is long, and no process gets it without need."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def without(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def take(environ: os._Environ[str]) -> str:
-    """This process's token, which those that it starts do not inherit."""
+    """This process's token, which its children do not inherit."""
     return environ.pop(TOKEN)
 
 

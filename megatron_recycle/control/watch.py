@@ -1,4 +1,4 @@
-"""All detectors of one coordinator behind one clock: who is silent, who is stuck, and whether everybody waits."""
+"""All detectors of one coordinator behind one clock: silence, stuck workers, and waits of everybody."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Findings:
 
 
 class Watch:
-    """Fed by the coordinator with what arrives; `tick` says what follows from what does not.
+    """Fed by the coordinator with each arrival; `tick` judges the arrivals that are missing.
 
     Args:
         interval, timeout: of the heartbeats, in seconds.

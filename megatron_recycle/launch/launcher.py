@@ -1,7 +1,7 @@
 """One host's part of a job: its workers are started, their ends are reported, and none ends because another died.
 
-One thread waits for everything: process ends (pidfd), messages of the coordinator, signals. What the coordinator is to
-hear is queued and sent by the link's thread. The parts: `processes`, `starting` (again, and for moves), `ending`
+One thread waits for everything: process ends (pidfd), messages of the coordinator, signals. Messages to the coordinator
+are queued, and the link's thread sends them. The parts: `processes`, `starting` (again, and for moves), `ending`
 (signals, time limits), `obeying` (the coordinator's commands), `services` (coordinator and store).
 """
 

@@ -1,4 +1,4 @@
-"""Which dead workers a launcher starts again, and when."""
+"""Restarts: the dead workers that a launcher starts again, and when."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _FRUITLESS = 3
-"""So many lives in a row that ended before they had joined: another would end so, too."""
+"""Lives in a row that may end before they have joined: after these another one would end so, too."""
 
 
 @dataclass
 class _Rank:
     restarts: int = 0
     fruitless: int = 0
-    """Lives in a row that have not joined."""
+    """Lives in a row that ended before they had joined."""
     cuts: int = 0
     due: float | None = None
 
@@ -51,8 +51,8 @@ class Restarts:
             self._say(f"rank {rank} is started again in {pause:.0f} s (restart {known.restarts} of {self.most})")
 
     def cut_off(self, rank: int, now: float, log: str) -> None:
-        """The rank's process was well, but its host was out of reach and counts as lost. There will be another,
-        whatever `most` says: nothing was wrong with it. A network that comes and goes makes the pauses longer."""
+        """The rank's process was well, but its host was out of reach and counts as lost. It is started again even if
+        `most` is 0. A network that comes and goes makes the pauses longer."""
         known = self._ranks.setdefault(rank, _Rank())
         if known.due is not None:
             return
@@ -66,7 +66,7 @@ class Restarts:
                 other.due = known.due
 
     def replaced(self, rank: int) -> None:
-        """The rank's process has failed while another one, which it was to make room for, has its device."""
+        """The rank's process has failed, and its device has the process that was to replace it."""
         if self.most:
             self._stays_out(rank, "its device has the process that it was to move to")
 
@@ -94,7 +94,7 @@ class Restarts:
         return any(known.due is not None for known in self._ranks.values())
 
     def cancel(self) -> None:
-        """The job is over."""
+        """Start no rank again: the job is over."""
         self.most = 0
         for known in self._ranks.values():
             known.due = None

@@ -148,8 +148,8 @@ def print_table(
     summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True
 ) -> None:
     """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
-    line. A host that is not `informed` cannot say how many were lost. Of a process that has told what it failed with
-    that is its end: whether it then had to be helped along is of no interest. Lines and colours are for terminals."""
+    line. A host that is not `informed` cannot say how many were lost. The end of a process that has reported its error
+    is that error: whether it then had to be killed is of no interest. Lines and colours are for terminals."""
     from rich.box import HEAVY_HEAD
     from rich.console import Console
     from rich.table import Table

@@ -44,7 +44,7 @@ class Store:
         return self._child.pid
 
     def tend(self) -> bool:
-        """Start the process again if it has died; whether it had. What was in the store is lost then, so that handles
+        """Start the process again if it has died; whether it had. The store's content is lost then, so that handles
         that are being made fail; the next ones find the new store.
 
         Raises:

@@ -14,8 +14,8 @@ from megatron_recycle.membership.state import Message, State
 class Record:
     """Put this record on disk before anything that follows is done.
 
-    What cannot be written must not be done, unless it is not `needed`: then a coordinator that comes back knows less,
-    and is right all the same.
+    If the record cannot be written, the decision must not be carried out. A record that is not `needed` may be left
+    out: then a coordinator that comes back knows less, and is right all the same.
     """
 
     record: Message

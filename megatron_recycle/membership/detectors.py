@@ -1,4 +1,4 @@
-"""Deciding from the clock alone who is suspect. Fed with times, so that tests need no waiting."""
+"""Suspicions from the clock alone. Fed with times, so that tests need no waiting."""
 
 from __future__ import annotations
 
@@ -206,9 +206,9 @@ class HangUps(Generic[Key]):
     """Finds a host that is gone although the network is not: its kernel has closed the connections of its launcher and
     of all of its workers, and none of them is back within `patience` seconds. A live one tries again within one.
 
-    One that hangs up alone is nobody's business here: its launcher tells of its end. A host without a launcher is not
-    judged, nor is one with a worker that has not been here yet, as when this coordinator has just come back. If the
-    caller stood still, whoever came back meanwhile may wait unread, so that all begin anew.
+    The end of a single connection is not judged here: the launcher reports the end of its process. A host without a
+    launcher is not judged, nor is one with a worker that has not been here yet, as when this coordinator has just come
+    back. If the caller stood still, a host that came back meanwhile may wait unread, so all timers start anew.
     """
 
     def __init__(self, patience: float = 2.0) -> None:

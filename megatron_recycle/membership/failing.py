@@ -26,7 +26,7 @@ from megatron_recycle.membership.state import Closing, Member, Message, Phase, S
 
 
 def exited(state: State, happened: Exited, now: float) -> Step:
-    """A process has ended. Of a member that is a failure, unless its script had ended well."""
+    """A process has ended. For a member that is a failure, unless its script had ended well."""
     member = next((m for m in state.known.values() if (m.rank, m.pid) == (happened.rank, happened.pid)), None)
     if state.phase is Phase.FORMING:
         return forming.exited_early(state, member, happened, now)

@@ -13,9 +13,9 @@ from megatron_recycle.observe.text import one_line
 _LONGEST = {"error": 120, "text": 1500, "action": 40}
 """Characters of each field."""
 _LONGEST_OF_SCRIPTS = 300
-"""Of a text that is not ours; the rest is in the worker's log."""
+"""Characters of a text that is not ours; the rest is in the worker's log."""
 _VARYING = re.compile(r"0x[0-9a-fA-F]+|\d+")
-"""What differs between two workers that meet the same error: addresses, ranks, devices, sizes."""
+"""Parts of a text that differ between two workers with the same error: addresses, ranks, devices, sizes."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Fault:
     error: str
     """The type's name, e.g. ``KeyError`` or ``torch.OutOfMemoryError``."""
     text: str
-    """What it says, on one line."""
+    """Its text, on one line."""
     iteration: int | None = None
     """The iteration of the action; without an action the last one that the worker was in. None: before any."""
     action: str | None = None
-    """What was being done, as plans write it, e.g. ``F1.3``; ``S`` is the reduction and the step. None: outside."""
+    """The action under way, as plans write it, e.g. ``F1.3``; ``S`` is the reduction and the step. None: outside."""
     refused: bool = False
-    """Whether it is a refusal of this package: whoever came in this worker's place would meet it too."""
+    """Whether it is a refusal of this package: any worker in this one's place would meet it too."""
     whole: bool = False
     """Whether the worker waits in it for what the coordinator decides, with all of its state."""
 

@@ -77,7 +77,7 @@ def _description(state: State, member: Member) -> dict[str, Any]:
 
 
 def lost(state: State, incarnation: str, why: str, now: float) -> Step:
-    """A joiner is gone; nobody has counted on it."""
+    """A joiner is gone, on which no generation has counted."""
     member = waiting(state, incarnation)
     if member is None:
         return state, ()

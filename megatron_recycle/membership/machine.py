@@ -1,8 +1,8 @@
 """The membership machine: a pure function from state and input to state and decisions.
 
-Nothing here reads a clock, a socket or a file, so that every interleaving can be tested without processes.
-What comes in and goes out is defined in `inputs` and `decisions`; the path of a failure is `failing`, top to bottom.
-Inputs of processes that are not members (fenced, unknown) and inputs of generations that are over change nothing.
+Nothing here reads a clock, a socket or a file, so that every interleaving can be tested without processes. `inputs` and
+`decisions` define its arguments and results; the path of a failure is `failing`, top to bottom. Inputs of processes
+that are not members (fenced, unknown) and inputs of generations that are over change nothing.
 """
 
 from __future__ import annotations

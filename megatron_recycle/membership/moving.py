@@ -2,8 +2,8 @@
 
 Which moves pay off is the planner's business. A move is a join and a planned leave in a row: a second process is
 started beside the mover's, on the same device, builds the other stage's model and comes in at a boundary; the mover
-keeps its old stage until an iteration has committed with the new process in place, and leaves at the next boundary.
-Whatever goes wrong before ends the move: the mover is where it was.
+keeps its old stage until an iteration has committed with the new process in place, and leaves at the next boundary. A
+failure before that ends the move: the mover is where it was.
 """
 
 from __future__ import annotations

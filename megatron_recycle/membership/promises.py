@@ -1,4 +1,4 @@
-"""What the coordinator offers a generation: a better plan, or a switch that others come in or leave with.
+"""Offers of the coordinator to a generation: a better plan, or a switch at which others come in or leave.
 
 A worker promises to take an offer with its part of a commit. Where all have promised the same one, all take it at
 the same boundary: before the iteration after next, which nobody can have begun, since that takes this very verdict.
@@ -56,6 +56,6 @@ class Promises:
         return self._boundary is not None and iteration >= self._boundary
 
     def plan_from(self, iteration: int) -> Plan | None:
-        """The next plan that is taken with ``iteration``, told once; None: there is none. In their order: the
-        next but one may be agreed upon before or after the next one's iteration begins here."""
+        """The agreed plan that begins with ``iteration``, given out once; None without one. Plans come in the order of
+        their agreement: the next but one may be agreed upon before or after the next one's iteration begins here."""
         return self._next.pop(0)[1] if self._next and iteration >= self._next[0][0] else None

@@ -9,7 +9,7 @@ from megatron_recycle.membership.state import Phase, State
 
 
 def member(state: State, happened: Hello, now: float) -> Step:
-    """A member has a new connection. What it may have missed is told again; hearing it twice does no harm."""
+    """A member has a new connection. All that it may have missed is told again; hearing it twice does no harm."""
     if happened.generation > state.generation:
         # The journal has lost its end: start above what was announced.
         return failing.next_generation(state.with_(generation=happened.generation), {}, now, now)

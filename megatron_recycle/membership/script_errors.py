@@ -46,7 +46,7 @@ def raised(state: State, happened: Raised, now: float) -> Step:
 
 def _end_with(state: State, member: Member, happened: Raised, text: str, now: float) -> Step:
     """The job ends for this error, after a last checkpoint if there can be one. Peers that differ, or that read
-    different data, have nothing to save: who finds that does not hold a state that counts."""
+    different data, have nothing to save: the state of the one that finds it does not count."""
     fault = happened.fault
     lost = {} if fault.whole else {member.worker: FailureKind.EXIT}
     stays = failing.suspected(state, member, FailureKind.EXIT, happened.since, now, removed=False)

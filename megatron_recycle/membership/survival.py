@@ -22,7 +22,7 @@ class Survival:
 
 
 def judge(hosts: Mapping[str, str], coordinator: str = "") -> Survival:
-    """What the loss of each host would mean for these processes.
+    """The consequences of losing each host, for these processes.
 
     Args:
         hosts: where each process is, by its name (see `names`). A worker is lost with any part of it.

@@ -1,6 +1,7 @@
 """The part of the membership machine that follows training between two changes.
 
-Who has resumed, what is committed, which offered plan is in use. Pure, like `machine`.
+Training as the coordinator follows it: workers that have resumed, committed iterations, the offered plan in use. Pure,
+like `machine`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megatron_recycle.membership.state import Message, Phase, State
 
 
 def begin(state: State) -> State:
-    """The state at a go. What generation 1 starts from (a checkpoint) was not committed in this run."""
+    """The state at a go. The iteration that generation 1 starts from (a checkpoint) was not committed in this run."""
     if state.generation > 1 or state.resume is None:
         return state
     target = state.resume.target

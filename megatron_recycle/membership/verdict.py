@@ -1,4 +1,5 @@
-"""What all workers learn of an iteration once every stage holds its gradient, and what they do next because of it."""
+"""The verdict on an iteration, which all workers learn once every stage holds its gradient, and the step mode that
+follows from it."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ _MANY = 3
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all workers know of an iteration once every stage holds it.
+    """The verdict on an iteration, known to all workers once every stage holds it.
 
     Attributes:
         iteration: the iteration.
@@ -20,7 +21,7 @@ class Verdict:
         weight: sum over the global batch of the first number that each micro-batch reports (tokens); 0 for none.
         norm_squares: squared gradient norm of each stage, as the framework counts it; of each of its parts where
             workers have several, stage by stage.
-        guesses: the coefficient that each of those stepped with, or would have, before it knew the others' norms.
+        guesses: the coefficient with which each of them stepped, or would have, before it knew the others' norms.
         zeros: elements of the whole gradient that are zero, if the framework counts them.
     """
 
@@ -86,11 +87,11 @@ class StepMode:
         return StepMode(True, self.staggered, known)
 
     def seen(self, wrong: bool) -> tuple[bool, ...]:
-        """What the choice after the next verdict, ``wrong`` or not, depends on."""
+        """The facts for the choice after the next verdict, ``wrong`` or not."""
         return (*self.wrong, wrong)[-_WINDOW:]
 
     def to_json(self) -> dict[str, Any]:
-        """What the next choice depends on, for a worker that comes in."""
+        """The facts for the next choice, for a worker that comes in."""
         return {"staggered": self.staggered, "wrong": list(self.wrong)}
 
     def like(self, other: Mapping[str, Any]) -> StepMode:

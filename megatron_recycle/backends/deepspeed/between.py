@@ -1,6 +1,6 @@
-"""What a script may not change between two iterations of a DeepSpeed job, refused by name when it does.
+"""Changes that a script may not make between two iterations of a DeepSpeed job, refused by name.
 
-What it may change is followed: see `DeepSpeedStage.look` and docs/between-iterations.md.
+Other changes are followed: see `DeepSpeedStage.look` and docs/between-iterations.md.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle
 
 
 _ASKED = ("named_parameters", "named_modules", "state_dict", "load_state_dict")
-"""Methods of a module; `parameters()` and `modules()` ask the first two. Who goes through modules may be about to read
-weights, or to put others in their place."""
+"""Methods of a module; `parameters()` and `modules()` ask the first two. A caller that goes through modules may be
+about to read weights, or to replace them."""
 
 
 class _Settled:

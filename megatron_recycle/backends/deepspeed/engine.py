@@ -132,8 +132,8 @@ class RecyclePipelineEngine(PipelineEngine):
         return loss
 
     def _train_iteration(self) -> torch.Tensor:
-        """The iteration that the script asks for. One that the job had done before this worker came in is over at
-        once, with the last known loss."""
+        """The iteration that the script asks for. An iteration that the job had done before this worker came in is over
+        at once, with the last known loss."""
         if self.session.begin():
             self._loss = self.session.train()
             return self._aggregate_total_loss()

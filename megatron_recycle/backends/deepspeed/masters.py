@@ -22,7 +22,7 @@ from torch import nn
 
 _INNER, _MASTERS = "optimizer_state_dict", "fp32_groups"
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter")
-"""What an update changes of the loss scaling."""
+"""State of the loss scaling that an update changes."""
 
 
 class MasterWeightOptimizer(DeepSpeedOptimizer):
@@ -62,7 +62,7 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What the loss of a micro-batch is multiplied by before its backward."""
+        """The factor of a micro-batch's loss before its backward."""
         return float(self.loss_scale_config.cur_scale)
 
     @property
@@ -86,7 +86,7 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
             parameter.grad = master.grad = None
 
     def counters(self) -> dict[str, Any]:
-        """What `step` changes besides tensors and the inner optimizer."""
+        """State that `step` changes besides tensors and the inner optimizer."""
         return {name: getattr(self.loss_scale_config, name) for name in _SCALING}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""What optimizers and learning-rate schedules keep outside of `state` and `param_groups`.
+"""State of optimizers and learning-rate schedules outside of `state` and `param_groups`.
 
 A step that is undone and made again must find everything as it was. Attributes of plain data are copied and put back,
-as state is. What a step changes elsewhere, in objects of other kinds or by hooks, cannot be: with staggered steps it is
+as state is. Changes elsewhere, in objects of other kinds or by hooks, cannot be put back: with staggered steps they are
 refused at the first step.
 """
 

@@ -38,7 +38,7 @@ from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 _REFERENCES = ("lr_scheduler", "batch_fn")
 """Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
-"""What `_take_model_step` changes besides tensors."""
+"""Attributes that `_take_model_step` changes besides tensors."""
 
 
 class DeepSpeedStage:
@@ -225,7 +225,7 @@ class DeepSpeedStage:
             self._first_steps.after(self._known())
 
     def _known(self) -> set[int]:
-        """What `FirstSteps` need not look at."""
+        """Objects that `FirstSteps` need not look at."""
         engine = self._engine
         optimizer = torch_optimizer(engine)
         parts = (engine, engine.module, engine.optimizer, optimizer, engine.lr_scheduler, optimizer.param_groups,
@@ -259,7 +259,7 @@ class DeepSpeedStage:
         self._set_own(counters["own"])
 
     def _set_own(self, counters: Any) -> None:
-        """What the engine keeps beside the state of a torch optimizer."""
+        """State of the engine beside that of a torch optimizer."""
         engine, counters = self._engine, copied(counters)
         set_schedule(engine.lr_scheduler, counters["schedule"])
         if self._optimizer is not None:

@@ -1,4 +1,5 @@
-"""What the DeepSpeed backend does not keep correct yet, refused before training with the remedy."""
+"""Refusals of the DeepSpeed backend, before training and with the remedy: features that it does not keep correct
+yet."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Megatron's process groups once workers may be missing.
 
-Whatever Megatron's training loop asks the groups of `parallel_state` for after training has begun (sums of
-losses, maxima over stages, barriers of timers) would wait for dead workers for ever. The runtime has exchanged
-those numbers already, so the groups are replaced by one whose only member is this worker: the loop's own calls
-stay, and give back what they are given. Sizes and ranks that the loop computes samples with stay nominal.
+The collectives of Megatron's training loop over the groups of `parallel_state` (sums of losses, maxima over stages,
+barriers of timers) would wait for dead workers for ever once training has begun. The runtime has exchanged those
+numbers already, so the groups are replaced by one whose only member is this worker: the loop's own calls stay, and give
+back what they are given. Sizes and ranks that the loop computes samples with stay nominal.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def install(options: Options) -> None:
 def watch_arguments(options: Options) -> None:
     """Judge Megatron-LM's options as soon as it has parsed them, before it builds anything; again: with other options.
 
-    What is refused is said at once, all of it, in each rank's log or, where they write to one terminal, by one of a
-    host; it ends every rank with status 2. What is set otherwise is said by the first rank, in a line each.
+    All refusals are printed at once, in each rank's log or, where ranks write to one terminal, by one rank of a host;
+    they end every rank with status 2. The first rank prints a line for each option that is set otherwise.
     """
 
     def set_global_variables(stock: Callable[..., Any], args: Any, *rest: Any, **keywords: Any) -> Any:

@@ -1,9 +1,10 @@
 """The last checkpoint of a job that cannot go on, which stock Megatron-LM loads as any other.
 
 The loop's own `save_checkpoint` writes it, among the workers that are left: they are all that it sees, so that the
-first one of each stage writes that stage, and a worker that is lost meanwhile frees the others. What a checkpoint
-holds beside model and optimizer (samples read, the scheduler's steps) each worker's loop counts for itself, and may
-be an iteration ahead or behind, or far behind if it has come in: it is counted anew, from where the job began.
+first one of each stage writes that stage, and a worker that is lost meanwhile frees the others. A checkpoint holds
+counters beside model and optimizer (samples read, the scheduler's steps). Each worker's loop counts them for itself,
+and may be an iteration ahead or behind, or far behind if the worker has come in: they are counted anew, from where the
+job began.
 
 Nothing of Megatron is imported here.
 """
@@ -26,7 +27,7 @@ from megatron_recycle.runtime.comm.reduction import count
 
 @dataclass(frozen=True)
 class Beginning:
-    """What the loop trains, and its counters when it began."""
+    """The objects that the loop trains, and its counters when it began."""
 
     parts: Mapping[str, Any]
     """Arguments of Megatron-LM's `train`, by name."""
@@ -35,7 +36,7 @@ class Beginning:
     validation_samples: int
     operations: float
     steps: int
-    """Of the learning rate's scheduler, in samples."""
+    """Steps of the learning rate's scheduler, in samples."""
 
 
 class Training:

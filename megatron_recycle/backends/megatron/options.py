@@ -1,10 +1,10 @@
 """Megatron's options: which of them this plugin takes over, sets otherwise, or refuses; the one place that says so.
 
-An option that is not named here is taken as it is. One that changes no result but asks all ranks for something between
-iterations, or takes a road around the plan, is set otherwise with a line that says so. What cannot be kept right is
-refused with its remedy. Names are those of Megatron-LM's arguments and of core's configurations alike, so that one
-table serves both: the arguments as soon as they are parsed, the configurations of a script that has none at its first
-iteration.
+An option that is not named here is taken as it is. An option that changes no result but asks all ranks for something
+between iterations, or takes a road around the plan, is set otherwise with a line that says so. An option that cannot be
+kept right is refused with its remedy. Names are those of Megatron-LM's arguments and of core's configurations alike, so
+that one table serves both: the arguments as soon as they are parsed, the configurations of a script that has none at
+its first iteration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Option:
-    """What becomes of one option.
+    """The treatment of one option.
 
     Attributes:
         name: the attribute's.
@@ -137,7 +137,7 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
     """Judge ``settings`` (objects with options as attributes), and set in them what is to be set otherwise.
 
     Returns:
-        What is refused, and what was set otherwise: a line each, once.
+        Refusals, and options that were set otherwise: a line each, once.
     """
     refused: dict[str, None] = {}
     changed: dict[str, None] = {}
@@ -155,7 +155,7 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
 
 
 def message(refused: Sequence[str]) -> str:
-    """What a user is told who wants all of this."""
+    """The message to a user of all these options."""
     return ("megatron-recycle does not support this configuration yet:\n- " + "\n- ".join(refused)
             + "\nTo train without the plugin leave --recycle out (or set RECYCLE_ENABLED=false).")
 

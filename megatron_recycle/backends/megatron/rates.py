@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from typing import Any
 
 SET_BY_LOOP = ("lr", "weight_decay")
-"""What is every loop's own in an optimizer's parameter group: who comes in does not take it from its peers."""
+"""Keys of an optimizer's parameter group that are every loop's own: a worker that comes in does not take them from its
+peers."""
 
 SET_BY_STEP = ("step",)
-"""What a step changes in a parameter group; all the rest is the script's."""
+"""Keys of a parameter group that a step changes; all others are the script's."""
 
 
 class Rates:
-    """What ``optimizer`` (a torch one) is to step each iteration with.
+    """The rates with which ``optimizer`` (a torch one) steps each iteration.
 
     Attributes:
         steps: that have been made, and not been undone.

@@ -43,7 +43,7 @@ from megatron_recycle.runtime.recovery import refuse_itself
 
 
 class RecycleSchedule:
-    """What `get_forward_backward_func()` returns: called as core's own schedules are."""
+    """The result of `get_forward_backward_func()`, called as core's own schedules are."""
 
     def __init__(self, settings: RecycleConfig, options: Options) -> None:
         self._settings = settings
@@ -51,7 +51,7 @@ class RecycleSchedule:
         self.session: Session
         """This process's part in the job, from the first call on."""
         self.splitter: MegatronSplitter | None = None
-        """What defers weight gradients, from then on."""
+        """The splitter, which defers weight gradients, from then on."""
         self._stage: MegatronStage
         self._last: LastCheckpoint | None
         self._microbatches = 0

@@ -1,4 +1,4 @@
-"""What a training script does around `forward_backward_func()` that stock would follow and the plugin could not.
+"""Acts of a training script around `forward_backward_func()` that stock would follow and the plugin could not.
 
 The plugin steps inside that function, reads data by place, and knows one model. A script that changes gradients
 before `optimizer.step()`, leaves a step out, or comes with another model or iterator would silently train something

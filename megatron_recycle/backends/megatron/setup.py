@@ -60,8 +60,8 @@ def install(options: Options) -> None:
 
 
 def settings() -> dict[str, Any]:
-    """What of Megatron-LM's arguments all workers must have alike, by the names of its flags; to be asked when the
-    first iteration begins. Empty if its loop is not loaded."""
+    """The Megatron-LM arguments that all workers must have alike, by the names of its flags; to be asked when the first
+    iteration begins. Empty if its loop is not loaded."""
     if LOOP not in sys.modules:
         return {}
     arguments = vars(sys.modules[LOOP].get_args())
@@ -70,7 +70,7 @@ def settings() -> dict[str, Any]:
 
 
 def _over(now: Any, make: Callable[[Any], Any]) -> Any:
-    """What ``make`` puts in the place of the stock function behind ``now``."""
+    """The function that ``make`` puts in the place of the stock function behind ``now``."""
     stock = getattr(now, _STOCK, now)
     made = make(stock)
     setattr(made, _STOCK, stock)
@@ -116,7 +116,7 @@ def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of ``values`` that JSON can hold."""
+    """Entries of ``values`` that JSON can hold."""
     return {name: value for name, value in values.items()
             if isinstance(value, _PLAIN) or (isinstance(value, list) and all(isinstance(one, _PLAIN) for one in value))}
 

@@ -57,7 +57,7 @@ class MegatronStage:
         self.settings = settings or {}
         self.forward_step: ForwardStep
         self.result: tuple[Any, ...] = (True, None, None)
-        """What `optimizer.step()` returns: success, gradient norm, number of zeros (None: not counted)."""
+        """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
         self._model = self.module = model
         self._config = get_model_config(model)
         self._microbatches = microbatches
@@ -149,7 +149,7 @@ class MegatronStage:
         return bool(self._single.config.log_num_zeros_in_grad)
 
     def _counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those that count in statistics of the whole model: no second copies of another stage's or part's."""
+        """The parameters that count in statistics of the whole model: no second copies of another stage's or part's."""
         gradient_of = dict(zip(self.parameters, gradients, strict=True))
         # In the optimizer's order, as stock: the order decides the last bits.
         return [gradient_of[parameter].float() for parameter in self._optimized()
@@ -221,8 +221,8 @@ class MegatronStage:
             self._tensor_group.use(groups.siblings.group)
 
     def reports(self, table: torch.Tensor, forward_only: bool) -> list[dict[str, torch.Tensor]]:
-        """What Megatron's loss functions report, from (micro-batches, report_width): one dict per micro-batch that has
-        run; of none, not a number."""
+        """The reports of Megatron's loss functions, from (micro-batches, report_width): one dict per micro-batch that
+        has run; not a number where none has."""
         keys = self._keys.get(_kind(not forward_only)) or self._keys.get(_kind(True), [])
         rows = [row for row in table.tolist() if row[-1]] or [[math.nan] * self.report_width]
         return [{key: torch.tensor(row[1 + 2 * index:1 + 2 * index + size], dtype=torch.float, device=self.device)

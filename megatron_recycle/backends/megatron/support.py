@@ -1,4 +1,4 @@
-"""What the Megatron backend does not keep correct yet, refused before training with the remedy."""
+"""Refusals of the Megatron backend, before training and with the remedy: features that it does not keep correct yet."""
 
 from __future__ import annotations
 

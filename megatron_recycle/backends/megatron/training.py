@@ -1,7 +1,7 @@
 """Megatron-LM's own training loop (`megatron.training`, not in the pip package), once workers may be missing.
 
-Its log line is written by the last rank, its date lines wait for all ranks, its checkpoints need every worker:
-these are rebound in the loop's module. What its options come to is in `megatron_options`.
+Its log line is written by the last rank, its date lines wait for all ranks, its checkpoints need every worker: these
+are rebound in the loop's module. `backends.megatron.options` treats its options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOOP = "megatron.training.training"
 
 
 class Schedule(Protocol):
-    """What the loop's replacements ask of the plugin's schedule."""
+    """The plugin's schedule, as the loop's replacements need it."""
 
     def speaks(self) -> bool:
         """Whether this worker writes the log line."""
@@ -54,8 +54,8 @@ def backend() -> str | None:
 
 def last_checkpoint(wanted: str | None,
                     among: Callable[[Groups], AbstractContextManager[None]]) -> LastCheckpoint | None:
-    """What writes one with the loop's own functions, if it is the loop that trains; before `take_over`. The arguments
-    are those of `LastCheckpoint`."""
+    """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
+    The arguments are those of `LastCheckpoint`."""
     loop: Any = sys.modules.get(LOOP)
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     return None if beginning is None else LastCheckpoint(loop, beginning, wanted, among)

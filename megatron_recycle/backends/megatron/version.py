@@ -1,4 +1,5 @@
-"""Which megatron-core this backend is written for; asked before anything of it is imported that another may lack."""
+"""The versions of megatron-core that this backend is written for; checked before it imports anything that another
+version may lack."""
 
 from __future__ import annotations
 

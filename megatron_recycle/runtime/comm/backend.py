@@ -1,4 +1,4 @@
-"""What differs between the libraries that carry tensors: one object for each of them.
+"""Differences of the libraries that carry tensors: one object for each library.
 
 Nobody else asks which library it is. A further one (a test's, for instance) is put into `BACKENDS` under the name that
 torch knows it by.
@@ -20,7 +20,7 @@ from megatron_recycle.runtime.comm.waits import wait_unless
 
 
 class Work(Protocol):
-    """What a library has under way, as torch shows it."""
+    """A library's operation under way, as torch shows it."""
 
     def is_completed(self) -> bool: ...
 
@@ -48,7 +48,8 @@ class Backend:
 
     Attributes:
         ordered: whether what is posted on a communicator runs in that order, each after the one before it has ended,
-            and tags mean nothing. What both ends post in different orders, outside of a batch, then waits for ever.
+            and tags mean nothing. Operations that both ends post in different orders, outside of a batch, then wait for
+            ever.
         host: whether it moves tensors that lie in CPU memory.
         quick: whether `abort` takes milliseconds for each other member. Otherwise it may hang, and needs a thread.
     """
@@ -83,14 +84,14 @@ class Backend:
             get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
 
     def begin_batch(self, group: Any) -> None:
-        """What is posted on ``group`` from now on starts when the batch ends, all of it together."""
+        """Begin a batch: operations that are posted on ``group`` from now on start together when it ends."""
 
     def end_batch(self, group: Any) -> Work | None:
         """Start the batch. The work that stands for all of it; None: each operation has its own."""
         return None
 
     def in_thread(self) -> Callable[[], None]:
-        """What a thread that works for this one has to call before it connects."""
+        """A function that a thread which works for this one calls before it connects."""
         return lambda: None
 
     def connect(self, group: Any) -> None:
@@ -186,5 +187,5 @@ BACKENDS: dict[str, Backend] = {"gloo": GLOO, "nccl": Nccl()}
 
 
 def backend_of(group: dist.ProcessGroup) -> Backend:
-    """Of a group that somebody else has made; one that is unknown is ended as gloo's are."""
+    """The backend of a group that somebody else has made; an unknown one is ended as gloo's are."""
     return BACKENDS.get(group.name(), GLOO)

@@ -151,7 +151,7 @@ class Comm:
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving what member ``source`` sends with ``tag`` into ``tensor``, contiguous and of the same size.
 
-        Of several with the same tag the first one posted gets what was sent first.
+        Among several with the same tag the first one posted gets the tensor that was sent first.
         """
         return self._start(Pending(self, "receive", tensor, source, tag),
                            lambda: self._group.recv([tensor], source, tag))

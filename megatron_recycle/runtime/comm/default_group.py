@@ -19,7 +19,7 @@ from megatron_recycle.runtime.comm.threads import Threads
 
 
 class World:
-    """What torch takes as WORLD in this process. ``threads``: those that abort it."""
+    """The group that torch takes as WORLD in this process. ``threads``: those that abort it."""
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
@@ -47,7 +47,7 @@ class World:
             ranks_of.update(known)
 
     def abort(self) -> None:
-        """One of its members is gone: free whoever waits in an operation of WORLD, from any thread."""
+        """Free every thread that waits in an operation of WORLD, since a member is gone. Any thread may call it."""
         group = dist.group.WORLD
         if group is not None and group is not self._aborted:
             self._aborted = group

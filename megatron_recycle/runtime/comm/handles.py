@@ -90,7 +90,7 @@ class Groups:
                 self._aborting = abort(self.all(), self.threads)
 
     def abort_transfers(self) -> None:
-        """Free whoever waits for an activation, a gradient, or a sibling that waits for one; nobody else."""
+        """Free every thread that waits for an activation, a gradient, or a sibling that waits for one; no other."""
         abort([self.world] if self.siblings is None else [self.world, self.siblings], self.threads)
 
     def together(self) -> AbstractContextManager[None]:

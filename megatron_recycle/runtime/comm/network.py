@@ -26,7 +26,7 @@ from megatron_recycle.runtime.place import Place
 
 
 class Network(Protocol):
-    """What a worker asks of the network."""
+    """The network, as a worker needs it."""
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
                 interrupted: Callable[[], bool]) -> Groups:
@@ -88,7 +88,7 @@ class Make(Protocol):
     """Makes one communicator, together with its other members."""
 
     def __call__(self, name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
-        """Of global ``ranks``, ascending; ``host``: for tensors in CPU memory."""
+        """A communicator of global ``ranks``, ascending; ``host``: for tensors in CPU memory."""
 
 
 def assemble(generation: int, place: Place, members: Sequence[Worker], make: Make, threads: Threads) -> Groups:

@@ -64,7 +64,7 @@ def _unbound_default_group() -> Iterator[None]:
 
 def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Callable[[], bool]], Connected],
                        discard: Callable[[Connected], None], threads: Threads) -> Connected:
-    """What ``connect`` returns, or GenerationOver as soon as ``interrupted()`` becomes true.
+    """The result of ``connect``, or GenerationOver as soon as ``interrupted()`` becomes true.
 
     gloo cannot be interrupted while it connects, and waits up to five times its limit for a peer that has died, or is
     frozen, just after it had said where it listens. So ``connect`` runs in one of ``threads``, which is left behind
@@ -94,7 +94,8 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Calla
 
 
 def told_by_first(key: str, tell: Callable[[], str]) -> str:
-    """What rank 0 tells all others with ``tell()``, once and before any failure, under ``key`` of torch's store."""
+    """The value of ``tell()`` on rank 0, for all others, once and before any failure, under ``key`` of torch's
+    store."""
     store = c10d._get_default_store()
     if dist.get_rank() == 0:
         store.set(key, tell())
@@ -104,7 +105,7 @@ def told_by_first(key: str, tell: Callable[[], str]) -> str:
 
 def job_store(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
     """A new connection to the job's store: the one that torch opened at the start is dead if the store was started
-    again meanwhile. One that is being started again, which takes as long as torch does to load, is waited for.
+    again meanwhile. A store that is being started again, which takes as long as torch takes to load, is waited for.
 
     Raises GenerationOver when interrupted, and RuntimeError.
     """
@@ -127,8 +128,8 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
          limit: float = math.inf) -> None:
     """Wait at ``store`` until all ``members`` (ranks) have arrived.
 
-    Anybody who reaches the store can delete what is in it. So each says that it is here again and again while it waits,
-    and once more when it has seen all others, each of which has to be seen once only.
+    Every process that reaches the store can delete its keys. So each member writes its key again and again while it
+    waits, and once more when it has seen all others. To see a member once is enough.
 
     Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: in a new generation
     everybody tries again.

@@ -22,18 +22,18 @@ def is_joining() -> bool:
 
 
 def set_up() -> SetUp:
-    """From now on until training begins: what this process is told by others is recorded, for one that joins later; of
-    a process that joins a running job, what the one of its rank was told then is told it again."""
+    """Record the answers of others to this process until training begins, for a process that joins later. A process
+    that joins a running job gets the recorded answers of its rank instead."""
     return stand_alone() if is_joining() else recorder()
 
 
 def stand_alone() -> SetUpReplay:
     """Let this process build its model and its engine without peers, who are in the middle of training.
 
-    torch's default group becomes one that talks to nobody, and so do all that are made of it; the script's own
-    `init_process_group()` then does nothing, but that `is_initialized()` says so from then on and not before. What is
-    asked of these groups is answered by the record of the job's start, which the coordinator has. The training's groups
-    are made in another way. Needs a launcher of ours, and RANK and WORLD_SIZE in the environment.
+    torch's default group becomes one without communication, and so do all groups that are made of it. The script's own
+    `init_process_group()` then does nothing but turn `is_initialized()` to true. The record of the job's start, which
+    the coordinator keeps, answers their collectives. The training's groups are made in another way. Needs a launcher of
+    ours, and RANK and WORLD_SIZE in the environment.
 
     Raises:
         JobEnded: the job is over, or its coordinator does not answer.
@@ -57,8 +57,8 @@ def stand_alone() -> SetUpReplay:
 
 
 def came_to_nothing() -> str | None:
-    """What to say at the end of the script of a process that was to join a running job, if it has not even asked to
-    come in; None if all is well."""
+    """The complaint at the end of a script whose process was to join a running job and never asked to be admitted; None
+    if all is well."""
     begun = dist.init_process_group
     if not isinstance(begun, _AlreadyThere) or begun.replay.closed:
         return None
@@ -86,8 +86,8 @@ class _AlreadyThere:
 
 def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None, backend: Any = None,
               *rest: Any, **keywords: Any) -> Any:
-    """In place of `torch.distributed.new_group`: whatever backend is asked for, it would look for peers, who come only
-    once this process has been taken in."""
+    """In place of `torch.distributed.new_group`: any real backend would look for peers, which come only once this
+    process has been admitted."""
     if dist.get_backend() != ALONE:
         return stock(ranks, timeout, backend, *rest, **keywords)
     keywords.pop("pg_options", None)
@@ -96,8 +96,8 @@ def _stand_in(stock: Callable[..., Any], ranks: Any = None, timeout: Any = None,
 
 def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int | None = None, group: Any = None,
                      device: Any = None, group_src: int | None = None, **keywords: Any) -> None:
-    """In place of `torch.distributed.broadcast_object_list`: who sends does not look at what it gets, but one that
-    joins must have what the sender of its rank had, and not another run's name. So it receives."""
+    """In place of `torch.distributed.broadcast_object_list`. A joiner of the sender's rank receives: a sender would
+    keep its own objects, and the joiner needs those of the job's start (another run's name would be wrong)."""
     where = group or dist.group.WORLD
     others = [rank for rank in dist.get_process_group_ranks(where) if rank != dist.get_rank()]
     if isinstance(where, Alone) and others:

@@ -1,4 +1,4 @@
-"""Who may use which number on which communicator.
+"""Tags: the numbers that each user may use on each communicator.
 
 A transfer is known by its two ends and a number, its tag. Communicators are shared by parts of the program that know
 nothing of each other: each purpose takes a range of numbers of its own from this table, one after the other, so that
@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ABORT = 2**31 - 1
-"""Of every communicator; no transfer ever uses it. gloo closes a connection on which a receive with it ends in vain."""
+"""A tag of every communicator that no transfer ever uses. gloo closes a connection on which a receive with it ends in
+vain."""
 
 
 @dataclass(frozen=True)
@@ -58,29 +59,29 @@ class Table:
         return self._taken[-1]
 
     def what(self, tag: int) -> str:
-        """What a transfer with ``tag`` is for."""
+        """The purpose of a transfer with ``tag``."""
         return next((tags.what for tags in self._taken if tag in tags), f"what nobody has taken tag {tag} for")
 
 
 FRAMEWORK = Table()
-"""Of communicators in which nobody but a framework sends anything."""
+"""Tags of communicators in which only a framework sends."""
 
 WORLD = Table()
-"""Of `Groups.world`."""
+"""Tags of `Groups.world`."""
 ACTIVATIONS = WORLD.take("activations or gradients", 2**30, again=True)
 """By the running number of a message on its channel, which is one direction between two workers."""
 TIES = WORLD.take("a tied parameter's gradient", 2**20)
 """Two for each tied parameter."""
 
 CONTROL = Table()
-"""Of `Groups.control`."""
+"""Tags of `Groups.control`."""
 LOSSES = CONTROL.take("the loss", 2**30, again=True)
 """By iteration and attempt."""
 COMMITS = CONTROL.take("an iteration's commit", 2**29, again=True)
 """By iteration."""
 
 STAGE = Table()
-"""Of `Groups.stage` and `Groups.stage_control`, which may be the same communicator."""
+"""Tags of `Groups.stage` and `Groups.stage_control`, which may be the same communicator."""
 PIECES = STAGE.take("pieces of the gradient", 2**28)
 """By the piece's place in the logical order; `exact` only."""
 SLICES = STAGE.take("a slice of the reduced gradient", 1)

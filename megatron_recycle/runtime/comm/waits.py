@@ -17,14 +17,15 @@ from queue import SimpleQueue
 
 _LOOK_SECONDS = 0.25
 _LEFT_AFTER = 1.0
-"""Seconds after the abort. What is not stuck fails by itself within milliseconds, and is waited for: a collective must
-not go on adding to a tensor that is used again."""
+"""Seconds after the abort. Other operations fail by themselves within milliseconds, and are waited for: a collective
+must not go on adding to a tensor that is used again."""
 WAITING = "recycle-wait"
 """Name of the helpers' threads."""
 
 
 class _Outcome:
-    """Of a wait. A bare lock, since a Future's condition costs several times as much, for every transfer."""
+    """The outcome of a wait. A bare lock, since a Future's condition costs several times as much, for every
+    transfer."""
 
     def __init__(self) -> None:
         self._done = threading.Lock()

@@ -104,10 +104,10 @@ class _Sum:
         self._parts: dict[int, torch.Tensor] = {}
         """Each parameter's part of the buffer: a view costs as much as an addition."""
         self._views: dict[int, torch.Tensor] = {}
-        """Those of them that have a sum."""
+        """The parameters among them that have a sum."""
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those that have a sum."""
+        """The parameters that have a sum."""
         return [parameter for parameter in self._layout.parameters if id(parameter) in self._views]
 
     def add(self, parameter: nn.Parameter, gradient: torch.Tensor | AddTo) -> None:

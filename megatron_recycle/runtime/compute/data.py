@@ -1,9 +1,9 @@
 """The training data as a function of (iteration, pipeline, micro-batch).
 
-After a failure any first- or last-stage worker may run any pipeline's micro-batch, and an iteration may
-be run again: so a batch must be found by its place, not by whose turn it is. A plain iterator cannot do
-that; a map-style dataset can, and so can a factory that gives each pipeline's iterator anew. What a dataset or
-a collate function draws at random (the masks of masked language modelling) is drawn by place too.
+After a failure any first- or last-stage worker may run any pipeline's micro-batch, and an iteration may be run again:
+so a batch must be found by its place, not by whose turn it is. A plain iterator cannot do that; a map-style dataset
+can, and so can a factory that gives each pipeline's iterator anew. Random numbers of a dataset or a collate function
+(the masks of masked language modelling) are drawn by place too.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class DatasetSource:
 
     @property
     def _samples(self) -> int:
-        """Of an epoch and pipeline: the sampler fills up with samples from the beginning."""
+        """Number of micro-batches of an epoch and pipeline: the sampler fills up with samples from the beginning."""
         return math.ceil(len(self._dataset) / self._pipelines)
 
     def has_short(self, first: int, count: int) -> bool:
@@ -85,7 +85,7 @@ class DatasetSource:
         return self.short is not None and (self.short - first) % (self.short + 1) < count
 
     def describe_short(self) -> str:
-        """What is wrong with the short micro-batch, and what to do."""
+        """The complaint about a short micro-batch, with the remedy."""
         return (f"training_data gives {self._samples} samples to each pipeline in an epoch, so that the last "
                 f"micro-batch has {self._samples % self._batch_size} instead of {self._batch_size}, and stages pass on "
                 'micro-batches of one shape only. Set "dataloader_drop_last": true in the DeepSpeed JSON to leave it '
@@ -184,7 +184,7 @@ class FactorySource:
 
 
 class Mapped:
-    """What a function makes of another source's micro-batches, such as the one given to DeepSpeed's `set_batch_fn`.
+    """Another source's micro-batches after a function, such as the one given to DeepSpeed's `set_batch_fn`.
 
     Args:
         source: where they are read.

@@ -1,7 +1,7 @@
-"""What the script changes between two iterations while the last step may still be undone.
+"""Changes of the script between two iterations, while the last step may still be undone.
 
 With staggered steps the verdict on a step arrives after training has returned to the script, and until then a failure
-may undo the step too. What is put back then is what the step had changed: a learning rate that the script has set
+may undo the step too. Undoing puts back all that the step had changed: a learning rate that the script has set
 meanwhile, or parameters that it has written to, would be lost. So what there was on return is compared with what there
 is when training goes on. If it differs, the script's changes are set aside until the step is final, and made again on
 what it is then.
@@ -33,7 +33,7 @@ _MAY_CHANGE = (
 
 @dataclass(frozen=True)
 class _Left:
-    """What training left behind."""
+    """The state that training left behind."""
 
     references: Mapping[str, Any]
     counters: Any
@@ -140,14 +140,14 @@ def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of the bits of parameters, as whole numbers: one for each of ``names``, where the parameters are, so that
+    """Sums of the parameters' bits, as whole numbers: one for each of ``names``, where the parameters are, so that
     training does not wait for them before it returns to the script."""
 
     names: tuple[str, ...]
     numbers: torch.Tensor
 
     def others(self, before: _Sums) -> list[str]:
-        """Those of the names that had another sum before, if any."""
+        """The names that had another sum before."""
         if self.names == before.names:
             return [name for name, one, other in zip(self.names, self.numbers.tolist(), before.numbers.tolist())
                     if one != other]

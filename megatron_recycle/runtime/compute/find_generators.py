@@ -22,10 +22,10 @@ _MOST = 20_000  # objects that are looked at
 
 
 def generators_in(holder: Any) -> Iterator[Found]:
-    """Those of torch, Python and numpy that ``holder``, its parts or the functions of either keep or name.
+    """Generators of torch, Python and numpy that ``holder``, its parts or the functions of either keep or name.
 
-    Looked at are attributes, short containers, what a function or a class's methods name in their module or have taken
-    along from where they were defined, and nothing of torch, numpy and Python themselves.
+    The search goes through attributes, short containers, and the globals and closures of functions and methods. It
+    leaves out torch, numpy and Python themselves.
     """
     seen: set[int] = set()
     left: list[tuple[str, Any, int]] = [("", holder, 0)]

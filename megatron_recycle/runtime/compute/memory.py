@@ -25,7 +25,7 @@ _MEASURED = range(1, 3)
 
 
 class ActivationMemory:
-    """What this worker's micro-batches hold, as a running count.
+    """Bytes that this worker's micro-batches hold, as a running count.
 
     Args:
         device: where they live.

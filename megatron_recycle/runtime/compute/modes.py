@@ -32,7 +32,7 @@ class _Mode:
             self.parts is other.parts or self.identities() == other.identities())
 
     def identities(self) -> tuple[list[int], list[int]]:
-        """Of the modules and of the parameters."""
+        """Identities of the modules and of the parameters."""
         return list(map(id, self.parts.modules)), list(map(id, self.parts.parameters.values()))
 
     def use(self) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Parts:
-    """What a model is made of, in torch's order, each once.
+    """The parts of a model, in torch's order, each once.
 
     Attributes:
         modules: the model itself first.
@@ -43,7 +43,7 @@ class ModuleTree:
 
     @property
     def parts(self) -> Parts:
-        """Those of now: the same object for as long as nothing is another."""
+        """The present ones: the same object for as long as none has been replaced."""
         names, things = self._held
         names_now, things_now = _held_by(self._parts.modules)
         if names_now != names or not all(map(operator.is_, things_now, things)):

@@ -68,12 +68,13 @@ class OptimizerState:
     # ---- tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a step changes. The parameters' own memory, with the versions that show who has written to it."""
+        """The tensors that a step changes. The parameters' own memory, with the versions that show who has written to
+        it."""
         return self._of(self.trained)
 
     def fixed(self) -> dict[str, torch.Tensor]:
-        """What a step leaves alone, but results depend on: parameters that are not trained, with the optimizer's state
-        from when they were, and buffers."""
+        """Tensors that a step leaves alone and results depend on: parameters that are not trained, with the optimizer's
+        state from when they were, and buffers."""
         trained = set(map(id, self.trained.values()))
         frozen = {name: parameter for name, parameter in self.parameters().items() if id(parameter) not in trained}
         return {**self._of(frozen), **{f"{BUFFER} {name}": value for name, value in self._module.named_buffers()}}
@@ -108,7 +109,7 @@ class OptimizerState:
         self.set_counters(counters)
 
     def _stepped(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer steps in the place of ``parameter``."""
+        """The tensor that the optimizer steps in the place of ``parameter``."""
         return self._masters.get(parameter, parameter) if self._masters else parameter
 
     def _of(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Randomness that depends on what is computed, not on where (promise P4).
 
-Whatever a user's code draws from without saying where the numbers are from is set before each piece of work, from the
-job's seed and that work's place, and put back when the script's own code goes on.
+All generators that a user's code may draw from are set before each piece of work, from the job's seed and the work's
+place, and put back when the script's own code goes on.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class Replayable(Generic[Item]):
         self._streams: dict[int, _Stream[Item]] = {}
 
     def item(self, pipeline: int, number: int) -> Item:
-        """Item ``number`` (from 0) of ``pipeline``. What lies before it is read too, and kept: it may be asked for
-        later in the same iteration.
+        """Item ``number`` (from 0) of ``pipeline``. Items before it are read too, and kept: they may be asked for later
+        in the same iteration.
 
         Raises DataError if the iterator ends before it, or has failed before; the first time, what it fails with.
         """

@@ -69,7 +69,7 @@ class DeferredLinear(NamedTuple):
 
 @dataclass
 class WeightQueue:
-    """What the W of one micro-batch still has to do.
+    """The weight gradients that the W of one micro-batch still has to compute.
 
     ``formed`` holds gradients that B already formed for parameters that W will add to, so that all of a
     micro-batch's uses of a parameter are summed before anything else is added (promise P3).
@@ -112,7 +112,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Deferring(Protocol):
-    """What the runtime asks of whatever makes a framework's linear layers defer.
+    """The object that makes a framework's linear layers defer, as the runtime needs it.
 
     Attributes:
         deferring_costs: whether a backward takes longer for being split.
@@ -133,8 +133,8 @@ class Deferring(Protocol):
 class Splitter:
     """Makes the linear layers of one model defer their weight gradients on demand.
 
-    Everything else (embeddings, norms, a user's own autograd functions, layers with hooks on their parameters, or
-    with tensors in their parameters' place) runs whole in B. What is deferred is added up by ``kernel``, if given.
+    Everything else (embeddings, norms, a user's own autograd functions, layers with hooks on their parameters, or with
+    tensors in their parameters' place) runs whole in B. ``kernel``, if given, adds up the deferred gradients.
 
     Attributes:
         deferral: the queue of the backward that runs now.

@@ -1,7 +1,8 @@
 """When messages left and arrived, by this worker's own clock, for the planner's `hop`.
 
 Clocks need not agree: the coordinator takes the least lag of each direction between two workers, and their clocks'
-difference cancels in the mean of both (`measure.hops`). What was there before its receiver asked for it says nothing.
+difference cancels in the mean of both (`measure.hops`). A message that was there before its receiver asked for it is
+not counted.
 """
 
 from __future__ import annotations

@@ -56,11 +56,11 @@ class Change:
 
 
 class Variables:
-    """Those that are within reach of a model and of further functions and objects, and their values at this moment.
+    """Variables within reach of a model and of further functions and objects, and their values at this moment.
 
-    Watched are what functions have taken along from where they were defined, the globals and attributes that their code
-    names, attributes, buffers and hooks of modules, and what is in short lists and dicts. What belongs to threads is
-    not, nor what is inside of torch, DeepSpeed, numpy and Python.
+    It watches closures of functions, the globals and attributes that their code names, attributes, buffers and hooks of
+    modules, and items of short lists and dicts. It leaves out objects of threads, and the insides of torch, DeepSpeed,
+    numpy and Python.
 
     Args:
         model: the stage.
@@ -86,7 +86,8 @@ class Variables:
             self._kept = [kept if kept.stands() else _Kept.of(kept.holder) for kept in self._kept]
 
     def changes(self) -> list[Change]:
-        """What is otherwise now. What is in the new values is watched from the next `keep` on, until others come."""
+        """The changes since `keep`. Insides of new values are watched from the next `keep` on, until other values
+        come."""
         found = []
         filled = [_Kept(_Contents(container), {"": ()}) for container in self._empty if container]
         for kept in (*self._kept, *filled):
@@ -128,7 +129,7 @@ class _Holder:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a holder has had in it."""
+    """The content of a holder."""
 
     holder: _Holder
     values: dict[Any, Any]
@@ -151,7 +152,7 @@ class _Kept:
 
 
 class _Named(_Holder):
-    """Those of ``space`` that are in ``names``, each for itself; of a class by way of ``kind``."""
+    """Variables of ``space`` that are in ``names``, each for itself; those of a class by way of ``kind``."""
 
     def __init__(self, space: Any, names: Set[str] | None = None, kind: type | None = None) -> None:
         self._space = space
@@ -246,7 +247,7 @@ class _Cell(_Holder):
 
 @dataclass(frozen=True)
 class _Values:
-    """Of a tensor: the count of its changes, and what is in it if it is small."""
+    """The count of a tensor's changes, and its values if it is small."""
 
     version: int
     copy: torch.Tensor | None
@@ -303,7 +304,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _holders(things: Sequence[Any], names: set[str]) -> list[_Holder]:
-    """Of ``things`` and what they lead to. What the code of functions names is added to ``names``."""
+    """Variables of ``things`` and of all that they lead to. Names in the code of functions are added to ``names``."""
     found: list[_Holder] = []
     seen: dict[int, Any] = {}  # the things themselves too, or others may get their ids
     left: list[tuple[Any, int]] = [(thing, 0) for thing in reversed(things)]

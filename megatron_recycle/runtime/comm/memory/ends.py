@@ -1,4 +1,4 @@
-"""What the ends of a communicator in memory have posted, and the processes that they are of."""
+"""The ends of a communicator in memory, with their posted operations, and the processes that own them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Host:
 
 
 class Rules(Protocol):
-    """What becomes of operations."""
+    """Rules that decide the fate of operations."""
 
     def post(self, operation: Operation) -> None: ...
 
@@ -94,7 +94,7 @@ class Together:
 
 
 class Board:
-    """What the members of a communicator have in common."""
+    """The state that the members of a communicator share."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size

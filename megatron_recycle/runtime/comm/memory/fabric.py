@@ -70,8 +70,8 @@ class Fabric:
             return there
 
     def die(self, process: Host) -> None:
-        """``process`` is no more. What it had sent and nobody has got yet arrives, or is lost; who has a connection to
-        it notices by and by."""
+        """``process`` is no more. Its messages under way arrive, or are lost; the ends of its connections notice by and
+        by."""
         with self._time.lock:
             if process.dead:
                 return
@@ -241,7 +241,7 @@ class Fabric:
                 self._end(operation, why)
 
     def _pending(self, end: End) -> list[Operation]:
-        """What ``end`` has posted and is not over."""
+        """The operations that ``end`` has posted and that are not over."""
         found: list[Operation | None] = [each for batch in end.queue for each in batch]
         found += [get() for waiting in end.board.posted.values() for get in waiting]
         found += [get() for flight in self._time.flights for get in flight.of]
@@ -249,7 +249,7 @@ class Fabric:
         return [each for each in dict.fromkeys(found) if each is not None and each.end is end and not each.over]
 
     def _report(self) -> str:
-        """What is in the queues of each communicator."""
+        """The operations in the queues of each communicator."""
         lines = []
         for board in self._boards.values():
             for end in board.ends.values():
@@ -272,7 +272,7 @@ def _itself(operation: Operation) -> Operation:
 
 
 def _neighbours(rank: int, size: int) -> set[int]:
-    """Those that a ring connects ``rank`` with."""
+    """The ranks that a ring connects ``rank`` with."""
     return {(rank - 1) % size, (rank + 1) % size}
 
 

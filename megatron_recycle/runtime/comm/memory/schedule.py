@@ -1,7 +1,7 @@
 """When messages arrive, where there is no clock.
 
-A message is late by a number of other events, and where nobody else has anything to do it comes at once. Whoever waits
-delivers what is due: there is no thread for it, and nobody sleeps.
+A message is late by a number of other events, and where nobody else has anything to do it comes at once. A thread that
+waits delivers the messages that are due: there is no thread for it, and nobody sleeps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Flight:
     number: int
     arrive: Callable[[], None] = field(compare=False)
     of: tuple[Callable[[], Any], ...] = field(compare=False)
-    """What it carries, or None if that is gone."""
+    """Its content, or None if that is gone."""
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Schedule:
 
     def __init__(self, seed: int, limit: float, report: Callable[[], str]) -> None:
         self.lock = threading.Lock()
-        """Of everything in the network."""
+        """The lock of everything in the network."""
         self.flights: list[Flight] = []
         self.seed = seed
         self._limit, self._report = limit, report
@@ -76,7 +76,7 @@ class Schedule:
         self._last_event = time.monotonic()
 
     def run(self, *functions: Callable[[], Any]) -> list[Any]:
-        """What ``functions`` return, each in a thread of its own, which starts no others that talk.
+        """The results of ``functions``, each in a thread of its own, which starts no others that talk.
 
         `GenerationOver` and anything beyond Exception but `Stuck` are returned; what else one raises is raised. They
         are `Stuck` as soon as all wait and nothing is under way.
@@ -157,7 +157,7 @@ class Schedule:
             del self._waiting[thread]
 
     def wake(self, *whats: object) -> None:
-        """Whoever waits for one of ``whats``, or everybody, has to look again."""
+        """Wake the threads that wait for one of ``whats``, or all, to look again."""
         for each in self._waiting.values():
             if not whats or any(each.what is what for what in whats):
                 each.event.set()
