@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver
+from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.abort import abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
+from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, CONTROL
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -30,6 +32,19 @@ def connect(network: MemoryNetwork, me: Worker, members: Any, generation: int = 
     ranks = PARTS if network.rank not in RANKS[me] or part else RANKS
     return network.connect(generation=generation, prefix=f"g{generation}", place=Place(me, GRID, ranks, "gloo", part),
                            members=members, limits=Limits(20.0, 20.0, meet), interrupted=interrupted)
+
+
+def test_a_default_group_that_was_made_without_a_name_has_a_library_for_each_kind_of_device():
+    """As by init_process_group() or init_process_group("cpu:gloo,cuda:nccl")."""
+    for name in (None, "cpu:gloo", "gloo"):
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            assert backend_for(torch.device("cpu")) == "gloo"
+            if name != "gloo":
+                with pytest.raises(UnsupportedError, match=r"no library for tensors on a cuda device .* gloo and nccl"):
+                    backend_for(torch.device("cuda"))
+        finally:
+            dist.destroy_process_group()
 
 
 def test_each_member_has_its_communicators():

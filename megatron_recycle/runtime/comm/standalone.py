@@ -12,7 +12,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.control import ask_record
 from megatron_recycle.environment import JOINING, Launched
-from megatron_recycle.errors import ConfigError
+from megatron_recycle.errors import ConfigError, UnsupportedError
+from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.setup_record import ALONE, Alone, SetUp, SetUpReplay, answer_from, recorder
 
 
@@ -106,12 +107,24 @@ def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int
 
 
 def backend_for(device: torch.device) -> str:
-    """Backend of the training's groups: that of the default group, or, where that is a stand-in, the one that the
-    script asked for, or the usual one."""
+    """Name of the library of the training's groups: the one that torch's default group has for ``device``, or, where
+    that group is a stand-in, the one that the script asked for, or the usual one.
+
+    Raises UnsupportedError if this plugin cannot speak to it.
+    """
     backend = dist.get_backend()
-    if backend != ALONE:
+    if backend in BACKENDS:
         return backend
-    asked: str | None = getattr(dist.init_process_group, "asked", None)
-    if asked in ("gloo", "nccl"):
-        return asked
-    return "nccl" if device.type == "cuda" else "gloo"
+    if backend == ALONE:
+        asked: str | None = getattr(dist.init_process_group, "asked", None)
+        if asked is not None and asked in BACKENDS:
+            return asked
+        return "nccl" if device.type == "cuda" else "gloo"
+    # A group that was made without a name, or with several of them, has one for each kind of device.
+    default = c10d._get_default_group()
+    name = default._get_backend(device).name() if device.type in map(str, default._device_types) else ""
+    if name not in BACKENDS:
+        raise UnsupportedError(f"torch's default group has {name or 'no library'} for tensors on a {device.type} "
+                               f"device ({backend}); this plugin can talk to {' and '.join(BACKENDS)}: name one of "
+                               "them in init_process_group()")
+    return name
