@@ -60,9 +60,9 @@ class CampaignJob(Job):
 
     def _start_coordinator(self) -> str:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        order = coordinator_process.Order(self.size, self.folder, "token", "127.0.0.1", environ, store_port=-1,
-                                          embedded=True)
-        self._service = coordinator_process.start(order)
+        spec = coordinator_process.CoordinatorSpec(self.size, self.folder, "token", "127.0.0.1", environ, store_port=-1,
+                                                   embedded=True)
+        self._service = coordinator_process.start(spec)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="events")
         self._thread.start()

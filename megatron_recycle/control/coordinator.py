@@ -30,7 +30,7 @@ from megatron_recycle.membership.decisions import End, Improve
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Input, Interrupted, Loss, Lost, Restarted, StaysOut
 from megatron_recycle.membership.state import Member, Phase, State
-from megatron_recycle.membership.vacancies import Offered, Places, free_places
+from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 
 Measure = Callable[[State, Member, Mapping[str, Any]], "Conclusions | None"]
 """(state, member, measured message) -> what follows from it; called in the event loop."""
@@ -81,7 +81,7 @@ class Coordinator:
         self._launched = launched
         self._measure = measure
         self._emit = emit
-        self._places = None if offered is None else Places(offered)
+        self._places = None if offered is None else Reservations(offered)
         self._telling = Telling(emit, self.server, told)
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
         self._searches = Searches(Plans(plan, improve, moves), self.feed, lambda: self.state)

@@ -30,7 +30,7 @@ from megatron_recycle.launch.network import (
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
-from megatron_recycle.launch.torch_store import Store, keep_store
+from megatron_recycle.launch.torch_store import TorchStore, keep_store
 from megatron_recycle.launch.worker_command import default_nproc, python_command, say_to, torchrun_environment
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.observe.output import spare_output
@@ -131,7 +131,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     nproc = args.nproc or default_nproc(os.environ)
     run_dir = _run_dir(args, config, hosts.folder)
     coordinator: service.Service | None = None
-    kept: Store | None = None
+    kept: TorchStore | None = None
     try:
         if hosts.rank == 0:
             found, coordinator, kept = _lead(args, config, hosts, run_dir, token or tokens.new(), nproc, store)
@@ -194,13 +194,13 @@ def _run_dir(args: argparse.Namespace, config: RecycleConfig, folder: str | None
 
 def _lead(
     args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, store: bool
-) -> tuple[Meeting, service.Service, Store | None]:
+) -> tuple[Meeting, service.Service, TorchStore | None]:
     """Start torch's store and the coordinator, and write their addresses into the run folder.
 
     Raises:
         RecycleError: one of them cannot be started; the hosts that wait for this one read why.
     """
-    kept: Store | None = None
+    kept: TorchStore | None = None
     if not hosts.name:
         host = args.master_addr or config.interface
         check_host(host, hosts.count > 1)
@@ -219,8 +219,8 @@ def _lead(
         if store:
             kept = keep_store(host, args.master_port + 1 if args.master_port else 0, environ, run_dir)
         store_at = -1 if kept is None else kept.port
-        order = service.Order(nproc * hosts.count, run_dir, token, host, environ, args.master_port, store_at)
-        coordinator = service.start(order)
+        spec = service.CoordinatorSpec(nproc * hosts.count, run_dir, token, host, environ, args.master_port, store_at)
+        coordinator = service.start(spec)
     except RecycleError as error:
         if kept is not None:
             kept.end()

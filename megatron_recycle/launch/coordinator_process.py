@@ -25,7 +25,7 @@ _TOLD_LINES = 5
 
 
 @dataclass(frozen=True)
-class Order:
+class CoordinatorSpec:
     """A coordinator to be started. `port` 0 is any; `store_port` is where torch's store is, for hosts that join; -1:
     there is none of ours.
 
@@ -56,7 +56,7 @@ class Service:
 
     child: Child
     control: str
-    order: Order
+    spec: CoordinatorSpec
     deaths: Deaths = field(default_factory=lambda: Deaths("the coordinator"))
     later: bool = False
     """Whether it was started again, so that nobody has read yet what it said."""
@@ -74,8 +74,8 @@ class Service:
         if refused:
             raise RecycleError(_not_started(self.child.log, said))
         self.deaths.died(self.child.log)
-        order = dataclasses.replace(self.order, port=int(self.control.rpartition(":")[2]), resume=True)
-        return Service(_spawn(order), self.control, order, self.deaths, later=True)
+        spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True)
+        return Service(_spawn(spec), self.control, spec, self.deaths, later=True)
 
     def _said(self) -> dict[str, str]:
         """The line of a process that has ended, if it got as far as that; nobody has read it yet."""
@@ -90,26 +90,26 @@ class Service:
         self.child.release()
 
 
-def start(order: Order) -> Service:
+def start(spec: CoordinatorSpec) -> Service:
     """Start the process and wait until it listens.
 
     Raises:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
-    child = _spawn(order)
+    child = _spawn(spec)
     said = json.loads(_first_line(child) or b"{}")
     if "control" not in said:
         child.signal(signal.SIGKILL)
         child.wait(_END_LIMIT)
         child.release()
         raise RecycleError(_not_started(child.log, said))
-    return Service(child, said["control"], order)
+    return Service(child, said["control"], spec)
 
 
-def _spawn(order: Order) -> Child:
-    environ = {**order.environ, TOKEN: order.token, "OMP_NUM_THREADS": "1"}
-    log = order.run_dir / "coordinator.log"
-    return Child(order.command(), environ, log, stdout=subprocess.PIPE, tied=order.tied, deaf=True)
+def _spawn(spec: CoordinatorSpec) -> Child:
+    environ = {**spec.environ, TOKEN: spec.token, "OMP_NUM_THREADS": "1"}
+    log = spec.run_dir / "coordinator.log"
+    return Child(spec.command(), environ, log, stdout=subprocess.PIPE, tied=spec.tied, deaf=True)
 
 
 def _not_started(log: Path, said: Mapping[str, str]) -> str:

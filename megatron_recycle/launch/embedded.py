@@ -29,7 +29,7 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
     prepare(run_dir)
     timeouts = ("heartbeat_interval", "heartbeat_timeout", "transport_timeout", "report_timeout")
     environ = {**os.environ, **{variable(name): str(getattr(settings, name)) for name in timeouts}}
-    order = service.Order(
+    spec = service.CoordinatorSpec(
         size=size,
         run_dir=run_dir,
         token=token,
@@ -39,6 +39,6 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
         tied=False,
         embedded=True,
     )
-    started = service.start(order)
+    started = service.start(spec)
     started.child.release()
     return started.control, token

@@ -19,7 +19,7 @@ _PATIENCE = 20.0
 
 
 @dataclass(frozen=True)
-class Places:
+class Vacancies:
     """The answer to a host that joins: ranks without a worker, the job's size, "host:port" of torch's store, and the
     settings in the environment of the job's first host."""
 
@@ -29,7 +29,7 @@ class Places:
     environ: Mapping[str, str]
 
 
-def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str], None]) -> Places:
+def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str], None]) -> Vacancies:
     """Up to `count` free places of the job whose coordinator listens at `control`; they are kept for this host.
 
     Waits up to `timeout` seconds for one to become free, and says so to `say`.
@@ -44,7 +44,7 @@ def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str
             told = _answer(answers, link)
             why, left = told["refusal"], limit - time.monotonic()
             if not why:
-                return Places(tuple(told["ranks"]), told["size"], told["store"], dict(told["environ"]))
+                return Vacancies(tuple(told["ranks"]), told["size"], told["store"], dict(told["environ"]))
             if not told["again_s"] or left <= 0:
                 waited = f"; waited {timeout:.0f} s (--join-timeout)" if told["again_s"] and timeout else ""
                 raise RecycleError(f"this host cannot join the job at {control}: {why}{waited}")

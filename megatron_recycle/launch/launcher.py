@@ -22,12 +22,12 @@ from megatron_recycle.launch.ending import Ending
 from megatron_recycle.launch.last_words import last_words
 from megatron_recycle.launch.log_tail import Follower
 from megatron_recycle.launch.obeying import Obeying
-from megatron_recycle.launch.processes import NOT_JOINED, Job, Processes, Worker
+from megatron_recycle.launch.processes import NOT_JOINED, Job, Processes, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.services import Services
 from megatron_recycle.launch.starting import Starting, Starts
 from megatron_recycle.launch.summary import Summary
-from megatron_recycle.launch.torch_store import Store
+from megatron_recycle.launch.torch_store import TorchStore
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.messages import TO_LAUNCHER
 from megatron_recycle.observe.text import printable
@@ -55,7 +55,7 @@ class Launcher:
         token: str,
         say: Callable[[str], None],
         coordinator: Service | None = None,
-        store: Store | None = None,
+        store: TorchStore | None = None,
     ) -> None:
         self.summary = Summary()
         self._say = lambda line: say(printable(line))
@@ -140,7 +140,7 @@ class Launcher:
         worker = self.processes.spawn(rank, out, move)
         self._selector.register(worker.child.pidfd, selectors.EVENT_READ, worker)
 
-    def _ended(self, worker: Worker) -> None:
+    def _ended(self, worker: WorkerProcess) -> None:
         moment = time.time()
         self._selector.unregister(worker.child.pidfd)
         worker.status = worker.child.collect()

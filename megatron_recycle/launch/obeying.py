@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from megatron_recycle.control.wire import Message
 from megatron_recycle.launch.ending import Ending
 from megatron_recycle.launch.log_tail import Follower
-from megatron_recycle.launch.processes import Processes, Say, Worker
+from megatron_recycle.launch.processes import Processes, Say, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.services import Services
 from megatron_recycle.launch.starting import Starting
@@ -71,7 +71,7 @@ class Obeying:
         elif self._ending.end is not None or self._restarts.most:
             worker.child.signal(signal.SIGKILL)  # stopped for good, or to make room for the next one
 
-    def _cut_off(self, worker: Worker) -> None:
+    def _cut_off(self, worker: WorkerProcess) -> None:
         """The others go on without it; it ends by itself, or has already, and its place is free for another life."""
         if worker.lives:
             worker.kill_at = time.monotonic() + self._processes.job.grace.terminated

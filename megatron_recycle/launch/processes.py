@@ -32,7 +32,7 @@ class Grace:
 
 
 @dataclass
-class Worker:
+class WorkerProcess:
     """A rank's process, and what became of it."""
 
     rank: int
@@ -93,8 +93,8 @@ class Processes:
 
     def __init__(self, job: Job, devices: Mapping[int, int], say: Say) -> None:
         self.job = job
-        self.workers: dict[int, Worker] = {}
-        self.lives: list[Worker] = []
+        self.workers: dict[int, WorkerProcess] = {}
+        self.lives: list[WorkerProcess] = []
         self.devices = devices
         self._say = say
 
@@ -103,7 +103,7 @@ class Processes:
         """Tells hosts apart, also several of one name (containers, network namespaces)."""
         return f"{socket.gethostname()}/{self.job.environ.get('GROUP_RANK', '0')}"
 
-    def spawn(self, rank: int, out: str | None = None, move: int = 0) -> Worker:
+    def spawn(self, rank: int, out: str | None = None, move: int = 0) -> WorkerProcess:
         """Start a process for `rank`; one that is `out` is to join. Raises RecycleError or OSError."""
         environ = {
             **self.job.environ,
@@ -120,7 +120,7 @@ class Processes:
             self.workers[rank].child.release()
         if child.unlogged is not None:
             self._say(f"rank {rank}: {child.unlogged}: what it prints is lost")
-        self.workers[rank] = Worker(rank, child, out=out, joins=out is not None, move=move)
+        self.workers[rank] = WorkerProcess(rank, child, out=out, joins=out is not None, move=move)
         self.lives.append(self.workers[rank])
         return self.workers[rank]
 
@@ -128,12 +128,12 @@ class Processes:
         """The file that the processes of this rank write."""
         return self.job.run_dir / f"worker-{rank}.log"
 
-    def mine(self, rank: int, pid: int) -> Worker | None:
+    def mine(self, rank: int, pid: int) -> WorkerProcess | None:
         """The worker of this rank, if it is this process."""
         worker = self.workers.get(rank)
         return worker if worker is not None and worker.pid == pid else None
 
-    def live(self) -> list[Worker]:
+    def live(self) -> list[WorkerProcess]:
         """The workers whose process has not ended."""
         return [worker for worker in self.workers.values() if worker.lives]
 

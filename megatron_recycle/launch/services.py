@@ -6,7 +6,7 @@ from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.ending import Ending
 from megatron_recycle.launch.processes import Say
-from megatron_recycle.launch.torch_store import Store
+from megatron_recycle.launch.torch_store import TorchStore
 
 
 class Services:
@@ -16,7 +16,7 @@ class Services:
         coordinator: its process; None: another launcher looks after it.
     """
 
-    def __init__(self, coordinator: Service | None, store: Store | None, ending: Ending, say: Say) -> None:
+    def __init__(self, coordinator: Service | None, store: TorchStore | None, ending: Ending, say: Say) -> None:
         self.coordinator = coordinator
         self._store = store
         self._ending = ending

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.launch.processes import NOT_JOINED, Processes, Say, Worker
+from megatron_recycle.launch.processes import NOT_JOINED, Processes, Say, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.membership.failure_kinds import FailureKind
 
@@ -87,7 +87,7 @@ class Starting:
         self._spawn = spawn
         self._tell = tell
 
-    def failed(self, worker: Worker) -> None:
+    def failed(self, worker: WorkerProcess) -> None:
         """Decide whether it is to be started again; not beside another process on its device."""
         if self._starts.awaited(worker.rank):
             return
@@ -136,7 +136,7 @@ class Starting:
             worker.child.signal(signal.SIGKILL)
         self._starts.end(rank)
 
-    def joined(self, worker: Worker) -> None:
+    def joined(self, worker: WorkerProcess) -> None:
         """It takes part in the training."""
         self._starts.end(worker.rank)
         worker.out, worker.joins = None, False

@@ -21,7 +21,7 @@ from megatron_recycle.launch.network import check_listening
 _END_LIMIT = 2.0
 
 
-class Store:
+class TorchStore:
     """Torch's store on one interface, looked after.
 
     Args:
@@ -70,10 +70,10 @@ class Store:
         return Child(command, self._environ, self._log, keep=(number,), deaf=True)
 
 
-def keep_store(host: str, port: int, environ: Mapping[str, str], run_dir: Path) -> Store:
+def keep_store(host: str, port: int, environ: Mapping[str, str], run_dir: Path) -> TorchStore:
     """The store of the job whose folder is `run_dir`. Raises ConfigError if nobody can listen there."""
     check_listening(host, port)
-    return Store(host, port, environ, run_dir / "coordinator.log")
+    return TorchStore(host, port, environ, run_dir / "coordinator.log")
 
 
 def serve(descriptor: int) -> Any:

@@ -19,7 +19,7 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Reported, ReportsLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
-from megatron_recycle.membership.resume import RESTART, Stop, by_stage, decide
+from megatron_recycle.membership.resume import RESTART, DeadEnd, by_stage, decide
 from megatron_recycle.membership.state import Closing, Member, Message, Phase, State
 
 # Who is lost
@@ -279,7 +279,7 @@ def _go(state: State, now: float) -> Step:
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)
     resume = decide(state.stages, holding, state.reports, announced=announced)
-    if isinstance(resume, Stop):
+    if isinstance(resume, DeadEnd):
         return closing.end(state, 1, resume.message, now)
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
     go = {

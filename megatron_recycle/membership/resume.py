@@ -47,7 +47,7 @@ class Resume:
 
 
 @dataclass(frozen=True)
-class Stop:
+class DeadEnd:
     """Training cannot go on; `message` names the stage and says what to do."""
 
     message: str
@@ -76,7 +76,7 @@ def decide(
     reports: Mapping[str, Report],
     *,
     announced: tuple[int, int] | None = None,
-) -> Resume | Stop:
+) -> Resume | DeadEnd:
     """The resume point of a generation.
 
     `members` maps process to incarnation; `reports` has one report for each (see the wire protocol).
@@ -87,24 +87,24 @@ def decide(
     peers = by_stage(stages, members)
     for stage, workers in enumerate(peers):
         if not workers:
-            return Stop(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
+            return DeadEnd(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
     holding = [(stage, names) for stage, workers in enumerate(peers) for names in _by_part(workers)]
     target, lagging = _target([names for _, names in holding], reports)
     if lagging is not None:
         stage, names = holding[lagging]
-        return Stop(
+        return DeadEnd(
             f"stage {stage} holds nothing newer than iteration {_best(names, reports)}, but "
             f"another stage is at {target + 1}: they cannot be brought together. {RESTART}"
         )
     # A step that is not committed can be undone; one that is cannot.
     ahead = next((name for name in members if reports[name].get("committed", reports[name]["stepped"]) > target), None)
     if ahead is not None:
-        return Stop(
+        return DeadEnd(
             f"worker {ahead} has stepped iteration {reports[ahead]['stepped']}, which some stage lost before "
             f"it held it. {RESTART}"
         )
     verdict = _verdict(target, reports)
-    if isinstance(verdict, Stop):
+    if isinstance(verdict, DeadEnd):
         return verdict
     following = target + 1
     again = [reports[name] for name in members if reports[name]["iteration"] == following]
@@ -135,7 +135,7 @@ def _target(peers: Sequence[Sequence[str]], reports: Mapping[str, Report]) -> tu
     return newest - 1, lagging
 
 
-def _verdict(target: int, reports: Mapping[str, Report]) -> Mapping[str, Any] | Stop | None:
+def _verdict(target: int, reports: Mapping[str, Report]) -> Mapping[str, Any] | DeadEnd | None:
     known = [(name, report["verdict"]) for name, report in reports.items() if report.get("verdict")]
     of_target = [(name, verdict) for name, verdict in known if verdict["iteration"] == target]
     if not of_target:
@@ -143,7 +143,7 @@ def _verdict(target: int, reports: Mapping[str, Report]) -> Mapping[str, Any] | 
     first, verdict = of_target[0]
     for name, other in of_target[1:]:
         if _canonical(other) != _canonical(verdict):
-            return Stop(
+            return DeadEnd(
                 f"workers {first} and {name} disagree on the verdict of iteration {target} ({verdict} and "
                 f"{other}). Please report this as a bug. {RESTART}"
             )

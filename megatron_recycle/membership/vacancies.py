@@ -24,7 +24,7 @@ class Offered:
 
 
 @dataclass
-class Places:
+class Reservations:
     """The coordinator's memory of what it has offered, and until when."""
 
     offered: Offered
@@ -35,7 +35,7 @@ class Places:
         self.kept.pop(name, None)
 
 
-def free_places(state: State, places: Places | None, count: int, now: float) -> dict[str, Any]:
+def free_places(state: State, places: Reservations | None, count: int, now: float) -> dict[str, Any]:
     """The message that answers a host which asks for `count` places at the time `now`."""
     if places is None:
         return _answer(refusal="it was not started by `recycle run`, so that nobody tells a host where to meet")

@@ -39,7 +39,7 @@ class Received:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Span:
     """Bytes ``start`` to ``stop`` of the tensor ``name``, sent by giver number ``giver``."""
 
     name: str
@@ -48,12 +48,12 @@ class Piece:
     giver: int
 
 
-def pieces(sizes: Mapping[str, int], givers: int, limit: int = PIECE) -> list[Piece]:
+def pieces(sizes: Mapping[str, int], givers: int, limit: int = PIECE) -> list[Span]:
     """Tensors of these ``sizes`` in bytes, cut into pieces of at most ``limit``, shared out evenly."""
     cuts = [(name, start, min(start + limit, size)) for name, size in sizes.items() for start in range(0, size, limit)]
     total, before, found = sum(sizes.values()), 0, []
     for name, start, stop in cuts:
-        found.append(Piece(name, start, stop, min(givers - 1, before * givers // max(1, total))))
+        found.append(Span(name, start, stop, min(givers - 1, before * givers // max(1, total))))
         before += stop - start
     return found
 
@@ -122,7 +122,7 @@ def take(groups: Groups, joined: Sequence[Worker],
     return tensors, _read(told["facts"], tensors), received
 
 
-def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Piece], flat: Mapping[str, torch.Tensor]) -> None:
+def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Span], flat: Mapping[str, torch.Tensor]) -> None:
     """All pieces from all givers, each compared with the giver's checksum of it."""
     shares = [[piece for piece in cut if piece.giver == number] for number in range(len(givers))]
     arriving = []

@@ -19,7 +19,7 @@ from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.deaths import Deaths
 from megatron_recycle.launch.launcher import Launcher
-from megatron_recycle.launch.processes import Grace, Job, Worker
+from megatron_recycle.launch.processes import Grace, Job, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
 
 IGNORES = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', end='', flush=True); "
@@ -43,7 +43,7 @@ def launcher(
         made.processes.kill_all()
 
 
-def tell(made: Launcher, name: str, worker: Worker, /, **fields: Any) -> None:
+def tell(made: Launcher, name: str, worker: WorkerProcess, /, **fields: Any) -> None:
     made._receive({"type": name, "rank": worker.rank, "pid": worker.child.pid, **fields})
 
 
@@ -52,7 +52,7 @@ def move(made: Launcher, number: int) -> None:
     made._receive({"type": "start", "rank": 7, "beside": 0, "pid": made.processes.workers[0].child.pid, "move": number})
 
 
-def until_ended(made: Launcher, worker: Worker) -> None:
+def until_ended(made: Launcher, worker: WorkerProcess) -> None:
     limit = time.monotonic() + 20
     while worker.status is None:
         assert time.monotonic() < limit
@@ -172,7 +172,7 @@ def test_hosts_but_the_first_tell_of_their_own_workers_only(tmp_path: Path) -> N
 # ---- a host that was cut off
 
 
-def cut_off(made: Launcher, worker: Worker) -> None:
+def cut_off(made: Launcher, worker: WorkerProcess) -> None:
     tell(made, "out", worker, kind="unreachable", error="")
 
 

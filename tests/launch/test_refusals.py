@@ -54,7 +54,7 @@ def test_what_cannot_work_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def start(order: service.Order) -> service.Service:
+    def start(spec: service.CoordinatorSpec) -> service.Service:
         raise AssertionError("a coordinator was started")
 
     monkeypatch.setattr(service, "start", start)

@@ -9,7 +9,7 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.vacancies import Offered, Places, free_places
+from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 from tests.membership.cluster import Cluster, endings, events, report, told
 
 
@@ -160,7 +160,7 @@ def test_a_coordinator_that_comes_back_takes_in_whom_its_predecessor_had_let_wai
 
 def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
     cluster = Joins().lost()
-    places = Places(Offered("host:1", {"RECYCLE_SEED": "3"}))
+    places = Reservations(Offered("host:1", {"RECYCLE_SEED": "3"}))
     answer = free_places(cluster.state, places, 4, now=0.0)
     assert (answer["ranks"], answer["size"], answer["store"]) == ([3], 6, "host:1")
     assert "others are about to join" in free_places(cluster.state, places, 4, now=1.0)["refusal"]

@@ -11,7 +11,7 @@ from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.vacancies import Offered, Places, free_places
+from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 from tests.membership.cluster import Cluster, events, report, told
 
 MOVER, TO = "1:1", "0:0"
@@ -223,7 +223,7 @@ def test_a_process_of_another_host_that_came_first_ends_the_move_and_is_taken_in
 def test_the_position_is_offered_to_no_host() -> None:
     cluster = Moves()
     cluster.moving()
-    places = Places(Offered("host:1", {}))
+    places = Reservations(Offered("host:1", {}))
     assert free_places(cluster.state, places, 4, now=0.0)["ranks"] == [cluster.names.index("1:0")]
 
 

@@ -12,8 +12,8 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.membership.names import Process, in_order, siblings, workers_of
 from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.resume import Resume, Stop, decide
-from megatron_recycle.membership.vacancies import Offered, Places, free_places
+from megatron_recycle.membership.resume import DeadEnd, Resume, decide
+from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 from megatron_recycle.plan import Worker
 from tests.membership.cluster import Cluster, endings, events, report, told
 
@@ -135,7 +135,7 @@ def test_a_stage_holds_only_what_each_part_holds() -> None:
         if name.endswith(".0"):
             reports[name] = report(iteration=7, holds=6, stepped=6)
     stop = decide(2, members, reports)
-    assert isinstance(stop, Stop) and "stage 1 holds nothing newer than iteration 4" in stop.message
+    assert isinstance(stop, DeadEnd) and "stage 1 holds nothing newer than iteration 4" in stop.message
 
 
 # ---- coming back
@@ -236,7 +236,7 @@ def test_a_stranded_keeps_its_place_until_it_is_silent() -> None:
     cluster = without_a_part()
     ((_, refusal),) = told(cluster.hello("0:1.0", life=1), "end")
     assert "another process" in refusal["message"]
-    places = Places(Offered("host:1", {}))
+    places = Reservations(Offered("host:1", {}))
     assert free_places(cluster.state, places, 8, cluster.now)["ranks"] == [cluster.names.index("0:1.1")]
     decisions = cluster.feed(inputs.Lost((inputs.Loss("0:1.0/0", FailureKind.FROZEN),), cluster.now))
     assert told(decisions, "end") and events(decisions, "suspected")[0]["kind"] == "frozen"

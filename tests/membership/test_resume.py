@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from megatron_recycle.membership.resume import Resume, Stop, decide
+from megatron_recycle.membership.resume import DeadEnd, Resume, decide
 from tests.membership.cluster import report
 
 
-def _decide(reports: dict[str, Any], stages: int = 2, **other: Any) -> Resume | Stop:
+def _decide(reports: dict[str, Any], stages: int = 2, **other: Any) -> Resume | DeadEnd:
     return decide(stages, dict.fromkeys(reports, "x"), reports, **other)
 
 
@@ -52,17 +52,17 @@ def test_copies_are_spread_over_the_holders() -> None:
 
 def test_an_empty_stage_is_named() -> None:
     stop = _decide({"0:0": report(), "1:0": report()})
-    assert isinstance(stop, Stop) and "stage 1" in stop.message and "checkpoint" in stop.message
+    assert isinstance(stop, DeadEnd) and "stage 1" in stop.message and "checkpoint" in stop.message
 
 
 def test_a_step_that_another_stage_lost_is_a_stop() -> None:
     stop = _decide({"0:0": report(iteration=6, holds=5, stepped=5), "0:1": report(iteration=5, holds=4)})
-    assert isinstance(stop, Stop) and "0:0" in stop.message
+    assert isinstance(stop, DeadEnd) and "0:0" in stop.message
 
 
 def test_stages_two_iterations_apart_are_a_stop() -> None:
     stop = _decide({"0:0": report(iteration=6, holds=5, stepped=4), "0:1": report(iteration=4, holds=3)})
-    assert isinstance(stop, Stop) and "stage 1" in stop.message
+    assert isinstance(stop, DeadEnd) and "stage 1" in stop.message
 
 
 def test_a_verdict_of_another_iteration_is_not_used() -> None:
@@ -77,7 +77,7 @@ def test_a_verdict_of_another_iteration_is_not_used() -> None:
 def test_verdicts_that_differ_are_a_stop_but_a_norm_that_is_no_number_is_not() -> None:
     verdicts = [{"iteration": 4, "norm": 1.0}, {"iteration": 4, "norm": 2.0}]
     reports = {f"{d}:0": report(iteration=5, holds=4, verdict=v) for d, v in enumerate(verdicts)}
-    assert isinstance(_decide(reports, stages=1), Stop)
+    assert isinstance(_decide(reports, stages=1), DeadEnd)
     verdicts = [{"iteration": 4, "norm": math.nan}, {"iteration": 4, "norm": float("nan")}]
     reports = {f"{d}:0": report(iteration=5, holds=4, verdict=v) for d, v in enumerate(verdicts)}
     assert isinstance(_decide(reports, stages=1), Resume)

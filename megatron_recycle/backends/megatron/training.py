@@ -20,7 +20,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 LOOP = "megatron.training.training"
 
 
-class Schedule(Protocol):
+class PluginSchedule(Protocol):
     """The plugin's schedule, as the loop's replacements need it."""
 
     def speaks(self) -> bool:
@@ -75,7 +75,7 @@ def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], A
     return lambda: None if when() else writer()
 
 
-def take_over(session: Session, schedule: Schedule) -> None:
+def take_over(session: Session, schedule: PluginSchedule) -> None:
     """Rebind the loop's names, if it is loaded."""
     loop: Any = sys.modules.get(LOOP)
     if loop is None:
