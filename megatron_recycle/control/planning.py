@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +11,6 @@ from megatron_recycle.measure.job import Measured, Measurements
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, overfull
 from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
 from megatron_recycle.planner.baselines import drop
-
-log = logging.getLogger(__name__)
 
 WORTHWHILE = 0.02
 """A plan in use is replaced by one that takes less time by more than this share."""

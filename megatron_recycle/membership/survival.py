@@ -1,4 +1,4 @@
-"""Which hosts a job can lose: told when it begins, while it can still be started in another way. Pure."""
+"""The hosts that a job can lose, judged when it begins, while it can still be started in another way. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _NAMED = 3
 @dataclass(frozen=True)
 class Survival:
     """`fatal` has, for each host whose loss would leave a stage without a worker, these stages; `text` says it to
-    people. `doubtful`: they had better read it."""
+    people."""
 
     text: str
-    doubtful: bool = False
     fatal: Mapping[str, list[int]] = field(default_factory=dict)
 
 
@@ -34,8 +33,7 @@ def judge(hosts: Mapping[str, str], coordinator: str = "") -> Survival:
         where.setdefault(worker.stage, {}).setdefault(worker.pipeline, set()).add(host)
     copies = min(len(workers) for workers in where.values())
     if copies < 2:
-        return Survival("each stage has one worker: no failure can be survived. Survivors need two pipelines or more",
-                        True)
+        return Survival("each stage has one worker: no failure can be survived. Survivors need two pipelines or more")
     all_hosts = sorted(set(hosts.values()))
     if len(all_hosts) == 1:
         return Survival(f"all workers are on host {_shown(all_hosts, all_hosts)}, whose loss ends the job")
@@ -49,7 +47,7 @@ def judge(hosts: Mapping[str, str], coordinator: str = "") -> Survival:
                          for host, stages in [*fatal.items()][:_NAMED])
         held += f"; and {len(fatal) - _NAMED} hosts more" * (len(fatal) > _NAMED)
         return Survival(f"warning: losing one host can end the job: {held}. Start at most {most} workers on each host "
-                        "(--nproc), on more hosts", True, fatal)
+                        "(--nproc), on more hosts", fatal)
     but = f" but {_shown([coordinator], all_hosts)}, where the coordinator is" if coordinator in all_hosts else ""
     return Survival(f"survives the loss of any one host{but}")
 
