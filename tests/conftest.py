@@ -8,6 +8,8 @@ import tempfile
 
 import pytest
 
+from tests.labels import MAY_START
+
 SHARED = "SUITE_FOLDER"
 """Variable that names a folder of this run of the suite, the same in all of its processes (`tests.references`)."""
 
@@ -20,6 +22,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if SHARED not in os.environ:
         os.environ[SHARED] = tempfile.mkdtemp(prefix="recycle-suite-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Whoever starts workers is marked so (`tests.labels`)."""
+    os.environ[MAY_START] = "yes" if item.get_closest_marker("processes") else "no"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,13 +34,15 @@ from megatron_recycle.control.journal import Journal
 from megatron_recycle.control.measured import Conclusions, Profiles
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership.state import Member, State
+from tests.labels import check_label
 from tests.network.hosts import enter
 
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
 
 _PRELOAD = ("torch", "deepspeed", "deepspeed.pipe", "megatron_recycle.backends.deepspeed.engine",
-            "tests.backends.megatron_job", "megatron.core.optimizer", "megatron.core.models.gpt.gpt_layer_specs")
+            "tests.backends.megatron_job", "megatron.core.optimizer", "megatron.core.models.gpt.gpt_layer_specs",
+            "tests.preload")
 # For the server that test workers are forked from, which is started with the first job.
 os.environ.update({"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"})
 os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -136,6 +138,7 @@ class Job:
     """What the coordinator and torch's store listen on."""
 
     def __enter__(self) -> Job:
+        check_label()
         self.folder = Path(tempfile.mkdtemp(prefix="recycle-test-"))
         self.events: list[dict[str, Any]] = []
         self.measured: list[dict[str, Any]] = []

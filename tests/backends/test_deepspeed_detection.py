@@ -37,7 +37,7 @@ def undisturbed() -> dict[int, Result]:
 @pytest.mark.parametrize(("fault", "reason"), [
     pytest.param(Fault("1:0", "swallow", "forward", AT, 1), "all workers wait", id="a message is lost"),
     pytest.param(Fault("1:1", "abort", "backward", AT, 1), "failed", id="connections break",
-                 marks=pytest.mark.slow)])
+                 marks=pytest.mark.night)])
 def test_without_a_failure_the_same_members_go_on(fault, reason, undisturbed):
     with Job(faults.train, SIZE, {**QUICK, "faults": [fault]}) as job:
         check_survivors(job, set(), undisturbed)
@@ -72,7 +72,7 @@ def test_connections_that_break_in_a_checkpoint_cost_the_checkpoint_and_no_worke
 # ---- in the middle of connecting
 
 
-@pytest.mark.parametrize("kind", ["vanish", pytest.param("freeze", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["vanish", pytest.param("freeze", marks=pytest.mark.night)])
 def test_a_second_worker_fails_while_the_survivors_connect(kind, undisturbed):
     """They know where it listens and wait for its answer, for ten minutes here if nothing ended that."""
     first = Hold("0:1", "backward", AT, 1)
@@ -107,8 +107,8 @@ def test_who_has_made_its_step_in_a_recovery_only_waits_for_the_others(undisturb
 
 
 @pytest.mark.parametrize("hold", [
-    Hold("1:1", "forward", AT, 1), pytest.param(Hold("0:0", "data", AT, 2), marks=pytest.mark.slow),
-    pytest.param(Hold("2:0", "step", AT), marks=pytest.mark.slow)], ids=str)
+    Hold("1:1", "forward", AT, 1), pytest.param(Hold("0:0", "data", AT, 2), marks=pytest.mark.night),
+    pytest.param(Hold("2:0", "step", AT), marks=pytest.mark.night)], ids=str)
 def test_a_stuck_training_thread_is_out_and_wakes_up_too_late(hold, undisturbed):
     with Job(faults.train, SIZE, QUICK, [hold]) as job:
         job.wait_held()
@@ -140,7 +140,8 @@ def test_a_frozen_worker_that_wakes_up_after_it_was_declared_out_changes_nothing
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [True, False], ids=["all of its workers", "one of two"])
+@pytest.mark.parametrize("whole", [
+    pytest.param(True, id="all of its workers"), pytest.param(False, id="one of two", marks=pytest.mark.night)])
 def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
     holds = [Hold("2:0", "backward", AT, 1), Hold("1:1", "backward", AT, 1)]
     hosts = {rank: "far" if rank in (2, 4) else "near" for rank in range(SIZE)}  # 2:0 and 1:1
@@ -161,7 +162,7 @@ def test_a_host_that_goes_silent_is_one_decision(whole, undisturbed):
 # ---- a worker's memory is wrong
 
 
-@pytest.mark.parametrize("kind", ["flip", pytest.param("nan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["flip", pytest.param("nan", marks=pytest.mark.night)])
 def test_one_of_three_peers_that_holds_other_parameters_is_healed_by_them(kind, undisturbed):
     checked = {**EXACT, "settings": {**SETTINGS, "verify_every": 1}}
     with Job(faults.train, SIZE, {**checked, "faults": [Fault("1:0", kind, "stepped", AT - 1)]}) as job:

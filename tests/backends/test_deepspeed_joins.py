@@ -83,9 +83,9 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(undisturbed):
 
 
 @pytest.mark.parametrize("second", [
-    pytest.param(Hold("2:0", "boundary", BOUNDARY), marks=pytest.mark.slow),
+    pytest.param(Hold("2:0", "boundary", BOUNDARY), marks=pytest.mark.night),
     pytest.param(Hold("0:1", "joining", BOUNDARY), id="a giver"),
-    pytest.param(Hold("2:0", "recovering", BOUNDARY - 1), marks=pytest.mark.slow)], ids=str)
+    pytest.param(Hold("2:0", "recovering", BOUNDARY - 1), marks=pytest.mark.night)], ids=str)
 def test_another_worker_is_killed_while_one_comes_in(second, undisturbed):
     """It is taken in after the recovery from that."""
     with Job(gpt_job.train, SIZE, EXACT, [FIRST, LATE, second], limit=LIMIT) as job:

@@ -75,7 +75,7 @@ def names(job: Job) -> list[str]:
     return [event["event"] for event in job.events if event["event"] in wanted and event.get("kind") != "leave"]
 
 
-@pytest.mark.parametrize("pipelines", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pipelines", [3, pytest.param(4, marks=pytest.mark.night)])
 def test_a_healthy_worker_moves_to_the_stage_that_lost_two(pipelines, undisturbed):
     """Its old stage is kept until an iteration has committed with its new process."""
     reference = undisturbed if pipelines == 3 else calm_run(gpt_job.train, pipelines * STAGES, arguments(pipelines))
@@ -96,7 +96,8 @@ def test_a_healthy_worker_moves_to_the_stage_that_lost_two(pipelines, undisturbe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", [
-    Hold(MOVER, "backward", KILLED_IN + 2), Hold(MOVER, "forward", BOUNDARY)], ids=["before", "after"])
+    pytest.param(Hold(MOVER, "backward", KILLED_IN + 2), id="before"),
+    pytest.param(Hold(MOVER, "forward", BOUNDARY), id="after", marks=pytest.mark.night)])
 def test_the_mover_is_killed_before_or_after_its_new_process_has_come_in(dies, undisturbed):
     """Its device is the new process's alone then."""
     with job_of(3, dies) as job:

@@ -30,7 +30,7 @@ def undisturbed() -> dict[int, Result]:
 
 @pytest.mark.parametrize(("position", "phase", "nth"), [
     ("1:0.1", "backward", 1),
-    *[pytest.param(*case, marks=pytest.mark.slow) for case in [
+    *[pytest.param(*case, marks=pytest.mark.night) for case in [
         ("0:1.0", "forward", 2), ("0:0.0", "reduce", 0), ("1:1.1", "reduced", 0)]]])
 def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(position, phase, nth, undisturbed):
     worker, _, part = position.partition(".")
@@ -56,7 +56,7 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
 @pytest.mark.parametrize(("options", "within"), [
     (("--clip", "0"), 0.0),
     # Four numbers make the norm, and core leaves the order of their sum to the communication library.
-    (("--optimizer", "sgd", "--lr", "0.1"), 1e-6),
+    pytest.param(("--optimizer", "sgd", "--lr", "0.1"), 1e-6, marks=pytest.mark.night),
     (("--bf16", "--untied", "--recompute", "full", "--clip", "0", "--count-zeros"), 0.0)])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(options, within):
     arguments = {**EXACT, "options": ("--dropout", "0", *options)}
@@ -73,7 +73,7 @@ def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(options
         assert within or ours[rank].value["zeros"] == stock[rank].value["zeros"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_process_killed_in_an_evaluation_leaves_the_same_losses():
     arguments = {**EXACT, "options": ("--eval-every", "1", "--eval-iterations", "2")}
     evaluated = calm_run(megatron_job.train, PROCESSES, arguments)

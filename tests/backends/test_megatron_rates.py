@@ -16,7 +16,6 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.processes
 
 
 def test_a_step_made_again_has_its_own_learning_rate_and_leaves_the_loops_latest() -> None:

@@ -62,7 +62,9 @@ def test_two_workers_of_both_tied_stages_killed_at_once(undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("--untied",), ("--bf16",), ("--per-token-loss", "--count-zeros")], ids=" ".join)
+@pytest.mark.parametrize("options", [
+    pytest.param(("--untied",), marks=pytest.mark.night), ("--bf16",),
+    ("--per-token-loss", "--count-zeros")], ids=" ".join)
 def test_the_same_bits_with(options):
     arguments = job_of(*options)
     calm = calm_run(megatron_job.train, WORKERS, arguments)
@@ -122,10 +124,12 @@ OTHERWISE = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket
 
 
 @pytest.mark.parametrize(("pipelines", "options", "data_parallel"), [
-    (3, (), {}), *[pytest.param(*case, marks=pytest.mark.slow) for case in [
-        (2, (), {}), (3, ("--optimizer", "sgd", "--lr", "0.1"), {}), (2, ("--bf16",), OTHERWISE),
-        (3, ("--untied", "--clip", "0"), {}), (2, ("--bf16", "--grad-reduce-in-bf16", "--clip", "0.05"), {}),
-        (3, ("--per-token-loss", "--clip", "0.05", "--count-zeros"), {})]]])  # 192 tokens: 1 / 192 is rounded
+    (3, (), {}), pytest.param(2, ("--bf16",), OTHERWISE, marks=pytest.mark.slow),
+    # 192 tokens: 1 / 192 is rounded
+    pytest.param(3, ("--per-token-loss", "--clip", "0.05", "--count-zeros"), {}, marks=pytest.mark.slow),
+    *[pytest.param(*case, marks=pytest.mark.night) for case in [
+        (2, (), {}), (3, ("--optimizer", "sgd", "--lr", "0.1"), {}), (3, ("--untied", "--clip", "0"), {}),
+        (2, ("--bf16", "--grad-reduce-in-bf16", "--clip", "0.05"), {})]]])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options, data_parallel):
     arguments = {"pipelines": pipelines, "iterations": 5, "options": ("--dropout", "0", *options),
                  "data_parallel": data_parallel}

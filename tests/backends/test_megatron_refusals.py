@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.processes
 
 SEEDS = Seeds(Generators(torch.device("cpu")), 0)
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.processes
 
 MICROBATCHES = [torch.randn(3, 2, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 

@@ -61,6 +61,7 @@ def ended_well(job: Running, out: dict[str, str], iterations: int) -> None:
     assert job.children() == []
 
 
+@pytest.mark.processes
 def test_two_workers_are_killed_at_a_moment_of_an_iteration(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}, options=("--chaos", "allow")) as job:
         job.paused(0)
@@ -72,6 +73,7 @@ def test_two_workers_are_killed_at_a_moment_of_an_iteration(tmp_path: Path):
         assert {report["holds"] for report in reports.values()} <= {29, 30}
 
 
+@pytest.mark.processes
 def test_without_listening_workers_an_iteration_is_told_from_the_events(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
         job.paused(0)
@@ -84,6 +86,7 @@ def test_without_listening_workers_an_iteration_is_told_from_the_events(tmp_path
         assert [act["event"] for act in done(job)] == ["missed", "kill"]
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_frozen_worker_is_found_and_one_thawed_in_time_stays(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
@@ -97,6 +100,7 @@ def test_a_frozen_worker_is_found_and_one_thawed_in_time_stays(tmp_path: Path):
             ("freeze", "0:1"), ("thaw", "0:1"), ("freeze", "2:1")]
 
 
+@pytest.mark.processes
 def test_a_stalled_worker_gives_signs_of_life_until_it_is_thawed(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}, options=("--chaos", "allow")) as job:
         job.paused(0)
@@ -108,6 +112,7 @@ def test_a_stalled_worker_gives_signs_of_life_until_it_is_thawed(tmp_path: Path)
         ended_well(job, {}, 40)
 
 
+@pytest.mark.processes
 def test_a_slowed_worker_runs_at_full_pace_again_afterwards(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
         job.paused(0)
@@ -117,6 +122,7 @@ def test_a_slowed_worker_runs_at_full_pace_again_afterwards(tmp_path: Path):
         assert done(job)[0]["factor"] == 3
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_frozen_coordinator_is_woken_and_nobody_is_out(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
@@ -126,6 +132,7 @@ def test_a_frozen_coordinator_is_woken_and_nobody_is_out(tmp_path: Path):
         ended_well(job, {}, 40)
 
 
+@pytest.mark.processes
 def test_a_job_can_be_started_with_a_script_that_hurts_it(tmp_path: Path):
     script = tmp_path / "two.chaos"
     script.write_text("kill 0:0 --at-iteration 5 --phase forward\nkill 1:1 --at-iteration 5 --phase recovering\n"
@@ -148,6 +155,7 @@ def test_a_script_that_makes_no_sense_is_refused_at_the_start(tmp_path: Path, ca
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_random_acts_leave_the_job_alive_and_go_on_until_it_ends(tmp_path: Path):
     with launched(tmp_path / "run", {**QUICK, "iterations": 400}) as job:

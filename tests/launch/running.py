@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_recycle.observe.events import read_events
+from tests.labels import check_label
 
 ROOT = Path(__file__).parents[2]
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
@@ -129,6 +130,7 @@ def launched(
     script: Path = FAKE_WORKER,
 ) -> Iterator[Running]:
     """Start a job; whatever happens, nothing of it is left afterwards."""
+    check_label()
     command = [sys.executable, str(Path(__file__).with_name("start.py"))]
     command += ["--nproc", str(nproc), "--run-dir", str(folder), *options, str(script)]
     variables = {

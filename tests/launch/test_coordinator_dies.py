@@ -22,6 +22,7 @@ def _generations(job: Running) -> list[int]:
     return [event["generation"] for event in job.events if event["event"] == "decided"]
 
 
+@pytest.mark.processes
 def test_training_goes_on_when_the_coordinator_is_killed_in_the_middle_of_it(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"0": 2}}) as job:
         job.paused(0)
@@ -35,6 +36,7 @@ def test_training_goes_on_when_the_coordinator_is_killed_in_the_middle_of_it(tmp
         assert job.children() == []
 
 
+@pytest.mark.processes
 def test_the_next_coordinator_may_be_killed_before_it_listens(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"0": 2}}) as job:
         job.paused(0)
@@ -52,6 +54,7 @@ def test_the_next_coordinator_may_be_killed_before_it_listens(tmp_path: Path) ->
         assert job.children() == []
 
 
+@pytest.mark.processes
 def test_a_worker_that_dies_while_there_is_no_coordinator_is_found_by_the_next_one(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"4": 2}}) as job:
         (victim,) = job.paused(4)
@@ -63,6 +66,7 @@ def test_a_worker_that_dies_while_there_is_no_coordinator_is_found_by_the_next_o
         assert job.children() == []
 
 
+@pytest.mark.processes
 def test_a_recovery_that_was_half_announced_is_begun_again(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"4": 2}, "pause_report": {"2": 2}}) as job:
         job.kill(4)
@@ -76,6 +80,7 @@ def test_a_recovery_that_was_half_announced_is_begun_again(tmp_path: Path) -> No
         assert job.children() == []
 
 
+@pytest.mark.processes
 def test_nobody_is_declared_out_because_the_coordinator_stood_still(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"0": 2}, "description": {"heartbeat_timeout": 0.6}}) as job:
         job.paused(0)
@@ -89,6 +94,7 @@ def test_nobody_is_declared_out_because_the_coordinator_stood_still(tmp_path: Pa
         assert _committed(job) == [0, 1, 2, 3]
 
 
+@pytest.mark.processes
 def test_without_its_journal_no_coordinator_leads(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"0": 2}}) as job:
         job.paused(0)
@@ -107,6 +113,7 @@ def _store(job: Running) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_store_outlives_the_coordinator_and_comes_back_after_its_own_death(tmp_path: Path) -> None:
     token = "a token that the store does not need"

@@ -41,6 +41,7 @@ def kill_one_after_the_other(job: Running, pids: Sequence[int]) -> None:
         job.until(lambda out=out: out in job.output.read_text() or job.process.poll() is not None, out)
 
 
+@pytest.mark.processes
 def test_a_job_survives_workers_and_the_coordinator_though_nothing_can_be_written_any_more(
     tmp_path: Path, disk: Callable[[int], Path]
 ) -> None:
@@ -57,6 +58,7 @@ def test_a_job_survives_workers_and_the_coordinator_though_nothing_can_be_writte
         assert "finished" not in [event["event"] for event in job.events], "the disk was full to the end"
 
 
+@pytest.mark.processes
 def test_where_the_journal_cannot_be_written_the_job_ends_and_says_which_disk_is_full(
     tmp_path: Path, disk: Callable[[int], Path]
 ) -> None:

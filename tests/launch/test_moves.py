@@ -43,6 +43,7 @@ def environment(pid: int) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
+@pytest.mark.processes
 def test_a_worker_moves_on_its_own_device_and_its_old_process_ends_well(tmp_path: Path) -> None:
     with launched(tmp_path / "run", ORDERS) as job:
         given = environment(lose_two(job))
@@ -55,6 +56,7 @@ def test_a_worker_moves_on_its_own_device_and_its_old_process_ends_well(tmp_path
     assert "recycle: moving generation" in output and "worker=1:1 kind=move" in output, output
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_coordinator_is_killed_while_the_new_process_waits(tmp_path: Path) -> None:
     with launched(tmp_path / "run", ORDERS) as job:
@@ -66,6 +68,7 @@ def test_the_coordinator_is_killed_while_the_new_process_waits(tmp_path: Path) -
         check(job, {"1:0": "exit", "1:1": "move"})
 
 
+@pytest.mark.processes
 def test_the_coordinator_is_killed_while_the_new_process_starts(tmp_path: Path) -> None:
     """The launcher tells the next one of the ends of the processes that had the rank before."""
     with launched(tmp_path / "run", ORDERS) as job:
@@ -80,6 +83,7 @@ def test_the_coordinator_is_killed_while_the_new_process_starts(tmp_path: Path) 
         assert {event["number"] for event in job.events if event["event"] == "moving"} == {number}
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_worker_moves_to_the_place_of_one_that_stands_still(tmp_path: Path) -> None:
     frozen = {**ORDERS, "description": {**MOVES, "heartbeat_timeout": 3.0}}
@@ -93,6 +97,7 @@ def test_a_worker_moves_to_the_place_of_one_that_stands_still(tmp_path: Path) ->
         assert job.event("suspected", worker="0:0")["kind"] == "frozen"
 
 
+@pytest.mark.processes
 def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) -> None:
     """Another failure comes first: 0:1 dies, and stage 1 has nobody to spare."""
     with launched(tmp_path / "run", {**ORDERS, "pause": {**ORDERS["pause"], "3": 5}}) as job:
@@ -104,6 +109,7 @@ def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) ->
         check(job, {"0:0": "exit", "1:0": "exit", "0:1": "exit"})
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_max_restarts_comes_first_and_a_rank_that_stays_out_is_moved_to(tmp_path: Path) -> None:
     description = {**MOVES, "max_restarts": 1}

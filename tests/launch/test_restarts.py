@@ -30,6 +30,7 @@ def check(job: Running, iterations: int = 8) -> None:
     assert job.children() == []
 
 
+@pytest.mark.processes
 def test_a_worker_that_was_started_again_does_not_spoil_the_jobs_exit_status(tmp_path: Path) -> None:
     with launched(tmp_path / "run", JOINS) as job:
         lose_and_wait(job)
@@ -41,6 +42,7 @@ def test_a_worker_that_was_started_again_does_not_spoil_the_jobs_exit_status(tmp
     assert "1 workers lost, after 1 of them training went on, 1 joined" in output
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) -> None:
     with launched(tmp_path / "run", JOINS) as job:
@@ -52,6 +54,7 @@ def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) 
         check(job)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_the_coordinator_is_killed_while_a_worker_is_being_taken_in(tmp_path: Path) -> None:
     """Generation 3 has it, and rank 2 does not report for that: so nobody was told to go."""

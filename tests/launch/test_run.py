@@ -24,6 +24,7 @@ def _no_process_is_left(job: Running) -> None:
     assert job.children() == []
 
 
+@pytest.mark.processes
 def test_a_job_without_failures_ends_well_with_a_table(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {}) as job:
         assert job.wait() == 0, job.where()
@@ -35,6 +36,7 @@ def test_a_job_without_failures_ends_well_with_a_table(tmp_path: Path) -> None:
     assert (job.folder / "worker-5.log").read_text().startswith("rank 5 is worker 2:1")
 
 
+@pytest.mark.processes
 def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path) -> None:
     """Rank 4 is worker 1:1: the launcher does not know that, the worker says so."""
     with launched(tmp_path / "run", {"pause": {"4": 2}}) as job:
@@ -53,6 +55,7 @@ def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path)
     assert "signal SIGKILL" in output and "1 workers lost, after 1 of them training went on" in output
 
 
+@pytest.mark.processes
 def test_two_workers_of_different_stages_killed_at_once(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"1": 2, "5": 2}}) as job:
         job.kill(1, 5)
@@ -64,6 +67,7 @@ def test_two_workers_of_different_stages_killed_at_once(tmp_path: Path) -> None:
         _no_process_is_left(job)
 
 
+@pytest.mark.processes
 def test_a_stage_without_workers_ends_the_job_within_seconds_and_is_named(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"3": 1, "4": 1, "5": 1}}) as job:
         job.kill(3, 4, 5)
@@ -76,6 +80,7 @@ def test_a_stage_without_workers_ends_the_job_within_seconds_and_is_named(tmp_pa
     assert "ended: stage 1" in (job.folder / "worker-0.log").read_text()
 
 
+@pytest.mark.processes
 def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_effect(tmp_path: Path) -> None:
     times = {"RECYCLE_HEARTBEAT_TIMEOUT": "1"}
     orders = {"pause": {"4": 2, "0": 3}, "description": {"heartbeat_timeout": 1.0}}
@@ -95,6 +100,7 @@ def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_eff
         _no_process_is_left(job)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) -> None:
     orders = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 1.0}}
@@ -104,6 +110,7 @@ def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) ->
         _no_process_is_left(job)
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
     orders = {"pause": {"4": 2}, "mute": [2], "description": {"report_timeout": 0.5}}
@@ -115,6 +122,7 @@ def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
         _no_process_is_left(job)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_job_and_leaves_no_orphan(tmp_path: Path, number: signal.Signals) -> None:
     with launched(tmp_path / "run", {"pause": {"4": 1}}) as job:
@@ -127,6 +135,7 @@ def test_a_signal_ends_the_job_and_leaves_no_orphan(tmp_path: Path, number: sign
         _no_process_is_left(job)
 
 
+@pytest.mark.processes
 def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"4": 1}}) as job:
         job.paused(4)
@@ -134,6 +143,7 @@ def test_a_killed_launcher_takes_everything_with_it(tmp_path: Path) -> None:
         job.until(lambda: not job.children(), "end of all processes")
 
 
+@pytest.mark.processes
 def test_a_worker_that_fails_at_the_start_ends_the_job_and_its_log_is_named(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"fail_at_start": [3]}) as job:
         assert job.wait() == 1, job.where()
@@ -143,12 +153,14 @@ def test_a_worker_that_fails_at_the_start_ends_the_job_and_its_log_is_named(tmp_
     assert str(job.folder / "worker-3.log") in output
 
 
+@pytest.mark.processes
 def test_the_log_is_named_too_of_one_that_says_so_before_it_ends(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"fail_when_connected": [3]}) as job:
         assert job.wait() == 1, job.where()
     assert "rank 3 has ended before training began: see worker-3.log in the run's folder" in job.output.read_text()
 
 
+@pytest.mark.processes
 def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
     for _ in range(2):
         with launched(tmp_path / "run", {"iterations": 1}, nproc=2) as job:
@@ -158,6 +170,7 @@ def test_a_used_folder_is_not_overwritten(tmp_path: Path) -> None:
     assert {path.name for path in aside.iterdir()} >= {"events.jsonl", "journal.jsonl", "worker-0.log"}
 
 
+@pytest.mark.processes
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"0": 0}}, nproc=2) as first:
         first.paused(0)
@@ -169,6 +182,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
         assert first.wait() == 0, first.where()
 
 
+@pytest.mark.processes
 def test_a_script_without_the_plugin_runs_and_meets_at_the_store(tmp_path: Path) -> None:
     """Nobody says hello to the coordinator; the store of torch.distributed is there all the same."""
     script = Path(__file__).with_name("store_worker.py")

@@ -56,6 +56,31 @@ def test_random_campaign(seed):
     Draw(seed).scene().run(seed)
 
 
+@pytest.mark.parametrize(("dies", "phase"), [
+    ("2:0", "boundary"), ("2:0", "recovering"), ("0:1", "joining"), ("1:1", "joining"), ("2:1", "joined")])
+@pytest.mark.parametrize("seed", range(2))
+def test_another_worker_dies_while_one_comes_in(dies, phase, seed):
+    """At the boundary that it waits for, in the recovery that takes it in, while it gives or gets the state: the one
+    that comes in may be that one. Then the first iteration with it is at risk."""
+    shape, late = replace(SHAPE, iterations=7), Moment("0:0", "forward", 1)
+    deaths = [Moment(dies, phase, iteration) for iteration in range(2, 7)]
+    if phase == "joined":
+        deaths = []
+    job = Job(shape, [Moment("1:1", "backward", 0, 1), *deaths], holds=[late], seed=seed)
+    with job:
+        job.wait_event("decided", generation=2)
+        job.wait_held(late)
+        job.start("1:1", joining=True)
+        job.wait_event("waiting", worker="1:1")
+        job.release(late)
+        if phase == "joined":
+            job.wait_event("joined", worker="1:1")
+            job.control.lost(dies)
+        results = job.wait()
+        check(job, results, out={dies}, came={"1:1"})
+        assert {dies} >= {job.processes[rank].name for rank, result in results.items() if result.status != 0}
+
+
 def test_a_stage_that_has_nobody_left_ends_the_job_and_says_so():
     kills = [Moment(f"{pipeline}:1", "forward", 1) for pipeline in range(3)]
     job = Job(SHAPE, kills)

@@ -20,6 +20,8 @@ from megatron_recycle.chaos.network import find, set_link
 from tests.launch.running import FAKE_WORKER, ROOT, Running
 from tests.network.hosts import Hosts, hosts, ip
 
+pytestmark = pytest.mark.processes
+
 PORT = 29400
 QUICK = {"RECYCLE_HEARTBEAT_INTERVAL": "0.2", "RECYCLE_HEARTBEAT_TIMEOUT": "2", "RECYCLE_REPORT_TIMEOUT": "4"}
 
