@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from tests.backends import gpt_job
-from tests.backends.comparing import check_survivors, run
+from tests.backends.comparing import check_survivors
 from tests.harness import Hold, Job, Result
 from tests.ordered.jobs import train
 from tests.ordered.rules import Rules
+from tests.references import calm_run
 
 pytestmark = pytest.mark.processes
 
@@ -25,7 +26,7 @@ def queued(arguments: Mapping[str, Any], rules: Rules) -> Mapping[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_gloo() -> dict[int, Result]:
-    return run(gpt_job.train, 6, EXACT)
+    return calm_run(gpt_job.train, 6, EXACT)
 
 
 @pytest.mark.parametrize("rules", [Rules(), Rules(eager=False)], ids=["one communicator", "pairs"])
