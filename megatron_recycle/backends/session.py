@@ -70,7 +70,6 @@ class Session:
         self._options = options
         self._break_off = break_off
         self._worker: StageWorker | None = None
-        self._passes = is_joining()
         self.busy = False
         self._thread = 0
         if self.rank == 0:
@@ -155,17 +154,12 @@ class Session:
         """
         self.worker.begin(self.iteration + 1)
         self.iteration += 1
-        self._passes = self.worker.has_done(self.iteration)
-        return self._passes
+        return self.worker.has_done(self.iteration)
 
     def train(self) -> float:
         """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,
         or the last one that is known if the job has done without this worker."""
-        loss = self.worker.train(self.iteration)
-        entered = self.worker.standing.entered
-        # Or it has been out and has come in again meanwhile: the others have done this one, and all that follows it.
-        self._passes = entered is not None and entered >= self.iteration
-        return loss
+        return self.worker.train(self.iteration)
 
     def evaluate(self, data: DataSource, number: int) -> torch.Tensor:
         """Forwards of global batch ``number`` of ``data``; see `StageWorker.evaluate`."""
@@ -173,8 +167,12 @@ class Session:
 
     @property
     def catches_up(self) -> bool:
-        """Whether the script is at an iteration that the job had done before this worker came in (again)."""
-        return self._passes
+        """Whether the script is at an iteration that the job had done before this worker came in, or came in again: the
+        others have done all that belongs to it."""
+        if self._worker is None:
+            return is_joining()
+        entered = self._worker.standing.entered
+        return entered is not None and entered >= self.iteration
 
     def settle(self) -> None:
         """Wait until the last step is final: with staggered steps it may still be undone before. Raises SystemExit."""
@@ -208,7 +206,7 @@ class Session:
         Raises what ``run`` raises, unless that comes of a failure: the next iteration then begins with the recovery.
         """
         self.settle()
-        if self._passes:
+        if self.catches_up:
             get_logger().info("megatron-recycle: %s is left out: the job did that before this worker came in", what)
             return otherwise
         if missing := self.missing():

@@ -266,7 +266,8 @@ class Standing:
     def enter(self, verdict: Verdict, mode: StepMode) -> None:
         """All that a peer has is here too: this worker stands where the peer stood, after ``verdict.iteration``."""
         self.verdict, self.mode = verdict, mode
-        self.entered = verdict.iteration
+        if verdict.iteration > self.committed:  # else it has missed nothing: what it had was not right, say
+            self.entered = verdict.iteration
         self.stand_at(verdict.iteration + 1)
 
     def go_on(self, resume: Resume) -> None:

@@ -1,0 +1,165 @@
+"""What a session does for every backend: with a worker that does as it is told."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_recycle.backends import session as sessions
+from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.session import Session
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import GenerationOver, JobEnded
+from megatron_recycle.membership import Process
+from megatron_recycle.membership.standing import Standing
+from megatron_recycle.membership.verdict import StepMode, Verdict
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.place import Place
+
+GRID = Grid(2, (3, 3))
+ME = Worker(0, 1)
+
+
+class FakeWorker:
+    """Trains by doing ``meanwhile`` and standing one iteration further on."""
+
+    def __init__(self) -> None:
+        self.standing = Standing(Process(ME))
+        self.members = tuple(GRID.workers())
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.done: list[Any] = []
+
+    def begin(self, iteration: int) -> None:
+        pass
+
+    def has_done(self, iteration: int) -> bool:
+        return iteration <= self.standing.stepped
+
+    def train(self, iteration: int) -> float:
+        if not self.has_done(iteration):
+            self.standing.stand_at(iteration + 1)
+            self.meanwhile()
+        return 0.5
+
+    def settle(self) -> None:
+        self.done.append("settle")
+
+    def live(self) -> tuple[Worker, ...]:
+        return self.members
+
+    def comes_in(self, after: int) -> None:
+        self.standing.enter(Verdict(after, 0.5, 0.0, (), ()), StepMode())
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given: self.done.append((name, *given))
+
+
+@pytest.fixture
+def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+    agent = SimpleNamespace(ended=None, told=[], breaks_off=True)
+    agent.ending, agent.close = agent.told.append, lambda: agent.told.append("closed")
+    monkeypatch.setattr(sessions, "connect", lambda *_: agent)
+    monkeypatch.setattr(sessions.atexit, "register", lambda run: None)
+    monkeypatch.setattr(sessions, "ScriptEnd", lambda failed: SimpleNamespace(error=None, call=threading.Lock))
+    ranks = {worker: (number,) for number, worker in enumerate(GRID.workers())}
+    return Session(Place(ME, GRID, ranks, "gloo"), RecycleConfig(), Options(), torch.device("cpu"))
+
+
+def started(session: Session) -> FakeWorker:
+    session._worker = worker = FakeWorker()  # type: ignore[assignment]
+    return worker
+
+
+def test_the_script_passes_over_what_the_job_had_done_and_leaves_out_what_belongs_to_that(session):
+    worker = started(session)
+    worker.comes_in(after=1)
+    for iteration in range(4):
+        with session.call():
+            assert session.begin() == session.catches_up == (iteration < 2)
+            session.train()
+        assert session.together("save()", lambda: True, False) == (iteration >= 2)
+
+
+def test_who_was_out_for_a_while_passes_on_and_who_was_only_brought_back_does_not(session):
+    """In the recovery at the end of an iteration peers are compared: one that differs takes the others' state."""
+    worker = started(session)
+    session.begin()
+    worker.meanwhile = lambda: worker.comes_in(after=0)
+    session.train()
+    assert session.together("save()", lambda: True, False), "the others write the checkpoint, and wait for this one"
+    session.begin()
+    worker.meanwhile = lambda: worker.comes_in(after=4)
+    session.train()
+    assert not session.together("save()", lambda: True, False)
+
+
+def test_what_needs_all_is_left_out_while_one_is_missing_and_is_no_error_when_cut_short(session, monkeypatch, caplog):
+    worker = started(session)
+    worker.members = worker.members[1:]
+    assert session.together("save()", pytest.fail, "nothing") == "nothing" and worker.done == ["settle"]
+    assert "save() is left out while workers are missing (0:0); training goes on" in caplog.text
+    session.together("it", pytest.fail, None, without="no checkpoint of 3: it needs those that are missing")
+    assert "no checkpoint of 3: it needs those that are missing (0:0); training goes on" in caplog.text
+    worker.members = tuple(GRID.workers())
+
+    def broken(error: Exception) -> Any:
+        raise error
+
+    for failure, error in ((True, RuntimeError("peer")), (False, GenerationOver("over"))):
+        monkeypatch.setattr(sessions, "comes_of_failure", lambda *_, failure=failure: failure)
+        assert session.together("save()", lambda error=error: broken(error), 0) == 0
+        assert f"cut short by a failure ({error})" in caplog.text
+    for own in (RuntimeError("the disk is full"), ValueError("no such tag")):
+        with pytest.raises(type(own)):
+            session.together("save()", lambda own=own: broken(own), 0)
+    assert not session.busy
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_jobs_end_is_the_scripts(session, status):
+    with pytest.raises(SystemExit) as end, session.call(), session.at_work():
+        raise JobEnded("all of stage 1 are lost", status)
+    assert end.value.code == status and not session.busy
+
+
+def test_only_the_scripts_own_code_in_the_thread_that_trains_settles(session):
+    assert not session.in_script
+    started(session)
+    with session.call():
+        assert not session.in_script
+    assert session.in_script
+    seen: list[bool] = []
+    other = threading.Thread(target=lambda: seen.append(session.in_script))
+    other.start()
+    other.join()
+    assert seen == [False]
+
+
+def test_a_script_that_fails_before_it_trains_tells_the_others_and_one_that_has_trained_asks(session):
+    session.fail(ValueError("no such file"))
+    fault, = session.agent.told
+    assert "no such file" in fault.text
+    session.finish()
+    assert session.agent.told[1:] == ["closed"]
+    worker = started(session)
+    session.fail(ValueError("late"))
+    session.finish()
+    assert [name for name, *_ in worker.done] == ["fail", "finish", "close"]
+
+
+def test_groups_of_the_framework_are_freed_when_a_worker_is_gone(session):
+    freed: list[bool] = []
+    session._break_off = lambda: freed.append(True)
+    session._abort(2)
+    worker = started(session)
+    session.agent.breaks_off = False
+    session._abort(3)
+    assert not freed
+    session.agent.breaks_off = True
+    session._abort(4)
+    assert freed and worker.done == [("abort", 3), ("abort", 4)]
