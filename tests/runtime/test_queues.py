@@ -3,6 +3,8 @@ and nothing overtakes (NCCL's rules), with the same bits. Activations do not yet
 
 from __future__ import annotations
 
+import itertools
+import random
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,13 +12,14 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Costs, Grid, Problem, Worker, channels, pieces, read_by, reads
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
-from megatron_recycle.runtime.comm.memory import Fabric, Stuck
+from megatron_recycle.runtime.comm.memory import Fabric, Killed, Stuck
 from megatron_recycle.runtime.comm.reduction import ExactReduction, FastReduction
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.stage import Tie
@@ -135,6 +138,48 @@ def test_activations_come_in_the_plans_order_however_late_they_are(failed, seed)
     groups = connected(fabric, GRID, live)
     counts = fabric.run(*[lambda me=me: iterate(groups[me], plan, me) for me in live])
     assert sum(counts) == 2 * 2 * 12
+
+
+def die_at(fabric: Fabric, groups: Groups, receive: int) -> None:
+    """The process of ``groups`` dies when it posts its receive of this number."""
+    end = groups.world.group
+    post, numbers = end.recv, itertools.count(1)
+
+    def recv(tensors: Any, source: int, tag: int) -> Any:
+        if next(numbers) == receive:
+            fabric.die(end.process)
+        return post(tensors, source, tag)
+
+    end.recv = recv
+
+
+def test_whoever_dies_and_whenever_nobody_reads_a_wrong_message_and_nobody_waits_for_ever():
+    over = 0
+    for seed in range(25):
+        draw = random.Random(seed)
+        grid = Grid(draw.randint(2, 4), (draw.randint(2, 6),) * draw.randint(2, 4))
+        workers = [Worker(pipeline, stage) for pipeline in range(grid.pipelines) for stage in range(grid.stages)]
+        failed = draw.sample([worker for worker in workers if worker.pipeline], draw.randint(0, 2))
+        plan = quick(Problem(grid, Costs.uniform(grid.stages, 20, 22, 18, 1), tuple(sorted(failed))))
+        fabric = Fabric(seed)
+        live = [worker for worker in workers if worker not in failed]
+        groups = connected(fabric, grid, live)
+        victim = draw.choice(live)
+        die_at(fabric, groups[victim], draw.randint(1, 12))
+
+        def run(me: Worker, plan: Any = plan, groups: Any = groups, victim: Worker = victim) -> int:
+            try:
+                return iterate(groups[me], plan, me)
+            except GenerationOver:  # the coordinator stops the generation
+                for worker in groups.keys() - {victim}:
+                    groups[worker].abort()
+                raise
+
+        found = dict(zip(live, fabric.run(*[lambda me=me, run=run: run(me) for me in live]), strict=True))
+        dead = isinstance(found.pop(victim), Killed)
+        assert all(isinstance(each, GenerationOver if dead else int) for each in found.values())
+        over += dead
+    assert over > 10
 
 
 def test_with_nccls_rules_activations_wait_for_ever():
