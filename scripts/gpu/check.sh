@@ -7,8 +7,8 @@
 #   scripts/gpu/check.sh --prepare [DIR]     on a machine with a network: lay the wheels there that a machine with torch,
 #                                            but without a network, lacks (default DIR: runs/gpu/wheels)
 #
-# PYTHON=interpreter (default: .venv's or python3, whichever has a torch that sees a GPU). WHEELS=DIR where --prepare has laid
-# them. For --prepare: TARGET_PYTHON=3.12, the version that the other machine has; its processor is x86-64.
+# PYTHON=interpreter (default: .venv's or python3, whichever has a torch that sees a GPU). WHEELS=DIR where --prepare has
+# laid them. For --prepare: TARGET_PYTHON=3.12, the version that the other machine has; its processor is x86-64.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -31,21 +31,22 @@ prepare() {
 sees_a_gpu() { "$1" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; }
 
 interpreter() {
-    local each
-    for each in ${PYTHON:-.venv/bin/python python3}; do
+    local each candidates=(.venv/bin/python python3)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for each in "${candidates[@]}"; do
         if sees_a_gpu "$each"; then
             echo "$each"
             return
         fi
     done
     # Its script says that there is no GPU, and has options that need none.
-    for each in ${PYTHON:-.venv/bin/python python3}; do
+    for each in "${candidates[@]}"; do
         if "$each" -c 'import torch' 2>/dev/null; then
             echo "$each"
             return
         fi
     done
-    echo "scripts/gpu/check.sh: ${PYTHON:-python3} has no torch; set PYTHON to an interpreter that has one" >&2
+    echo "scripts/gpu/check.sh: no torch in ${candidates[*]}; set PYTHON to an interpreter that has one" >&2
     return 1
 }
 

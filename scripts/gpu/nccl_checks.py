@@ -90,8 +90,12 @@ def run_all(checks: Sequence[Check], cpu: bool, at_a_time: int, budget: float) -
     yield from (run(check) for check in checks if check.apart)
     with ThreadPoolExecutor(at_a_time) as pool:
         others = sorted((check for check in checks if not check.apart), key=lambda check: -check.limit)
-        for future in as_completed([pool.submit(run, check) for check in others]):
-            yield future.result()
+        futures = [pool.submit(run, check) for check in others]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # interrupted: no others are begun
 
 
 def line_of(result: Facts) -> str:
@@ -105,7 +109,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="CHECK", choices=names, default=names)
     parser.add_argument("--list", action="store_true", help="names, expected outcomes and what happens")
     parser.add_argument("--cpu", action="store_true", help="on the tests' ordered backend instead of NCCL")
-    parser.add_argument("--at-a-time", type=int, default=4, help="checks that run side by side")
+    parser.add_argument("--at-a-time", type=int, default=5, help="checks that run side by side")
     parser.add_argument("--budget", type=float, default=540.0, metavar="SECONDS", help="for all of them")
     parser.add_argument("--out", type=Path, metavar="JSON", help="the report, whose part a is written")
     for name, kind in (("--rank", int), ("--port", int), ("--facts", Path)):  # for a rank's process

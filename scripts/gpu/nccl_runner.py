@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,7 +89,9 @@ def environment(check: Check, rank: int, environ: Mapping[str, str]) -> dict[str
 
 
 def run_rank(check: Check, rank: int, port: int, facts: Path, cpu: bool) -> None:
-    """In a rank's process: run the program, and end without looking back."""
+    """In a rank's process: run the program, and end without looking back. It also ends with who started it, whose end
+    of its standard input is closed then."""
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     file = os.open(facts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -142,8 +145,8 @@ class _Process:
         command = [sys.executable, str(Path(__file__).with_name("nccl_checks.py")), "--rank", str(rank), "--port",
                    str(port), "--facts", str(self._facts), "--only", check.name, *(["--cpu"] if cpu else [])]
         with self._log.open("w") as log:
-            self._child = subprocess.Popen(command, env=environment(check, rank, os.environ), stdout=log,
-                                           stderr=subprocess.STDOUT)
+            self._child = subprocess.Popen(command, env=environment(check, rank, os.environ), stdin=subprocess.PIPE,
+                                           stdout=log, stderr=subprocess.STDOUT)
 
     @property
     def ended(self) -> bool:
@@ -170,7 +173,7 @@ class _Process:
 
     def end(self) -> None:
         self._child.kill()
-        self._child.wait()
+        self._child.communicate()
 
 
 def _stacks_of(processes: Sequence[_Process]) -> None:

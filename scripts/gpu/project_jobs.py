@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -87,12 +86,9 @@ class Trial:
             try:
                 status = child.wait(self.limit + _ENDING)
             except subprocess.TimeoutExpired:
-                child.send_signal(signal.SIGTERM)  # it ends its job
-                try:
-                    status = child.wait(_ENDING)
-                except subprocess.TimeoutExpired:
-                    child.kill()
-                    raise JobFailed(f"the quickstart did not end within {self.limit:.0f} s") from None
+                raise JobFailed(f"the quickstart did not end within {self.limit + _ENDING:.0f} s") from None
+            finally:
+                end(child)
         path = folder / "report.json"
         if not path.exists():
             lines = log.read_text(errors="replace").splitlines()[-_TAIL:]
@@ -101,6 +97,16 @@ class Trial:
         kept = ("bitwise_equal", "equal", "max_abs_difference", "values_compared", "lost_iterations", "redone_actions",
                 "final_loss", "final_loss_fault_free", "failures")
         return {"well": status == 0, **{name: said[name] for name in kept}}
+
+
+def end(child: subprocess.Popen[bytes]) -> None:
+    """End a quickstart that still runs, and by it the job that it has started."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(_ENDING)
+        except subprocess.TimeoutExpired:
+            child.kill()
 
 
 TRIALS = (
