@@ -1,6 +1,6 @@
 """The end of a host's part of a job: by the coordinator's word, by a signal, or because nobody leads the job any more.
 
-Whatever the reason, workers first have time to end by themselves, then get SIGTERM, then SIGKILL.
+In every case workers first have time to end by themselves, then get SIGTERM, then SIGKILL.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ def _void(before: State, state: State, to: str, mover: Member) -> str | None:
 
 
 def changed(before: State, lost: Mapping[str, FailureKind], joined: Iterable[str]) -> bool:
-    """Whether more has happened than moves: what pays off may be another thing now. After moves it is what was wanted,
-    and durations that were measured anew are no reason to move back and forth."""
+    """Whether more than moves has happened, so that other moves may pay off now. After moves alone the membership is
+    the wanted one, and durations that were measured anew are no reason to move back and forth."""
     failed = any(kind is not FailureKind.MOVE for kind in lost.values())
     return failed or any(name not in before.moves for name in joined)
 

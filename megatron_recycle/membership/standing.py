@@ -4,7 +4,7 @@ clock, no messages.
 An iteration goes through the same moments on every worker: it is begun, its actions are done, its reduced gradient is
 held, it is stepped (at once, with a coefficient that may turn out to be wrong, or when the verdict is known), and it is
 committed. `Standing` keeps which of them this worker has reached, refuses any other order, and says what is to be done
-about a verdict (`Settlement`) and after a failure (`Reconciliation`). Whoever has the tensors does it, and says so.
+about a verdict (`Settlement`) and after a failure (`Reconciliation`). The owner of the tensors does it, and says so.
 
 No worker reduces an iteration before the one ahead of it is committed: so stages are never more than one step apart,
 and one snapshot and one kept gradient per worker suffice to go back or forward after a failure.
@@ -34,8 +34,8 @@ class Epoch(NamedTuple):
 
 @dataclass(frozen=True)
 class Settlement:
-    """What makes the update of an iteration the one that its verdict asks for: `undo` the step that was made with
-    another coefficient, then `step` with the right one."""
+    """The work that makes an iteration's update the one that its verdict asks for: `undo` the step with another
+    coefficient, then `step` with the right one."""
 
     undo: bool
     step: bool
@@ -43,7 +43,8 @@ class Settlement:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """What brings a worker to the end of the iteration that a generation goes on after; to be done in this order.
+    """The work that brings a worker to the end of the iteration after which a generation goes on; to be done in this
+    order.
 
     Attributes:
         enter: the worker holds nothing: it takes everything from its peers, and nothing else of this is to be done.
@@ -67,7 +68,7 @@ class Reconciliation:
 
 @dataclass
 class Standing:
-    """Where one worker stands; written by the training thread only. What is illegal is refused by AssertionError.
+    """Where one worker stands; written by the training thread only. Illegal moves are refused by AssertionError.
 
     Attributes:
         me: this process.
@@ -123,7 +124,7 @@ class Standing:
 
     @property
     def verdicts(self) -> list[Verdict]:
-        """Of the last two committed iterations, as far as this worker was there, the last one first."""
+        """Verdicts on the last two committed iterations, as far as this worker was there, the last one first."""
         return [verdict for verdict in (self.verdict, self.before) if verdict is not None]
 
     def report(self) -> dict[str, Any]:
@@ -202,7 +203,7 @@ class Standing:
         self.held, self.early, self.under_way = iteration, self.mode.staggered, False
 
     def save(self) -> None:
-        """What the step of the held iteration changes has been copied."""
+        """The state that the step of the held iteration changes has been copied."""
         assert self.held == self.stepped + 1, f"saved is what is about to be stepped: {self}"
         self.saved = self.held
 
@@ -217,7 +218,7 @@ class Standing:
         self.stepped, self.saved = self.stepped - 1, None
 
     def settlement(self, iteration: int, right: float) -> Settlement:
-        """What is to be done once the verdict on ``iteration`` asks for the coefficient ``right``."""
+        """The work to be done once the verdict on ``iteration`` asks for the coefficient ``right``."""
         assert self.held == iteration == self.committed + 1, f"iteration {iteration} is held and not committed: {self}"
         undo = self.stepped == iteration and differ(self.used, right)
         return Settlement(undo, step=undo or self.stepped < iteration)
@@ -236,7 +237,7 @@ class Standing:
     # ---- after a failure
 
     def reconciliation(self, resume: Resume) -> Reconciliation:
-        """What brings this worker to where all go on."""
+        """The work that brings this worker to where all go on."""
         worker, part, target = self.me.worker, self.me.part or 0, resume.target
         joined = workers_of(resume.joined)
         if worker in joined:

@@ -121,7 +121,7 @@ class State:
     stood_since: float | None = None
     """When the first member began to wait for those that came in with this generation."""
     models: Mapping[str, Message] = field(default_factory=dict)
-    """What processes with the same model must have alike (`forming.OWN`), by `forming.model_key`."""
+    """The facts that processes with the same model must have alike (`forming.OWN`), by `forming.model_key`."""
     ranks: Mapping[str, int] = field(default_factory=dict)
     """The rank of every name of the grid."""
     learnt: Mapping[str, Sequence[Message]] = field(default_factory=dict)

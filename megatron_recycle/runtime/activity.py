@@ -1,9 +1,9 @@
-"""What the training thread does right now, and how long that may take: told with every sign of life.
+"""The training thread's present activity and its limit, reported with every heartbeat.
 
-Heartbeats come from a thread of their own, so they go on when the training thread is stuck. The coordinator finds
-that by what is told here: a thread that *works* (inside an action, data loading included) for far longer than such
-work ever took is stuck; one that *waits* for others, *stands by* at the end, or is *outside* (in the script's own
-code) is not. How long is too long is learnt from this worker's own durations.
+Heartbeats come from a thread of their own, so they go on when the training thread is stuck. The coordinator finds that
+by these reports: a thread that *works* (inside an action, data loading included) for far longer than such work ever
+took is stuck; one that *waits* for others, *stands by* at the end, or is *outside* (in the script's own code) is not.
+How long is too long is learnt from this worker's own durations.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from megatron_recycle.membership.detectors import ThreadState
 WORKING, WAITING = ThreadState.WORKING, ThreadState.WAITING
 STANDING_BY, OUTSIDE = ThreadState.STANDING_BY, ThreadState.OUTSIDE
 REDUCE = "reduce"
-"""The wait for the stage's gradient. Most of it is transfer, so that how long it takes is learnt as well."""
+"""The wait for the stage's gradient. Most of it is transfer, so its durations are learnt as well."""
 
 RECOVERY = "a recovery"
-"""What is waited for there may be a stage's whole state, many times as large as a gradient."""
+"""Such a wait may be for a stage's whole state, many times as large as a gradient."""
 
 HANDLES = "new handles"
-"""What everybody needs of torch's store and of each other for them is not learnt either."""
+"""Times of torch's store, and of the other workers at it, are not learnt either."""
 
 COPY = "copy"
-"""Work on a stage's state together with other workers: it may be one of those that is stuck, so that how long it takes
-is not learnt."""
+"""Work on a stage's state together with other workers. One of them may be stuck, so durations are not learnt."""
 
 CONNECT = "connect"
 """Building handles together with other workers; it has a limit of its own."""
@@ -62,8 +61,8 @@ class Activity:
 
     @contextmanager
     def during(self, state: ThreadState, what: str) -> Iterator[None]:
-        """The thread is in ``state`` in the block, and back in the one before afterwards. A block that is left by an
-        exception was cut short: how long it took says nothing."""
+        """The thread is in ``state`` in the block, and back in the one before afterwards. A block that an exception
+        leaves was cut short, and its duration is not learnt."""
         before, doing, _, _ = self._now
         self._enter(state, what)
         try:

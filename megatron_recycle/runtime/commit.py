@@ -33,7 +33,7 @@ from megatron_recycle.runtime.comm.tree_allreduce import add_up
 _LONGEST_CLOSE = 5.0
 """Seconds that the end waits for a thread that waits for a verdict."""
 
-_ALONE = 7  # numbers in a contribution that are not one for each of something
+_ALONE = 7  # scalars of a contribution: loss, weight, offer and its square, zeros, plan and its square
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Held:
         gradient: flat, (numel,).
         norm_square, zeros: of this stage's gradient.
         loss, weight: as in the verdict.
-        digests: CRC-32 of the data of each micro-batch that this worker has read itself. A worker that dies takes
-            its own along: what nobody can compare any more is not compared.
+        digests: CRC-32 of the data of each micro-batch that this worker has read itself. A worker that dies takes its
+            own along: a micro-batch that nobody can compare any more is not compared.
         reports: (total micro-batches, width) float64, what the last stage reports of each; zeros elsewhere.
     """
 
@@ -61,7 +61,7 @@ class Held:
     zeros: float = 0.0
 
     def numbers(self) -> torch.Tensor:
-        """What peers have alike, but for the gradient, as one float64 vector, for a copy to a peer."""
+        """The numbers that peers have alike, without the gradient, as one float64 vector for a copy to a peer."""
         alone = torch.tensor([self.norm_square, self.loss, self.weight, self.zeros], dtype=torch.float64)
         return torch.cat([alone, self.reports.flatten()])
 

@@ -1,4 +1,4 @@
-"""How a script ends: what it has not handled is told before anything waits for its threads.
+"""The end of a script: an error that it has not handled is reported before anything waits for its threads.
 
 An interpreter that ends joins the script's own threads first and runs `atexit` afterwards. A script that raises while
 one of its threads (a prefetcher, a logger) goes on would let the others wait for it for ever.
@@ -18,7 +18,7 @@ class ScriptEnd:
     """Watches one script.
 
     Args:
-        failed: called with what the script has failed with, as soon as it is over.
+        failed: called with the error of a script that has failed, as soon as it is over.
     """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
@@ -30,7 +30,8 @@ class ScriptEnd:
 
     @property
     def error(self) -> BaseException | None:
-        """What the script has failed with. Handled or not: the last call to the engine if that has raised."""
+        """The error with which the script has failed. It counts handled or not: it is that of the last call to the
+        engine, if that has raised."""
         return getattr(sys, "last_value", None) or self._left
 
     @contextmanager

@@ -1,10 +1,10 @@
-"""What a process is told by others while it sets itself up, so that one that joins later can be told the same.
+"""The record of a process's set-up: the answers of others to it, for a process that joins later.
 
-A script broadcasts a run's name, gathers lengths, loads a checkpoint. Whoever joins the running job goes through the
-same set-up alone. So every process of the start records, in their order, what its collectives brought it
+A script broadcasts a run's name, gathers lengths, loads a checkpoint. A process that joins the running job goes through
+the same set-up alone. So every process of the start records, in their order, what its collectives brought it
 (`SetUpRecorder`), and the coordinator keeps that for each rank. A process that joins gets its rank's record, and its
-groups answer from it (`SetUpReplay`, `Alone`): with the same values, or, where its set-up takes another course, with
-a SetUpError that names the collective. They never answer with what was in the tensor.
+groups answer from it (`SetUpReplay`, `Alone`): with the same values, or, where its set-up takes another course, with a
+SetUpError that names the collective. They never answer with what was in the tensor.
 """
 
 from __future__ import annotations
@@ -63,17 +63,17 @@ class SetUp(Protocol):
     """The time until a process takes part in training, as what it is told in it."""
 
     def apart(self) -> AbstractContextManager[None]:
-        """What is told inside the block concerns nobody who joins later."""
+        """A block whose answers no joiner needs."""
 
     def note(self, name: str, find: Callable[[], Any]) -> Any:
-        """What ``find`` returns (anything JSON can hold); of a process that joins, what it returned at the start."""
+        """The result of ``find`` (anything JSON can hold); in a process that joins, the result at the job's start."""
 
     def close(self) -> list[Entry]:
         """Training begins; returns what was told, of a process of the start. Raises SetUpError."""
 
 
 class _Apart:
-    """What both sides of a record do alike.
+    """The common part of both sides of a record.
 
     ``_hidden``: how many blocks of `apart` this process is in.
     """

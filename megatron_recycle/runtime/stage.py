@@ -1,4 +1,4 @@
-"""What the runtime asks of a framework: one stage's computation and one optimizer step."""
+"""The framework's side, as the runtime needs it: one stage's computation and one optimizer step."""
 
 from __future__ import annotations
 
@@ -65,15 +65,16 @@ class Stage(Protocol):
     """The stage's part of the model."""
     averaging: Averaging
     gradient_dtype: torch.dtype | None
-    """What gradients are summed in; None: the parameters' own."""
+    """The type that gradients are summed in; None: the parameters' own."""
     report_width: int
     """Numbers in a ``Forward.report``; equal on all workers."""
     tied_stages: tuple[tuple[int, ...], ...]
     """Sets of stages that share a parameter, the same on all workers."""
     model: str
-    """What peers must have alike, in words: parameters (see `fingerprint`) and optimizer."""
+    """The facts that peers must have alike, in words: parameters (see `fingerprint`) and optimizer."""
     settings: Mapping[str, Any]
-    """What all workers must have alike of the framework's loop, by the names that its users know, for JSON."""
+    """The settings of the framework's loop that all workers must have alike, by the names that its users know, for
+    JSON."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -106,8 +107,8 @@ class Stage(Protocol):
         """How many elements of this stage's gradient (of this part's share) are zero; 0 if nobody asks for it."""
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
-        """What all gradients are multiplied by before the step, given each stage's `norm_square` (each part's, stage
-        by stage, where workers have several) and the global batch's ``Verdict.weight``; 1 for nothing.
+        """The coefficient of all gradients in the step, given each stage's `norm_square` (each part's, stage by stage,
+        where workers have several) and the global batch's ``Verdict.weight``; 1 changes nothing.
 
         A pure function. A stage that does not know the others' norms yet puts zeros for them."""
 
@@ -129,7 +130,7 @@ class Stage(Protocol):
         """Make `state` have exactly these names, by dropping optimizer state that is not among them."""
 
     def counters(self) -> Any:
-        """A copy of whatever else `step` changes: step counts, learning-rate schedule. Made of dicts, lists, tuples,
+        """A copy of all else that `step` changes: step counts, learning-rate schedule. Made of dicts, lists, tuples,
         numbers and tensors."""
 
     def set_counters(self, counters: Any) -> None:
@@ -137,12 +138,12 @@ class Stage(Protocol):
 
     @property
     def references(self) -> dict[str, Any]:
-        """What else a script may put in the framework's place that a step is made with, by name: compared by identity
-        and as numbers, item by item if it is a list."""
+        """Further objects that a step is made with and a script may replace, by name. They are compared by identity and
+        as numbers, a list item by item."""
 
     @property
     def functions(self) -> Sequence[Any]:
-        """What of the script's a micro-batch is computed with, besides the model: functions, datasets."""
+        """The script's own objects that a micro-batch is computed with, besides the model: functions, datasets."""
 
     def refer(self, references: Mapping[str, Any]) -> None:
         """Put back what `references` gave."""

@@ -1,8 +1,8 @@
-"""The whole state of a stage, from its workers to one that comes in.
+"""The copy of a stage's whole state, from its workers to one that comes in.
 
 Raw tensors and JSON travel, no pickle. The stage's tensors, laid end to end, are cut into pieces; each giving peer
 sends an equal share of them, and the CRC-32 of each piece after it. The first one sends what else there is: names,
-shapes and counters. Everything lands in spare buffers and is switched in when all of it is there and right; half a
+shapes and counters. Everything lands in buffers of its own and is switched in when all of it is there and right; half a
 copy is none.
 """
 

@@ -169,8 +169,9 @@ class Accumulators:
     def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
         """Inside the block autograd itself adds the gradients of this micro-batch to the sums that there are already.
 
-        Left on the parameters, as without it, is only the gradient of one that has no sum yet, has a gradient already,
-        has hooks that ask for what was accumulated, or lies otherwise in memory than its sum does.
+        Outside of the block every gradient is left on its parameter. Inside, only a parameter keeps its gradient that
+        has no sum yet, has a gradient already, has hooks that ask for the accumulated one, or lies otherwise in memory
+        than its sum.
         """
         piece, block = self._place(pipeline, microbatch)
         running = self._sums[piece].running(block) if piece in self._sums else []
