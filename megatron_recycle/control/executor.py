@@ -66,14 +66,16 @@ class Leader:
 
     Args:
         clock: Unix seconds.
+        tolerant: an error of the executor is logged, and the other decisions are carried out all the same.
     """
 
-    def __init__(self, state: State, memory: Memory, executor: Executor,
-                 clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, state: State, memory: Memory, executor: Executor, clock: Callable[[], float] = time.time,
+                 tolerant: bool = True) -> None:
         self.state = state
         self.memory = memory
         self._executor = executor
         self._clock = clock
+        self._tolerant = tolerant
 
     def feed(self, happened: Input) -> None:
         """Decide what follows, and do it."""
@@ -84,4 +86,6 @@ class Leader:
             try:
                 carry_out(self._executor, decision)
             except Exception:  # the others are owed to everybody all the same
+                if not self._tolerant:
+                    raise
                 log.exception("recycle: %s could not be carried out", type(decision).__name__)

@@ -1,7 +1,8 @@
 """A coordinator without sockets, disk, threads and clock: for tests, and for simulations of long times.
 
 `InMemory` is an `Executor` whose time is an event heap (`Heap`), or whatever else gives it `later` and `clock`. Real
-`Agent`s reach it by `InMemory.link`, with checked messages that have been JSON in between.
+`Agent`s reach it by `InMemory.link`, with checked messages that have been JSON in between and take as long as `delay`
+says. All of it happens in whatever runs the time; only a link's `send` may be called by other threads.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,39 +76,50 @@ class InMemory:
     Args:
         later, clock: how time passes; Unix seconds.
         plans: the planner, which is asked at once and answers after ``plan_s`` seconds.
+        delay: gives the seconds that the next message takes; none overtakes another of its connection.
+        timeouts: hold whatever the job's description says; without them that overrides the usual ones.
+        changed: called after every event, and at the end.
         before: the coordinator that has died, whose journal, events and links this one takes over.
 
     Attributes:
-        events: what was emitted.
-        commands: what launchers were told.
+        events: the job's, as events.jsonl would have them.
+        commands: all that launchers were told.
         ended: how the job ended.
     """
 
     def __init__(self, size: int, plans: Plans, later: Later, clock: Callable[[], float], *, plan_s: float = 0.0,
-                 timeouts: Timeouts | None = None, before: InMemory | None = None) -> None:
+                 delay: Callable[[], float] = lambda: 0.0, timeouts: Timeouts | None = None,
+                 changed: Callable[[], None] = lambda: None, before: InMemory | None = None) -> None:
         self.journal: MemoryJournal = MemoryJournal() if before is None else before.journal
         self.events: list[dict[str, Any]] = [] if before is None else before.events
         self.commands: list[Message] = []
         self.ended: do.End | None = None
+        self.delay = delay
+        self.later = later
         self._plans = plans
-        self._later = later
+        self._clock = clock
         self._plan_s = plan_s
+        self._fixed = timeouts is not None
         self._timeouts = timeouts or Timeouts()
+        self._changed = changed
         self._links: dict[str, InMemoryLink] = {}
         self._made: dict[str, Mapping[str, Any]] = {} if before is None else before._made
-        self._dead = False
-        state = State(size=size)
+        self.dead = False
+        self.successor: InMemory | None = None
+        state, untold = State(size=size), []
         if before is not None:
-            before._dead = True
+            before.die()
+            before.successor = self
             kept = self.journal.records
             state = records.taken_up(records.restore(size, kept, self.events), kept, self._made.get)
-            self.events += records.untold(kept, self.events)
-        self._leader = Leader(state, Memory(self.journal), self, clock)
-        if before is not None:
-            if state.phase is Phase.RETURNING:
-                self.feed(Restarted())
-            for link in tuple(before._links.values()):
-                link.connect(self)
+            untold = records.untold(kept, self.events)
+        self._leader = Leader(state, Memory(self.journal), self, clock, tolerant=False)
+        for event in untold:
+            self._tell(event)
+        if state.phase is Phase.RETURNING:
+            self.feed(Restarted())
+        for link in () if before is None else tuple(before._links.values()):
+            link.connect(self)
 
     @property
     def state(self) -> State:
@@ -112,32 +127,43 @@ class InMemory:
 
     def feed(self, happened: Input) -> None:
         """Something has happened; what follows is done at once, but for messages and timers."""
-        if not self._dead:
+        if not self.dead:
             self._leader.feed(happened)
+
+    def die(self) -> None:
+        """Hear, decide and tell nothing any more; all connections are lost."""
+        self.dead = True
+        for link in self._links.values():
+            link.lose()
 
     def link(self, address: str, token: str, **options: Any) -> InMemoryLink:
         """A link of an `Agent` to this coordinator, in place of `link.Link`."""
         return InMemoryLink(self, **options)
 
-    def received(self, incarnation: str, message: Message) -> None:
-        """A process has said this."""
-        if (happened := input_of(incarnation, check(message, FROM_WORKER))) is not None:
-            self.feed(happened)
-
     def connected(self, incarnation: str, link: InMemoryLink) -> None:
+        """A process is reached by this link from now on."""
         self._links[incarnation] = link
 
-    def soon(self, what: Callable[[], None]) -> None:
-        """A message is on its way: do this when it arrives, unless this coordinator is dead by then."""
-        self._later(0.0, lambda: None if self._dead else what())
+    def received(self, incarnation: str, message: Message) -> None:
+        """A process has said this."""
+        check(message, FROM_WORKER)
+        if message["type"] == "event" and (member := self.state.known.get(incarnation)) is not None:
+            fields = {"t": self._clock(), "generation": self.state.generation, **message["fields"]}
+            self._tell({**fields, "event": message["event"], "worker": member.worker})
+        elif (happened := input_of(incarnation, message)) is not None:
+            self.feed(happened)
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        self.events.append(json.loads(json.dumps(event)))
+        self._changed()
 
     def _in(self, seconds: float, happened: Input) -> None:
-        self._later(seconds, lambda: self.feed(happened))
+        self.later(seconds, lambda: self.feed(happened))
 
     # Executor
 
     def follow(self, before: State, after: State) -> None:
-        if after.description is not None and after.generation != before.generation:
+        if not self._fixed and after.description is not None and after.generation != before.generation:
             self._timeouts = self._timeouts.overridden(after.description)
 
     def note(self, decision: do.Note) -> None:
@@ -154,7 +180,7 @@ class InMemory:
         self.commands.append(json.loads(json.dumps(decision.message)))
 
     def emit(self, decision: do.Emit) -> None:
-        self.events.append(json.loads(json.dumps(decision.event)))
+        self._tell(decision.event)
 
     def await_reports(self, decision: do.Await) -> None:
         self._in(self._timeouts.report_timeout, ReportsLate(decision.generation))
@@ -167,20 +193,21 @@ class InMemory:
         self._in(limit, SavedLate(decision.generation))
 
     def make_plan(self, decision: do.MakePlan) -> None:
-        answer = searches.make_plan(self._plans, self._leader.state.description or {}, decision)
+        answer = searches.make_plan(self._plans, self.state.description or {}, decision)
         plan = getattr(answer, "plan", {})
         self._made[plan.get("digest", "")] = plan
-        self._in(self._plan_s, answer)
+        self._in(self._plan_s + self.delay(), answer)
 
     def improve(self, decision: do.Improve) -> None:
         """Nobody looks for a better plan."""
 
     def find_moves(self, decision: do.FindMoves) -> None:
-        if (answer := searches.find_moves(self._plans, self._leader.state.description or {}, decision)) is not None:
+        if (answer := searches.find_moves(self._plans, self.state.description or {}, decision)) is not None:
             self._in(self._plan_s, answer)
 
     def end(self, decision: do.End) -> None:
         self.ended = decision
+        self._changed()
 
 
 class InMemoryLink:
@@ -191,38 +218,72 @@ class InMemoryLink:
                  known: Mapping[str, Mapping[str, Any]], **_: Any) -> None:
         self.address = "memory"
         self.error: str | None = None
-        self.lost_since: float | None = 0.0
+        self.lost_since: float | None = time.monotonic()
         self._coordinator = coordinator
         self._hello = hello
         self._handle = handle
         self._beat = beat
         self._known = known
         self._incarnation = ""
+        self._closed = False
+        self._lock = threading.Lock()
+        self._in, self._out = _Way(coordinator), _Way(coordinator)
 
     def start(self) -> None:
-        self.connect(self._coordinator)
+        self._coordinator.later(0.0, lambda: self.connect(self._coordinator))
 
     def connect(self, coordinator: InMemory) -> None:
-        """Reach this coordinator from now on, and say what it must be told."""
-        self._coordinator, self.lost_since = coordinator, None
-        first, *rest = self._hello()
-        self._incarnation = first["incarnation"]
-        coordinator.connected(self._incarnation, self)
-        for message in (first, *rest):
-            self.send(message)
+        """Reach this coordinator from now on, or the one that has taken over, and say what it must be told."""
+        while coordinator.successor is not None:
+            coordinator = coordinator.successor
+        with self._lock:
+            self._coordinator = coordinator
+            first, *rest = self._hello()
+            self._incarnation = first["incarnation"]
+            coordinator.connected(self._incarnation, self)
+            if self._closed or coordinator.dead:
+                return
+            for message in (first, *rest):
+                self._put(message)
+            self.lost_since = None
+
+    def lose(self) -> None:
+        """The connection is lost: so is what is on its way to the coordinator."""
+        with self._lock:
+            self.lost_since = time.monotonic()
 
     def beat(self) -> None:
         """Give a sign of life, which carries what was asked for in a signal handler."""
         self.send(self._beat())
 
     def send(self, message: Message) -> None:
-        if self.lost_since is None:
-            encoded, to = encode(message), self._coordinator
-            to.soon(lambda: to.received(self._incarnation, json.loads(encoded)))
+        with self._lock:
+            if self.lost_since is None and not self._closed:
+                self._put(message)
+
+    def _put(self, message: Message) -> None:
+        encoded, to = encode(message), self._coordinator
+        self._out.put(lambda: None if to.dead else to.received(self._incarnation, json.loads(encoded)))
 
     def told(self, encoded: bytes) -> None:
         """A message of the coordinator is on its way to the agent."""
-        self._coordinator.soon(lambda: self._handle(check(json.loads(encoded), self._known)))
+        self._in.put(lambda: None if self._closed else self._handle(check(json.loads(encoded), self._known)))
 
     def close(self, timeout: float = 1.0) -> None:
-        self.lost_since = 0.0
+        self._closed = True
+
+
+class _Way:
+    """Messages of one connection in one direction: each takes a while, and none overtakes another."""
+
+    def __init__(self, coordinator: InMemory) -> None:
+        self._later, self._delay = coordinator.later, coordinator.delay
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def put(self, deliver: Callable[[], None]) -> None:
+        self._waiting.append(deliver)
+        self._later(self._delay(), self._deliver)
+
+    def _deliver(self) -> None:
+        """Whichever of them is due now, the oldest one is delivered."""
+        self._waiting.popleft()()

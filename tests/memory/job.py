@@ -30,7 +30,7 @@ from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.worker import StageWorker
-from tests.memory.control import Control, MemoryLink
+from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
 
 CPU = torch.device("cpu")
@@ -208,7 +208,7 @@ class Job:
                              on_stop=lambda stop: [one.abort(stop.generation) for one in worker],
                              on_end=lambda ended: [one.abort(sys.maxsize) for one in worker],
                              patience=LIMIT, pid=process.pid, host="host", joining=joining,
-                             link=functools.partial(MemoryLink, self.control))
+                             link=self.control.link)
         process.worker = made = StageWorker(
             place=place, stage=stage, splitter=Splitter(stage.module), data=Data(), agent=agent,
             generators=_Own(CPU), config=config, observer=_Observer(self, process), network=process.network)
