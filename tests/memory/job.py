@@ -28,6 +28,7 @@ from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
 from megatron_recycle.runtime.comm.memory import Killed as Gone
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
+from megatron_recycle.runtime.memory_budget import profile
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.control import Control
@@ -92,6 +93,8 @@ class Result:
     evaluated: list[list[float]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     counters: Any = None
+    memory: Mapping[str, Any] = field(default_factory=dict)
+    """What `runtime.memory_budget.profile` finds."""
 
 
 @dataclass
@@ -220,7 +223,7 @@ class Job:
             result.losses.append(made.train(iteration))
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
-        result.counters = stage.counters()["own"]
+        result.counters, result.memory = stage.counters()["own"], profile(made)
         made.finish()
 
     # ---- what a test does
