@@ -3,12 +3,13 @@
 It carries out what `membership` decides. Standard library, the plan, the planner, measured numbers and membership only.
 """
 
-from megatron_recycle.control.agent import Agent, Ended, Go, Stop
+from megatron_recycle.control.agent import Agent
 from megatron_recycle.control.clocks import Timeouts
 from megatron_recycle.control.coordinator import Coordinator
 from megatron_recycle.control.journal import Journal, JournalError, JournalInUse
 from megatron_recycle.control.newcomer import ask_record
 from megatron_recycle.control.wire import WireError
+from megatron_recycle.membership.announcements import Ended, Go, Stop
 
 __all__ = ["Agent", "Coordinator", "Ended", "Go", "Journal", "JournalError", "JournalInUse", "Stop", "Timeouts",
            "WireError", "ask_record"]

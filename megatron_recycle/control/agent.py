@@ -12,56 +12,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.control.link import AnyLink, Link
 from megatron_recycle.control.wire import Message
 from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership.announcements import Ended, Go, Stop
 from megatron_recycle.membership.detectors import Doing
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.messages import TO_WORKER, Role, check_report
 from megatron_recycle.membership.promises import Offer
-from megatron_recycle.membership.resume import RESTART, Resume
+from megatron_recycle.membership.resume import RESTART
 
 _GLANCE = 0.5
 """Seconds between looks at the connection while the training thread waits."""
-
-
-@dataclass(frozen=True)
-class Stop:
-    """Generations below `generation` are over; `role` is "member" for those that go on in it, else "outside".
-    `missing` positions have nobody."""
-
-    generation: int
-    role: str
-    missing: int
-
-
-@dataclass(frozen=True)
-class Go:
-    """The go of `generation`. `plan` is a plan file's content, `prefix` the store prefix of its groups. With
-    `closing` it does not train: the job ends with these words, once its members have said `saved`."""
-
-    generation: int
-    attempt: int
-    members: Mapping[str, str]
-    plan: Mapping[str, Any]
-    resume: Resume
-    prefix: str
-    closing: str | None = None
-    left_out: Sequence[tuple[int, str]] = ()
-    """Iterations and their micro-batches (``1.3``) that the job goes on without."""
-    tries: int = 0
-    """Generations with the same members in a row before this one, without progress."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The job is over, or goes on without this process."""
-
-    status: int
-    message: str
 
 
 class Agent:
@@ -353,7 +317,7 @@ class Agent:
         """In the agent's thread: one message of the coordinator."""
         kind = message["type"]
         if kind == "stop":
-            self._stopped(Stop(message["generation"], message["role"], message["missing"]))
+            self._stopped(Stop.read(message))
         elif kind == "go":
             self._goes(message)
         elif kind == "offer" and message["generation"] == self.generation:
@@ -402,8 +366,7 @@ class Agent:
     def _goes(self, message: Message) -> None:
         if message["generation"] <= self.generation or message["generation"] < self.stop_generation:
             return
-        names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out")
-        go = Go(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
+        go = Go.read(message)
         with self._changed:
             self.outside = False
             self._go = go

@@ -15,7 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.control.agent import Ended
+from megatron_recycle.control import Ended
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.membership import Process, Standing
 from megatron_recycle.plan import Worker
