@@ -125,7 +125,7 @@ class Summary:
 
 def _started(event: Mapping[str, Any]) -> str:
     """With what the job can lose, where that may be news."""
-    hidden = ("survival", "fatal_hosts", "leave_timeout")
+    hidden = ("survival", "fatal_hosts")
     line = _line({key: value for key, value in event.items() if key not in hidden})
     several = len(set(event.get("hosts", {}).values())) > 1
     copies = len(event.get("grid", {}).get("microbatches", ())) > 1

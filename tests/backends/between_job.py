@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from megatron_recycle.backends.deepspeed.engine import install
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.control.coordinator import Coordinator, Timeouts
+from megatron_recycle.control import Coordinator, Timeouts
 from megatron_recycle.control.journal import Journal
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.errors import RecycleError
