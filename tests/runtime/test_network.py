@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.comm import rendezvous
 from megatron_recycle.runtime.comm.abort import abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
@@ -45,6 +47,28 @@ def test_a_default_group_that_was_made_without_a_name_has_a_library_for_each_kin
                     backend_for(torch.device("cuda"))
         finally:
             dist.destroy_process_group()
+
+
+def test_a_group_is_not_split_off_a_default_group_that_is_bound_to_a_device(monkeypatch):
+    """torch would split it, which takes all ranks that the job began with."""
+    default, found = SimpleNamespace(bound_device_id="cuda:0"), []
+    made = SimpleNamespace(set_timeout=lambda limit: None)
+
+    def helper(*arguments: Any, **options: Any) -> Any:
+        found.append(default.bound_device_id)
+        return made, None
+
+    monkeypatch.setattr(rendezvous.dist, "group", SimpleNamespace(WORLD=default))
+    monkeypatch.setattr(rendezvous.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(rendezvous.c10d, "_new_process_group_helper", helper)
+    monkeypatch.setattr(rendezvous.c10d, "_world", SimpleNamespace(pg_group_ranks=Ranks()))
+    assert rendezvous.new_group("g", [0], dist.HashStore(), backend="gloo", timeout=1, connect_timeout=1) is made
+    assert found == [None] and default.bound_device_id == "cuda:0"
+
+
+class Ranks:
+    def __setitem__(self, group: Any, ranks: Any) -> None:
+        pass
 
 
 def test_each_member_has_its_communicators():
