@@ -249,7 +249,7 @@ def is_good(report: dict[str, Any]) -> bool:
 
 def draw(outcome: Outcome, path: Path) -> None:
     """The plan before and after the first failure, both timed with the costs that were known after it."""
-    from megatron_recycle.control.planning import plan_file
+    from megatron_recycle.control.plan_folder import PlanFolder
     from megatron_recycle.observe.timeline import draw_pair
     from megatron_recycle.plan import Plan, lower_bound, replay
 
@@ -258,7 +258,10 @@ def draw(outcome: Outcome, path: Path) -> None:
         of_it = [event for event in outcome.events if event.get("generation") == generation]
         digests = [event["digest"] for event in of_it if event["event"] == "planned"][:1]
         digests += [event["digest"] for event in of_it if event["event"] == "adopted"]
-        return Plan.load(plan_file(outcome.folder / "plans", digests[-1]))
+        kept = PlanFolder(outcome.folder / "plans").load(digests[-1])
+        if kept is None:
+            raise JobFailed(f"the plan {digests[-1]} of generation {generation} was not kept")
+        return Plan.from_json(kept)
 
     first = failures(outcome)[0]
     before, after = in_use(first["generation"] - 1), in_use(first["generation"])

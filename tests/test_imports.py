@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -194,6 +195,21 @@ def circles(found: Iterable[Import]) -> list[frozenset[str]]:
 def test_imports_go_one_way():
     faults = [text for found in all_imports() if (text := fault(found))]
     assert not faults, "\n".join(faults)
+
+
+def test_what_scripts_import_is_there():
+    """Also what they import late, inside functions."""
+    files = [*(ROOT.parent / "scripts").rglob("*.py")]
+    wanted = [(file, found.target) for file in files
+              for found in imports_of(file.read_text(encoding="utf-8"), "", False)
+              if found.target.startswith(f"{PACKAGE}.")]
+    assert wanted
+    gone = []
+    for file, target in wanted:
+        module, _, name = target.rpartition(".")
+        if not hasattr(importlib.import_module(module), name) and importlib.util.find_spec(target) is None:
+            gone.append(f"{file.relative_to(ROOT.parent)}: {target}")
+    assert not gone, "\n".join(gone)
 
 
 def test_no_modules_import_each_other_in_a_circle():
