@@ -105,10 +105,12 @@ def test_the_loss_of_an_iteration(ordered, seed):
     assert set(fabric.run(*[lambda me=me: share(me) for me in LIVE])) == {(2.0, 24.0)}
 
 
-def iterate(groups: Groups, plan: Any, me: Worker) -> int:
-    """Two iterations' activations and gradients; returns how many have come."""
+def iterate(groups: Groups, plan: Any, me: Worker, ahead: bool = False) -> int:
+    """Two iterations' activations and gradients; returns how many have come. ``ahead``: receives are posted ahead."""
     transport = Transport(groups, torch.device("cpu"))
-    transport.use(channels(plan), reads(plan, me), read_by(plan, me))
+    transport.follow(plan)
+    if ahead:
+        transport.use(channels(plan), reads(plan, me), read_by(plan, me))
     come = {message for _, message in reads(plan, me)}
     go = {message for (source, _), messages in channels(plan).items() if source == me for message in messages}
     count = 0
@@ -182,10 +184,20 @@ def test_whoever_dies_and_whenever_nobody_reads_a_wrong_message_and_nobody_waits
     assert over > 10
 
 
-def test_with_nccls_rules_activations_wait_for_ever():
-    """Receives that are posted ahead hold up the sends that their senders wait for; see docs/limits.md."""
+@pytest.mark.parametrize("failed", [(), (LOST,)], ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_with_nccls_rules_activations_come_in_the_plans_order_too(failed, seed):
+    plan = quick(Problem(GRID, Costs.uniform(2, 20, 22, 18, 1), failed))
+    fabric = Fabric(seed, ordered=True)
+    live = [worker for worker in plan.workers if worker not in failed]
+    groups = connected(fabric, GRID, live)
+    assert sum(fabric.run(*[lambda me=me: iterate(groups[me], plan, me) for me in live])) == 2 * 2 * 12
+
+
+def test_with_nccls_rules_receives_that_are_posted_ahead_wait_for_ever():
+    """They hold up the sends that their senders wait for."""
     plan = quick(Problem(GRID, Costs.uniform(2, 20, 22, 18, 1)))
     fabric = Fabric(ordered=True)
     groups = connected(fabric, GRID, list(plan.workers))
     with pytest.raises(Stuck, match="a receive from its rank 1, activations or gradients"):
-        fabric.run(*[lambda me=me: iterate(groups[me], plan, me) for me in plan.workers])
+        fabric.run(*[lambda me=me: iterate(groups[me], plan, me, ahead=True) for me in plan.workers])
