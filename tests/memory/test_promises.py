@@ -11,6 +11,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control.wire import WireError
 from megatron_recycle.membership.messages import FROM_WORKER, check
+from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.compute.random_state import seed_of
 from tests.memory.job import Job, Moment, Shape, undisturbed
 from tests.memory.model import Block, SmallStage, batch
@@ -68,6 +69,10 @@ def test_activations_take_what_the_plan_says_also_of_guests(victim):
         if result.status == 0:
             held = result.memory["held"]
             assert 0 < held["peak"] <= held["planned"], held
+    for process in job.processes.values():
+        plan, me = process.worker.plan, process.worker.place.me
+        if process.name != victim:
+            assert peak(plan.problem, me, plan.actions(me)) <= 2 * SHAPE.stages, "activations, by default"
 
 
 def test_what_is_kept_to_undo_a_step_is_one_copy():
