@@ -3,7 +3,7 @@
 A backend makes a `Session` as soon as its framework knows the grid, and starts it when the script first trains. The
 session begins iterations, knows whether the script is still where the job was before this worker came in, makes the
 script's errors and the job's end known to each other, and keeps what needs all workers from waiting for those that are
-gone. What an iteration computes is the backend's `runtime.stage.Stage`.
+gone. The backend's `runtime.stage.Stage` computes an iteration.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class Session:
         return self._worker is not None and self.live()[which] == self.place.me
 
     def together(self, what: str, run: Callable[[], Any], otherwise: Any, without: str | None = None) -> Any:
-        """What ``run`` returns, or ``otherwise`` where not all workers can run it, which one line says.
+        """The result of ``run``, or ``otherwise``, with a line that says why, where not all workers can run it.
 
         Args:
             what: is run, in messages.
