@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from megatron_recycle.config import RecycleConfig as RecycleConfig
     from megatron_recycle.runtime.compute.data import Factory
-    from megatron_recycle.runtime.interpreter import Observer
+    from megatron_recycle.runtime.phases import Observer
 
 
 def enable(
@@ -40,7 +40,7 @@ def enable(
         flags: the namespace of a parser that `add_arguments` was applied to; it may still be in the making.
         data: `factory(pipeline) -> iterator` over that pipeline's micro-batches, the same sequence each time it
             is called; for scripts that have no dataset to give to `deepspeed.initialize(training_data=...)`.
-        observer: told of every phase of this process's training (see `runtime.interpreter.Observer`).
+        observer: told of every phase of this process's training (see `runtime.phases.Observer`).
 
     Raises:
         ImportError: no supported framework is installed.

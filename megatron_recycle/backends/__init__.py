@@ -13,7 +13,7 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.runtime.comm.standalone import set_up
 from megatron_recycle.runtime.compute.data import Factory
-from megatron_recycle.runtime.interpreter import Observer
+from megatron_recycle.runtime.phases import Observer
 from megatron_recycle.runtime.start import Embed
 
 __all__ = ["BACKENDS", "Options", "enable"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_recycle.config import SECTION, RecycleConfig
 from megatron_recycle.runtime.compute.data import Factory
-from megatron_recycle.runtime.interpreter import Observer
+from megatron_recycle.runtime.phases import Observer
 from megatron_recycle.runtime.setup_record import SetUp
 from megatron_recycle.runtime.start import Embed
 

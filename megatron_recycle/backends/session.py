@@ -218,7 +218,7 @@ class Session:
                 return run()
             except (RuntimeError, GenerationOver) as error:
                 if isinstance(error, RuntimeError) and not (
-                        self._worker is not None and comes_of_failure(self._worker, error)):
+                        self._worker is not None and comes_of_failure(self._worker.site, self._worker.standing, error)):
                     raise
                 get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not "
                                    "complete; training goes on", what, error)

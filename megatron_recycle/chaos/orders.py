@@ -13,7 +13,7 @@ from megatron_recycle.plan import Worker
 
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "boundary",
           "recovering", "joining")
-"""Phases that an observer hears of (`runtime.interpreter.Observer`)."""
+"""Phases that an observer hears of (`runtime.phases.Observer`)."""
 HEAL = "heal"
 
 

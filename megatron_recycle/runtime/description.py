@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_recycle.plan import Costs
-
-if TYPE_CHECKING:
-    from megatron_recycle.runtime.worker import StageWorker
+from megatron_recycle.runtime.site import Site
 
 
-def description(worker: StageWorker) -> dict[str, Any]:
+def description(site: Site) -> dict[str, Any]:
     """Facts about the job that must be the same on all workers."""
-    place, stage, config = worker.place, worker.stage, worker.config
+    place, stage, config = site.place, site.stage, site.config
     grid = place.grid
     return {**stage.settings,
             "grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)}, "parts": place.parts,
             "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
             "tied": [list(stages) for stages in stage.tied_stages], "model": stage.model,
             "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,
-            "split_backward": config.split_backward, "full_backward": worker.actions.may_be_full, "step": config.step,
+            "split_backward": config.split_backward, "full_backward": site.may_be_full, "step": config.step,
             "policy": config.policy, "clip_norm": config.clip_norm,
             "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,
             "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
@@ -30,5 +28,5 @@ def description(worker: StageWorker) -> dict[str, Any]:
             "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
             "move_cost": config.move_cost, "horizon": config.horizon,
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
-            "emergency": None if worker.save_last is None else config.emergency_checkpoint != "none",
+            "emergency": None if site.save_last is None else config.emergency_checkpoint != "none",
             "poison": config.poison, "backend": place.backend, "torch": torch.__version__}

@@ -7,20 +7,11 @@ some workers only. Those are at most one pass ahead, and give the others the tab
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Standing
-from megatron_recycle.plan import Action, Grid
-from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.plan import Grid
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.compute.data import DataSource
-from megatron_recycle.runtime.compute.random_state import seed_of
-
-if TYPE_CHECKING:
-    from megatron_recycle.runtime.worker import StageWorker
 
 Reports = dict[tuple[int, int], tuple[float, ...]]
 """(pipeline, micro-batch) -> what the last stage reports of it."""
@@ -71,46 +62,3 @@ class Evaluations:
         table = self.table.clone() if me == giver else torch.zeros_like(self.table)
         groups.control.sum(table).wait()
         self.table, self._standing.evaluated = table, newest
-
-
-def run_pass(worker: StageWorker, transport: Transport, data: DataSource, number: int) -> None:
-    """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards.
-
-    ``transport`` is between two iterations, and is so again afterwards. Raises GenerationOver.
-    """
-    plan, reports = worker.plan, Reports()
-    transport.follow(plan, "F")
-    transport.begin()
-    with torch.no_grad():
-        for action in plan.actions(worker.place.me):
-            if action.kind == "F":
-                if worker.interrupted():
-                    raise GenerationOver(f"the generation ended before the evaluation's {action}")
-                worker.observe("evaluate", worker.standing.iteration, action)
-                _forward(worker, transport, data, number, action, reports)
-                transport.post()
-    with worker.waiting("the evaluation's end"):
-        worker.evaluations.complete(reports, worker.current_groups())
-    transport.follow(plan)
-
-
-def _forward(worker: StageWorker, transport: Transport, data: DataSource, number: int, action: Action,
-             reports: Reports) -> None:
-    _, pipeline, microbatch = action
-    place = worker.place
-    batch, inputs = None, None
-    if place.first or place.last:
-        worker.activity.work("data")
-        batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
-    if not place.first:
-        with worker.waiting("an activation"):
-            inputs = tuple(transport.receive(("F", pipeline, microbatch)))
-    worker.activity.work("evaluate")
-    worker.generators.seed(seed_of(worker.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage))
-    with worker.current_groups().together():
-        forward = worker.stage.forward(inputs, batch)
-    if place.last:
-        reports[pipeline, microbatch] = forward.report
-    else:
-        transport.send(("F", pipeline, microbatch), forward.outputs)
-

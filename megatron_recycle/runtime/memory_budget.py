@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Piece, Worker, pieces
+from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.compute.memory import nbytes
-
-if TYPE_CHECKING:
-    from megatron_recycle.runtime.worker import StageWorker
+from megatron_recycle.runtime.site import Site
 
 _USABLE = 0.9
 """Share of a GPU's free memory that is promised to activations; the allocator loses some between its blocks."""
@@ -64,29 +62,29 @@ def room_on(device: torch.device, limit: float | None, kept: dict[str, int], hel
     return max(0, int(_USABLE * (free + unused)) + held - kept["spare"])
 
 
-def announce(worker: StageWorker) -> None:
+def announce(site: Site, plan: Plan) -> None:
     """Say at the start what is kept for undo and commit."""
-    kept = _kept(worker)
+    kept = _kept(site, plan, 0)
     text = f"{kept['gradient'] / _MIB:.1f} MiB of reduced gradient until each commit"
-    if worker.config.reduction == "exact":
+    if site.exact:
         text += f", {kept['sums'] / _MIB:.1f} MiB of gradients summed apart for the exact reduction"
-    if worker.config.step == "staggered":
-        parameters = nbytes(worker.layout.parameters)
+    if site.config.step == "staggered":
+        parameters = nbytes(site.trainable.layout.parameters)
         text += f", and a copy of parameters ({parameters / _MIB:.1f} MiB) and optimizer state to undo a step"
-    get_logger().info("megatron-recycle: worker %s keeps %s", worker.place.me, text)
+    get_logger().info("megatron-recycle: worker %s keeps %s", site.place.me, text)
 
 
-def profile(worker: StageWorker) -> dict[str, Any]:
+def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
     """What the planner is told: bytes that a micro-batch holds before and after its B (``held``) with the most that was
     held at a time and what the plan foresees, bytes left for activations (``room``), bytes used otherwise (``kept``).
     """
-    memory, plan, me = worker.memory, worker.plan, worker.place.me
+    memory, me = site.memory, site.place.me
     stages = plan.problem.grid.stages
     weighed = replace(plan.problem, before_b=(memory.before_b,) * stages, after_b=(memory.after_b,) * stages)
     held = {"before_b": memory.before_b, "after_b": memory.after_b, "message": memory.message, "peak": memory.peak,
             "planned": peak(weighed, me, plan.actions(me))}
-    kept = _kept(worker)
-    return {"held": held, "kept": kept, "room": room_on(worker.stage.device, worker.config.memory, kept, memory.now)}
+    kept = _kept(site, plan, undo)
+    return {"held": held, "kept": kept, "room": room_on(site.stage.device, site.config.memory, kept, memory.now)}
 
 
 def announce_profile(me: Worker, found: dict[str, Any]) -> None:
@@ -103,10 +101,10 @@ def announce_profile(me: Worker, found: dict[str, Any]) -> None:
         "" if room is None else f", {room / _MIB:.2f} are there")
 
 
-def _kept(worker: StageWorker) -> dict[str, int]:
-    plan, me = worker.plan, worker.place.me
-    exact = worker.config.reduction == "exact"
-    gradient = worker.layout.numel * worker.layout.dtype.itemsize
-    return kept_bytes(worker.stage.state().values(), worker.stepper.undo.nbytes, gradient,
+def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
+    me = site.place.me
+    exact = site.exact
+    gradient = site.trainable.layout.numel * site.trainable.layout.dtype.itemsize
+    return kept_bytes(site.stage.state().values(), undo, gradient,
                       pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
-                      plan.problem.receives(me.stage) * worker.memory.message)
+                      plan.problem.receives(me.stage) * site.memory.message)

@@ -11,24 +11,25 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
 from megatron_recycle.errors import DataError, GenerationOver, JobEnded, RecycleError
-from megatron_recycle.membership import Verdict, workers_of
+from megatron_recycle.membership import Standing, Verdict, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
-from megatron_recycle.runtime.activity import CONNECT, COPY, WORKING
+from megatron_recycle.runtime.activity import CONNECT, COPY
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.compute.data import NotReadHere, digest
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
+from megatron_recycle.runtime.generation import Generation, store_prefix
+from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors, take
-
-if TYPE_CHECKING:
-    from megatron_recycle.runtime.worker import StageWorker
+from megatron_recycle.runtime.stepper import Stepper
 
 _POLL_SECONDS = 0.001
 _CONNECT_PER_RANK = 0.05  # seconds
@@ -36,150 +37,175 @@ _MOST_PATIENT = 2  # how often the limit is doubled
 _LONGEST_ABSENCE = 3.0  # of the coordinator, in times that any failure takes to be found
 
 
-def join(worker: StageWorker) -> None:
+def join(site: Site, stepper: Stepper) -> Generation:
     """Take part in the first generation: say that the model is built, and wait for all others. A worker that joins a
     running job waits to be taken in."""
-    learnt = worker.setup.close() if worker.setup is not None else ()
-    if worker.agent.outside:
-        _follow(worker, enter(worker))
-    else:
-        worker.agent.ready(description(worker), worker.standing.report(), learnt)
-        _follow(worker, worker.agent.wait_go(1))
+    learnt = site.setup.close() if site.setup is not None else ()
+    if site.agent.outside:
+        return _follow(site, stepper, enter(site, stepper.standing))
+    site.agent.ready(description(site), stepper.standing.report(), learnt)
+    return _follow(site, stepper, site.agent.wait_go(1))
 
 
-def enter(worker: StageWorker) -> Go | None:
+def enter(site: Site, standing: Standing) -> Go | None:
     """Say that the model is built, and wait for a generation with this worker in it; None if one came and went."""
-    worker.agent.ready(description(worker), worker.standing.report())
-    return worker.agent.wait_taken_in()
+    site.agent.ready(description(site), standing.report())
+    return site.agent.wait_taken_in()
 
 
-def recover(worker: StageWorker, error: GenerationOver) -> None:
-    """Bring this worker from a broken generation to the next one that holds.
+def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
+    """From a broken generation to the next one that holds, which is in force then.
 
     Raises JobEnded if training cannot go on, and ``error`` if nobody declared a failure for it.
     """
-    await_stop(worker, error)
-    stand_still(worker)
-    _follow(worker, report(worker))
+    await_stop(site, stepper.standing, error)
+    retire(site, stepper)
+    return _follow(site, stepper, report(site, stepper.standing))
 
 
-def finish(worker: StageWorker) -> None:
+def finish(site: Site, stepper: Stepper) -> None:
     """The script has nothing more to do: stand by until that is so everywhere, since another worker may fail
     before it has made its last step."""
-    worker.tell_resumed()
-    while not worker.agent.finished():
-        stand_still(worker)
-        _follow(worker, report(worker))
-        worker.tell_resumed()
+    site.phases.tell_resumed()
+    while not site.agent.finished():
+        retire(site, stepper)
+        _follow(site, stepper, report(site, stepper.standing))
+        site.phases.tell_resumed()
 
 
-def _follow(worker: StageWorker, go: Go | None) -> None:
+def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
     """Rebuild, reconcile, resume; with every newer generation that comes up meanwhile, again from the report."""
     while True:
         try:
             if go is not None:
-                rebuild(worker, go)
-                reconcile(worker, go)
-                verify_recovery(worker)
+                generation = rebuild(site, stepper.standing, go)
+                reconcile(site, stepper, generation, go)
+                verify_recovery(site, stepper, generation)
                 if go.closing is not None:
-                    close_down(worker, go)
-                resume(worker, go)
-                return
+                    close_down(site, go)
+                resume(site, stepper.standing, go)
+                return generation
         except GenerationOver as error:
-            await_stop(worker, error)
-            stand_still(worker)
-        go = report(worker)
+            await_stop(site, stepper.standing, error)
+            retire(site, stepper)
+        go = report(site, stepper.standing)
 
 
-def await_stop(worker: StageWorker, error: GenerationOver) -> None:
+def await_stop(site: Site, standing: Standing, error: GenerationOver) -> None:
     """1-2. Wait until the coordinator has ended the generation in force.
 
     A communication error is only a hint: it never names the culprit. If no decision follows within the time
     that any failure takes to be found, the error is this worker's own and is raised.
     """
-    if not worker.interrupted():
-        worker.agent.hint(worker.generation, str(error))
-    config = worker.config
+    agent, config = site.agent, site.config
+    if not site.interrupted(standing):
+        agent.hint(standing.epoch.generation, str(error))
     patience = config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout
     begun = time.monotonic()
     limit = begun + patience
-    while not worker.interrupted():
-        if worker.agent.out_of_reach:
+    while not site.interrupted(standing):
+        if agent.out_of_reach:
             # A coordinator that is started again has to find the failure first.
             limit = min(time.monotonic() + patience, begun + _LONGEST_ABSENCE * patience)
         if time.monotonic() > limit:
             raise error
         time.sleep(_POLL_SECONDS)
-    if worker.agent.ended is not None:
-        raise JobEnded(worker.agent.ended.message, worker.agent.ended.status)
+    if agent.ended is not None:
+        raise JobEnded(agent.ended.message, agent.ended.status)
 
 
-def comes_of_failure(worker: StageWorker, error: RuntimeError) -> bool:
+def comes_of_failure(site: Site, standing: Standing, error: RuntimeError) -> bool:
     """Whether ``error``, met in a collective over all ranks between two iterations, comes of a failure: the next
     iteration then begins with the recovery. Raises JobEnded."""
     if not is_broken(error):
         return False
     try:
-        await_stop(worker, GenerationOver(str(error)))
+        await_stop(site, standing, GenerationOver(str(error)))
     except GenerationOver:
         return False
     return True
 
 
-def stand_still(worker: StageWorker) -> None:
-    """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten."""
-    worker.observe("recovering", worker.standing.iteration)
-    worker.uninstall()
-    worker.stepper.leave()
-    worker.discard_attempt()
+def retire(site: Site, stepper: Stepper) -> None:
+    """3. Leave the old generation: nothing of it is pending afterwards, and the attempt is forgotten. Twice does no
+    harm."""
+    site.phases.enter(Phase.RECOVERING, stepper.standing.iteration)
+    uninstall(site)
+    stepper.leave()
+    stepper.standing.give_up()
 
 
-def report(worker: StageWorker) -> Go | None:
+def uninstall(site: Site) -> None:
+    """Take the groups in force out of use and tear them down."""
+    old = site.current.take()
+    if old is not None:
+        site.network.become(None)
+        old.groups.retire()
+
+
+def install(site: Site, standing: Standing, generation: Generation) -> Generation:
+    """From now on ``generation`` is in force, for the framework too.
+
+    Raises GenerationOver if a still newer one was announced meanwhile.
+    """
+    site.current.set(generation)
+    site.network.become(generation.groups.everybody)
+    site.stage.regroup(generation.groups)
+    if site.interrupted(standing):
+        raise GenerationOver("a newer generation was announced while this one was being installed")
+    return generation
+
+
+def report(site: Site, standing: Standing) -> Go | None:
     """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first.
 
     A part of a worker that has lost another part waits here until that one is replaced. Raises JobEnded.
     """
-    if worker.agent.outside:
-        if worker.place.parts > 1:
+    if site.agent.outside:
+        if site.place.parts > 1:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
-                                 "that one is replaced", worker.place.me, worker.place.name)
-        return enter(worker)  # or it came in with the last generation, and that is over before it counted
-    generation = worker.agent.stop_generation
-    worker.agent.report(generation, worker.standing.report())
-    return worker.agent.wait_go(generation)
+                                 "that one is replaced", site.place.me, site.place.name)
+        return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
+    generation = site.agent.stop_generation
+    site.agent.report(generation, standing.report())
+    return site.agent.wait_go(generation)
 
 
-def rebuild(worker: StageWorker, go: Go) -> None:
+def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun = time.monotonic()
-    worker.standing.join(go.generation)
-    worker.prefix, worker.tries = go.prefix, go.tries
-    groups = _connect(worker, workers_of(go.members), worker.config.report_timeout)
-    worker.left_out = go.left_out
-    worker.install(groups, Plan.from_json(go.plan))
-    worker.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
+    standing.join(go.generation)
+    groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout)
+    generation = Generation.of(standing.epoch, go.prefix, go.tries, go.left_out, groups, site.stage,
+                               Plan.from_json(go.plan), site.exact)
+    install(site, standing, generation)
+    site.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
+    return generation
 
 
-def renew(worker: StageWorker) -> None:
-    """New handles for the same members and plan: what was under way on the old ones is void.
+def renew(site: Site, standing: Standing, old: Generation) -> Generation:
+    """New groups for the same members and plan: what was under way on the old ones is void.
 
     All members come here after the same verdict. Whoever arrives tears nothing down before all have, since the
     verdict may still be on its way to another.
     """
     # Some may still be in the script's own code.
-    groups = _connect(worker, worker.live(), worker.config.transport_timeout)
-    worker.uninstall()
-    worker.reinstall(groups)
+    groups = _connect(site, standing, old.prefix, old.tries, old.groups.members, site.config.transport_timeout)
+    uninstall(site)
+    return install(site, standing, old.renewed(standing.epoch, groups, site.stage))
 
 
-def _connect(worker: StageWorker, members: Sequence[Worker], patience: float) -> Groups:
-    """``patience``: seconds that the members may take to come to the store."""
-    config = worker.config
-    connect = connect_limit(config, len(members) * worker.place.parts, worker.tries)
-    with worker.activity.during(WORKING, CONNECT):  # these limits hold, and none that has been learnt
-        return worker.network.connect(
-            generation=worker.generation, prefix=worker.store_prefix, place=worker.place, members=members,
-            limits=Limits(config.transport_timeout, connect, max(patience, connect)), interrupted=worker.interrupted)
+def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: Sequence[Worker],
+             patience: float) -> Groups:
+    """The groups of the epoch that ``standing`` is in. ``patience``: seconds that the members may take to come to the
+    store."""
+    config, epoch = site.config, standing.epoch
+    connect = connect_limit(config, len(members) * site.place.parts, tries)
+    with site.phases.working(CONNECT):  # these limits hold, and none that has been learnt
+        return site.network.connect(
+            generation=epoch.generation, prefix=store_prefix(prefix, epoch), place=site.place, members=members,
+            limits=Limits(config.transport_timeout, connect, max(patience, connect)),
+            interrupted=lambda: site.interrupted(standing))
 
 
 def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
@@ -190,43 +216,48 @@ def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
     return (config.connect_timeout or derived) * 2 ** min(tries, _MOST_PATIENT)
 
 
-def reconcile(worker: StageWorker, go: Go) -> None:
+def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
     """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by
     everybody, anything beyond it is undone and forgotten. Who comes in gets everything from its peers."""
-    groups, stepper = worker.current_groups(), worker.stepper
-    joined = workers_of(go.resume.joined)
-    if groups.me not in joined:
-        stepper.reconcile(go.resume, groups)
-    worker.evaluations.reconcile(groups)
-    if groups.me in joined:
-        worker.observe("joining", go.resume.next)
-        with _copying(worker):
-            tensors, facts, received = take(groups, joined, worker.stage.device)
-        if worker.standing.verdict is None:  # it has never been in, so that it has let go of nothing
-            with _copying(worker):  # a factory is read from its beginning, which may take minutes as well
-                compare_data(worker, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
-        stepper.enter(tensors, facts)
-        worker.brought = tensors, facts["counters"]
-        worker.lay_out()
-        worker.forget_data(go.resume.target)
-        # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
-        worker.agent.holds(go.generation, vars(received))
-    elif any(other.stage == groups.me.stage for other in joined):
-        worker.observe("joining", go.resume.next)
-        with _copying(worker):
-            give(groups, joined, stage_tensors(worker.stage), stepper.facts())
+    groups, standing = generation.groups, stepper.standing
+    todo = standing.reconciliation(go.resume)
+    if not todo.enter:
+        stepper.reconcile(todo, go.resume.target, groups)
+    site.evaluations.reconcile(groups)
+    if todo.enter:
+        _take_in(site, stepper, groups, go)
+    elif todo.give:
+        site.phases.enter(Phase.JOINING, go.resume.next)
+        with _copying(site):
+            give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
 
 
-def compare_data(worker: StageWorker, iteration: int, read: Mapping[tuple[int, int], int]) -> None:
+def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
+    """This worker comes in: it takes everything from its peers."""
+    site.phases.enter(Phase.JOINING, go.resume.next)
+    with _copying(site):
+        tensors, facts, received = take(groups, workers_of(go.resume.joined), site.stage.device)
+    if stepper.standing.verdict is None:  # it has never been in, so that it has let go of nothing
+        with _copying(site):  # a factory is read from its beginning, which may take minutes as well
+            compare_data(site, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
+    stepper.enter(tensors, facts)
+    site.trainable.brought = tensors, facts["counters"]
+    site.trainable.lay_out()
+    site.forget_data(go.resume.target)
+    # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
+    site.agent.holds(go.generation, vars(received))
+
+
+def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]) -> None:
     """Whether this worker, which comes in, reads what a peer has ``read`` in ``iteration``, which the peer tells.
 
     Raises JobEnded, here alone: the others would take its data for a fault of the dataset, which ends the job.
     """
     for (pipeline, microbatch), theirs in read.items():
-        worker.forget_data(iteration - 1)
-        number = iteration * worker.place.grid.microbatches[pipeline] + microbatch
+        site.forget_data(iteration - 1)
+        number = iteration * site.place.grid.microbatches[pipeline] + microbatch
         try:
-            text = None if digest(worker.data.batch(pipeline, number)) == theirs else (
+            text = None if digest(site.data.batch(pipeline, number)) == theirs else (
                 f"it reads other data than the job for iteration {iteration}, pipeline {pipeline}, micro-batch "
                 f"{microbatch}")
         except NotReadHere:
@@ -234,44 +265,44 @@ def compare_data(worker: StageWorker, iteration: int, read: Mapping[tuple[int, i
         except DataError as error:
             text = str(error)
         if text is not None:
-            refuse_itself(worker, f"{text}; give it the job's dataset, and what else decides the order of samples "
+            refuse_itself(site, f"{text}; give it the job's dataset, and what else decides the order of samples "
                                   "(their number, seeds)")
 
 
-def refuse_itself(worker: StageWorker, text: str) -> None:
+def refuse_itself(site: Site, text: str) -> None:
     """What this worker has found in itself keeps it from training with the others, and nobody else. Raises JobEnded."""
-    rank = worker.place.ranks[worker.place.me][worker.place.part]
-    worker.agent.event("join_failed", reason=text, rank=rank, pid=os.getpid())
-    raise JobEnded(f"worker {worker.place.name} cannot join: {text}. The job goes on without it")
+    rank = site.place.ranks[site.place.me][site.place.part]
+    site.agent.event("join_failed", reason=text, rank=rank, pid=os.getpid())
+    raise JobEnded(f"worker {site.place.name} cannot join: {text}. The job goes on without it")
 
 
-def _copying(worker: StageWorker) -> AbstractContextManager[None]:
+def _copying(site: Site) -> AbstractContextManager[None]:
     """A stage's state may take minutes to copy: that nobody trains meanwhile is no sign of a lost message."""
-    return worker.activity.during(WORKING, COPY)
+    return site.phases.working(COPY)
 
 
-def close_down(worker: StageWorker, go: Go) -> NoReturn:
+def close_down(site: Site, go: Go) -> NoReturn:
     """7, at the end of a job that cannot go on: save what stands now, the same on all peers, and wait for the end.
 
     Raises JobEnded, or GenerationOver if another member is lost before all have said that they have saved.
     """
     get_logger().error("megatron-recycle: the job ends after a last checkpoint: %s", go.closing)
     place = error = ""
-    with _copying(worker):
+    with _copying(site):
         try:
-            assert worker.save_last is not None, "this worker has said that it can save"
-            place = worker.save_last()
+            assert site.save_last is not None, "this worker has said that it can save"
+            place = site.save_last()
         except GenerationOver:
             raise
         except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
             ours = isinstance(failure, RecycleError)
             error = str(failure) if ours else f"{type(failure).__name__}: {failure}"
             get_logger().error("megatron-recycle: no last checkpoint: %s", error, exc_info=None if ours else failure)
-    worker.agent.saved(go.generation, place, error)
+    site.agent.saved(go.generation, place, error)
     raise GenerationOver("another member was lost before all had saved")
 
 
-def resume(worker: StageWorker, go: Go) -> None:
+def resume(site: Site, standing: Standing, go: Go) -> None:
     """7. The next action that this worker runs is the first of the new generation."""
-    worker.standing.go_on(go.resume)
-    worker.announce_resumed()
+    standing.go_on(go.resume)
+    site.phases.resumes()

@@ -11,57 +11,38 @@ apart, and one snapshot and one kept gradient per worker suffice to go back or f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.membership import Reconciliation, Resume, Standing, StepMode, Verdict
+from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
-from megatron_recycle.runtime.compute.accumulate import Layout
-from megatron_recycle.runtime.compute.stopwatch import Stopwatch
-from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.compute.random_state import seed_of
+from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.profiling import Profiling
+from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.undo import Undo
+
+_FIRST = ("0:0", "0:0.0")
+"""The process that says what all could."""
 
 
 class WrongGuess(Exception):
     """A verdict showed that some stage's step was wrong; the work on the next iteration is void."""
 
 
-class Listener(Protocol):
-    """What the stepper tells the worker."""
-
-    def observe(self, phase: str, iteration: int) -> None: ...
-
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """A block in which the training thread waits for other workers."""
-
-    def stepping(self, iteration: int) -> AbstractContextManager[None]:
-        """A block in which the training thread steps; what it was in before goes on afterwards."""
-
-    def committed(self, verdict: Verdict, adopt: bool) -> None:
-        """The iteration is final; ``adopt``: every worker has the plan on offer."""
-
-
-@dataclass
 class Stepper:
     """The commit protocol of one worker: does with the tensors what its `Standing` says.
 
     Args:
-        stage: the framework's side.
-        layout: of the flat gradient.
-        place: position and grid.
+        site: the worker's surroundings.
         standing: where the worker stands.
-        listener: told of phases and commits.
-        stopwatch: takes the steps' times.
 
     Attributes:
         held: the reduced gradient of an iteration that is not committed yet.
@@ -70,19 +51,15 @@ class Stepper:
         pending: the commit under way; None: there is none.
     """
 
-    stage: Stage
-    layout: Layout
-    place: Place
-    standing: Standing
-    listener: Listener
-    stopwatch: Stopwatch
-    held: Held | None = None
-    reports: torch.Tensor | None = None
-    read: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    pending: Commit | None = None
-
-    def __post_init__(self) -> None:
-        self.undo = Undo(self.stage)
+    def __init__(self, site: Site, standing: Standing) -> None:
+        self.standing = standing
+        self.held: Held | None = None
+        self.reports: torch.Tensor | None = None
+        self.read: Mapping[tuple[int, int], int] = {}
+        self.pending: Commit | None = None
+        self.undo = Undo(site.stage)
+        self._site = site
+        self._profiling = Profiling()
         self._committer = Committer()
         self._asked: tuple[Verdict, float] | None = None
 
@@ -95,7 +72,7 @@ class Stepper:
         """
         self.standing.hold(held.iteration)
         self.held, early = held, self.standing.early
-        self.listener.observe("reduced", held.iteration)
+        self._site.phases.enter(Phase.REDUCED, held.iteration)
         guess = self.guess()
 
         def wake(commit: Commit) -> None:
@@ -103,7 +80,7 @@ class Stepper:
             if early and commit.known and self._is_wrong(commit):
                 groups.abort_transfers()
 
-        self.pending = Commit(held, self.place.grid, groups, guess=guess, offer=offer, plan=plan,
+        self.pending = Commit(held, self._site.place.grid, groups, guess=guess, offer=offer, plan=plan,
                               notify=wake)
         self._committer.start(self.pending)
         if early:
@@ -118,7 +95,7 @@ class Stepper:
         Raises WrongGuess, GenerationOver (the generation ended), DataError, VerificationError.
         """
         if self.pending is not None:
-            with self.listener.waiting("a verdict"):
+            with self._site.phases.waiting("a verdict"):
                 self.pending.done.wait()
             self.poll()
 
@@ -144,23 +121,33 @@ class Stepper:
         assert self.held is not None
         self.reports, self.read = self.held.reports, self.held.digests
         self.held = None
-        if self.standing.commit(verdict, right) and self.place.me == Worker(0, 0) and self.place.part == 0:
+        if self.standing.commit(verdict, right) and self._site.place.name in _FIRST:
             _announce(verdict, before.seen(verdict.refutes(right)), self.standing.mode)
-        self.listener.committed(verdict, adopt)
+        self._committed(verdict, adopt)
+
+    def _committed(self, verdict: Verdict, adopt: bool) -> None:
+        """An iteration is final; ``adopt``: every worker has promised what this one has."""
+        site, last = self._site, self._site.current.last
+        site.forget_data(verdict.iteration)
+        site.agent.committed(verdict.iteration, verdict.loss)
+        if last is not None:
+            self._profiling.committed(site, last, verdict.iteration, self.undo.nbytes)
+        if adopt:
+            self.standing.promises.agreed(verdict.iteration)
 
     def guess(self) -> float:
         """The coefficient that this stage's own numbers suggest."""
         assert self.held is not None
-        place = self.place
+        place = self._site.place
         known = [0.0] * (place.grid.stages * place.parts)
         known[place.me.stage * place.parts + place.part] = self.held.norm_square
-        return self.stage.coefficient(known, self.held.weight)
+        return self._site.stage.coefficient(known, self.held.weight)
 
     def _right(self, verdict: Verdict) -> float:
         # Asked several times an iteration, for the same verdict, and by the thread that waits for it too.
         known = self._asked
         if known is None or known[0] != verdict:
-            known = self._asked = verdict, self.stage.coefficient(verdict.norm_squares, verdict.weight)
+            known = self._asked = verdict, self._site.stage.coefficient(verdict.norm_squares, verdict.weight)
         return known[1]
 
     def _save(self) -> None:
@@ -177,15 +164,24 @@ class Stepper:
         """One update of the held iteration; nothing interrupts it."""
         assert self.held is not None
         iteration = self.held.iteration
-        with self.listener.stepping(iteration):
-            self.listener.observe("step", iteration)
-            views = self.layout.views(self.held.gradient)
+        with self._stepping(iteration):
+            self._site.phases.enter(Phase.STEP, iteration)
+            views = self._site.trainable.layout.views(self.held.gradient)
             if coefficient != 1.0 and self.pending is not None and self.standing.early:
                 views = [view.clone() for view in views]  # the raw gradient may be needed again
-            with torch.no_grad(), self.stopwatch.measure("step"):
-                self.stage.step(views, coefficient)
+            with torch.no_grad(), self._site.watch.measure("step"):
+                self._site.stage.step(views, coefficient)
             self.standing.step(coefficient)
-            self.listener.observe("stepped", iteration)
+            self._site.phases.enter(Phase.STEPPED, iteration)
+
+    @contextmanager
+    def _stepping(self, iteration: int) -> Iterator[None]:
+        """A block of work inside a wait: who steps in a recovery waits for the others again afterwards, for as long as
+        they take. An optimizer that draws random numbers draws the same on all peers, and again if it steps again."""
+        site = self._site
+        number = seed_of(site.config.seed, "step", iteration, site.place.me.stage)
+        with site.phases.working("step"), site.generators.at(number):
+            yield
 
     def remake(self) -> None:
         """Make the last step, which is not final, again from what was before it: whatever was written to since is as
@@ -215,23 +211,22 @@ class Stepper:
         if commit is not None and commit.known:
             self.settle(commit.verdict()[0])
 
-    def reconcile(self, resume: Resume, groups: Groups) -> None:
-        """Bring this worker to the end of ``resume.target``, committed.
+    def reconcile(self, todo: Reconciliation, target: int, groups: Groups) -> None:
+        """Bring this worker to the end of ``target``, committed.
 
         Raises GenerationOver if yet another generation begins.
         """
-        todo = self.standing.reconciliation(resume)
         if todo.undo:
             self._undo()
         if todo.drop:
             self.standing.drop()
             self.held = None
-        self._copy(todo, resume.target, groups)
+        self._copy(todo, target, groups)
         if todo.verdict is not None:
             self.settle(todo.verdict)
         elif todo.anew:
             assert self.held is not None
-            commit = Commit(self.held, self.place.grid, groups, guess=self.guess(), offer=0, plan=0,
+            commit = Commit(self.held, self._site.place.grid, groups, guess=self.guess(), offer=0, plan=0,
                             notify=lambda _: None)
             self._committer.start(commit)
             commit.done.wait()
@@ -243,12 +238,12 @@ class Stepper:
         """What a new peer of this stage must know beside the stage's tensors, between two iterations."""
         standing = self.standing
         assert self.pending is None and self.held is None and standing.verdict is not None
-        return {"counters": self.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
+        return {"counters": self._site.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
                 "pace": standing.mode.to_json(), "read": dict(list(self.read.items())[:1])}
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""
-        self.stage.load_state(tensors, facts["counters"])
+        self._site.stage.load_state(tensors, facts["counters"])
         self.held, self.pending, self.reports = None, None, facts["reports"]
         self.standing.enter(Verdict.from_json(facts["verdict"]), self.standing.mode.like(facts["pace"]))
 
@@ -257,12 +252,12 @@ class Stepper:
 
         A copy lands in a spare buffer and counts only once it is whole.
         """
-        me, total = self.place.me, self.place.grid.total
+        me, total = self._site.place.me, self._site.place.grid.total
         peers = groups.peers(me.stage)
         for receiver, giver in todo.copies:
             if receiver == me:
-                gradient = self.layout.empty()
-                numbers = torch.empty(Held.count(total, self.stage.report_width), dtype=torch.float64)
+                gradient = self._site.trainable.layout.empty()
+                numbers = torch.empty(Held.count(total, self._site.stage.report_width), dtype=torch.float64)
                 groups.stage.receive(gradient, peers.index(giver), HELD[0]).wait()
                 groups.stage_control.receive(numbers, peers.index(giver), HELD[1]).wait()
                 self.held = Held.from_numbers(target, gradient, numbers, total)

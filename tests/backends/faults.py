@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from megatron_recycle.backends.deepspeed.engine import DeepSpeedStage
 from megatron_recycle.runtime import recovery
+from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.comm import network, rendezvous
 from megatron_recycle.runtime.comm.abort import foreign
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.compute.data import DatasetSource
+from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.worker import StageWorker
 from tests.backends import gpt_job
 
@@ -66,17 +68,24 @@ def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Faul
 
 def _install(faults: Sequence[Fault]) -> None:
     seen: dict[tuple[str, int], int] = {}
-    observe = StageWorker.observe
+    enter, make = Phases.enter, StageWorker.__init__
+    made: list[StageWorker] = []
 
-    def observed(self: StageWorker, phase: str, iteration: int, action: Any = None) -> None:
-        observe(self, phase, iteration, action)
+    def remembered(self: StageWorker, **arguments: Any) -> None:
+        made.append(self)
+        make(self, **arguments)
+
+    def entered(self: Phases, phase: Any, iteration: int, *more: Any) -> None:
+        enter(self, phase, iteration, *more)
         nth = seen.get((phase, iteration), 0)
         seen[phase, iteration] = nth + 1
         for fault in faults:
-            if (fault.worker, fault.phase, fault.iteration, fault.nth) == (str(self.place.me), phase, iteration, nth):
-                _DO[fault.kind](self)
+            if (fault.worker, fault.phase, fault.iteration, fault.nth) == (
+                    str(made[-1].site.place.me), phase.value, iteration, nth):
+                _DO[fault.kind](made[-1])
 
-    StageWorker.observe = observed  # type: ignore[method-assign]
+    Phases.enter = entered  # type: ignore[method-assign]
+    StageWorker.__init__ = remembered  # type: ignore[method-assign]
 
 
 def _abort(worker: StageWorker) -> None:
@@ -110,11 +119,11 @@ def _swallow(worker: StageWorker) -> None:
 
 def _flip(worker: StageWorker) -> None:
     with torch.no_grad():
-        worker.stage.parameters[0].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        worker.site.stage.parameters[0].data.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
 
 
 def _nan(worker: StageWorker) -> None:
-    worker.stage.parameters[0].data.view(-1)[0] = float("nan")
+    worker.site.stage.parameters[0].data.view(-1)[0] = float("nan")
 
 
 class _LastWords(dist.Store):
@@ -156,20 +165,20 @@ _DO: Mapping[str, Callable[[StageWorker], None]] = {
 def _show_data_loading() -> None:
     """Tells the observer of every batch that is read, so that a test can hold a worker there (phase ``data``)."""
     batch = DatasetSource.batch
-    run = StageWorker._micro_batch
-    reader: list[StageWorker] = []
+    run = Attempt._micro_batch
+    reader: list[Attempt] = []
 
-    def remembered(self: StageWorker, action: Any) -> None:
+    def remembered(self: Attempt, action: Any) -> None:
         reader[:] = [self]
         run(self, action)
 
     def read(self: DatasetSource, pipeline: int, number: int) -> Any:
         if reader:
-            assert reader[0]._observer is not None
-            reader[0]._observer.on("data", reader[0].standing.iteration, None)
+            assert reader[0]._phases._observer is not None
+            reader[0]._phases._observer.on("data", reader[0]._standing.iteration, None)
         return batch(self, pipeline, number)
 
-    StageWorker._micro_batch = remembered  # type: ignore[method-assign]
+    Attempt._micro_batch = remembered  # type: ignore[method-assign]
     DatasetSource.batch = read  # type: ignore[method-assign]
 
 
@@ -197,12 +206,12 @@ def _stretch_transfers(seconds: float) -> None:
 
 def _count_forwards() -> dict[tuple[int, int], int]:
     found: dict[tuple[int, int], int] = {}
-    run = StageWorker._micro_batch
+    run = Attempt._micro_batch
 
-    def counted(self: StageWorker, action: Any) -> None:
-        key = self.standing.iteration, self.standing.attempt
+    def counted(self: Attempt, action: Any) -> None:
+        key = self._standing.iteration, self._standing.attempt
         found[key] = found.get(key, 0) + (action.kind == "F")
         run(self, action)
 
-    StageWorker._micro_batch = counted  # type: ignore[method-assign]
+    Attempt._micro_batch = counted  # type: ignore[method-assign]
     return found

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -14,18 +15,25 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Process, Standing
 from megatron_recycle.plan import Action, Costs, Grid, Problem, Worker
 from megatron_recycle.planner.merge_bw import merged
-from megatron_recycle.runtime.actions import Actions
+from megatron_recycle.runtime import attempt as attempts
 from megatron_recycle.runtime.activity import Activity
+from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
+from megatron_recycle.runtime.generation import Current, Program
+from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
+from megatron_recycle.runtime.trainable import Trainable
 
 WIDTH, PIPELINES, MICROBATCHES = 8, 2, 4
 CPU, FIRST = torch.device("cpu"), Worker(0, 0)
@@ -60,8 +68,9 @@ class FirstStage:
 
     device = CPU
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None) -> None:
         self.module = Model()
+        self.gradient_dtype, self.report_width = dtype, 0
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
     def forward(self, inputs: Any, batch: Any) -> Forward:
@@ -82,17 +91,18 @@ class Alone:
         places = [(d, m) for d in range(PIPELINES) for m in range(MICROBATCHES)]
         self.tokens = {place: torch.randint(WIDTH, (3, 5), generator=draw) for place in places}
         self.gradients = {place: torch.randn(3, 5, WIDTH, generator=draw) for place in places}
-        self.stage, self.memory = FirstStage(), ActivationMemory(CPU)
+        self.stage = FirstStage(dtype)
         self.standing = Standing(Process(me))
         self.standing.join(1)
-        self.layout = Layout(self.stage.parameters, dtype)
         grid = Grid(2, (MICROBATCHES,) * PIPELINES)
-        place = Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo")
-        self.watch = Stopwatch(CPU)
-        self.actions = Actions(
-            place=place, stage=self.stage, splitter=Splitter(self.stage.module, kernel), data=self, layout=self.layout,
-            generators=Generators(CPU), seed=0, standing=self.standing, activity=Activity(1.0), watch=self.watch,
-            memory=self.memory, exact=exact)
+        agent: Any = SimpleNamespace(stop_generation=1, ended=None)
+        self.site: Any = Site(
+            place=Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo"),
+            config=RecycleConfig(reduction="exact" if exact else "fast"), stage=self.stage,
+            splitter=Splitter(self.stage.module, kernel), data=self, agent=agent, generators=Generators(CPU),
+            network=None, phases=Phases(self.standing, agent, Activity(1.0), None), trainable=Trainable(self.stage),
+            memory=ActivationMemory(CPU), watch=Stopwatch(CPU), evaluations=None, current=Current())
+        self.memory, self.watch, self.layout = self.site.memory, self.site.watch, self.site.trainable.layout
 
     def batch(self, pipeline: int, index: int) -> tuple[torch.Tensor]:
         return (self.tokens[pipeline, index % MICROBATCHES],)
@@ -103,21 +113,30 @@ class Alone:
     def receive(self, message: tuple[str, int, int]) -> list[torch.Tensor]:
         return [self.gradients[message[1:]]]
 
-    def use(self, order: list[Action]) -> None:
-        plan = SimpleNamespace(actions=lambda _: tuple(order), problem=SimpleNamespace(split_backward=True))
-        self.actions.use(plan, SimpleNamespace(together=nullcontext), self)
+    def follow(self, plan: Any) -> None:
+        pass
 
-    def run(self, order: list[Action], attempt: int = 1) -> None:
+    def begin(self, label: Any) -> None:
+        pass
+
+    def use(self, order: list[Action]) -> None:
+        plan: Any = SimpleNamespace(actions=lambda _: tuple(order), problem=SimpleNamespace(split_backward=True),
+                                    digest="sha256:00000")
+        program = Program.of(plan, FIRST)
+        self.generation: Any = SimpleNamespace(
+            groups=SimpleNamespace(together=nullcontext), transport=self, program_of=lambda _: program, relays=[],
+            reduction=SimpleNamespace(place=lambda pipeline, microbatch: (WHOLE, 0)), left_out_of=lambda _: 0)
+
+    def run(self, order: list[Action]) -> Attempt:
         self.standing.stand_at(0)
-        self.standing.next_attempt = attempt
-        self.standing.begin(0)
-        self.memory.begin()
-        self.actions.begin(Accumulators(self.layout, lambda pipeline, microbatch: (WHOLE, 0)), None)
+        with patch.multiple(attempts, LossRelay=MagicMock(), Agreement=MagicMock()):
+            self.attempt = Attempt(self.site, SimpleNamespace(standing=self.standing), self.generation)
         for action in order:
-            self.actions.run(action)
+            self.attempt.do(action)
+        return self.attempt
 
     def sums(self) -> list[torch.Tensor]:
-        return list(self.layout.views(self.actions.now.sums.sum(WHOLE)))
+        return list(self.layout.views(self.attempt.sums.sum(WHOLE)))
 
 
 PROBLEM = Problem(Grid(2, (MICROBATCHES,) * PIPELINES), Costs.uniform(2, 1, 1, 1), full_backward=(0, 1))
@@ -159,12 +178,10 @@ def test_full_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
     draw = random.Random(seed)
     alone, order = Alone(), an_order(draw)
     alone.use(order)
-    alone.run(order[:draw.randrange(len(order))])
-    for parameter in alone.layout.parameters:
-        parameter.grad = None
-    alone.actions.forget()
-    alone.run(order, attempt=2)
-    assert alone.memory.now == 0 and not alone.actions.now.queues and not alone.actions.now.forwards
+    with pytest.raises(GenerationOver), alone.run(order[:draw.randrange(len(order))]):
+        raise GenerationOver
+    attempt = alone.run(order)
+    assert alone.memory.now == 0 and not attempt.queues and not attempt.forwards
     assert all(parameter.grad is None for parameter in alone.layout.parameters)
     assert 0 < len(full(order)) < PIPELINES * MICROBATCHES
     for found, expected in zip(alone.sums(), autograds(alone), strict=True):
@@ -207,9 +224,10 @@ def test_only_the_split_ones_are_timed():
 def test_every_backward_is_split_where(options):
     """The worker says so when the job begins, and takes no plan that has forgotten it."""
     alone = Alone(**options)
-    assert not alone.actions.may_be_full and Alone().actions.may_be_full
+    assert not alone.site.may_be_full and Alone().site.may_be_full
+    alone.use(an_order(random.Random(0)))
     with pytest.raises(AssertionError, match="runs B and W apart, the plan has FB"):
-        alone.use(an_order(random.Random(0)))
+        alone.run([])
 
 
 def test_a_full_backward_elsewhere_passes_its_gradients_on():
@@ -221,7 +239,7 @@ def test_a_full_backward_elsewhere_passes_its_gradients_on():
     alone.use(order)
     alone.stage.forward = lambda inputs, batch: Forward(None, (), None)
     alone.stage.backward = lambda forward, gradients: [torch.zeros(1)]
-    alone.actions._place = replace(alone.actions._place, grid=Grid(3, (MICROBATCHES,) * PIPELINES))
+    alone.site = replace(alone.site, place=replace(alone.site.place, grid=Grid(3, (MICROBATCHES,) * PIPELINES)))
     alone.run(order)
     assert [message for message in sent if message[0] == "B"] == [("B", 0, 0), ("B", 0, 1)]
 

@@ -18,7 +18,9 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Ended
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.membership import Process, Standing
+from megatron_recycle.membership.standing import Epoch
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime import worker as worker_module
 from megatron_recycle.runtime.comm.rendezvous import meet, unless_interrupted
 from megatron_recycle.runtime.comm.threads import Threads
@@ -29,25 +31,27 @@ from megatron_recycle.runtime.worker import StageWorker
 
 def worker(ended: Ended | None) -> Any:
     """In generation 2, the last that was announced."""
-    made = SimpleNamespace(generation=2, agent=SimpleNamespace(stop_generation=2, ended=ended, out_of_reach=False),
-                           config=SimpleNamespace(heartbeat_timeout=0.1, heartbeat_interval=0.1, report_timeout=0.1))
-    made.agent.hint = lambda generation, error: None
-    made.interrupted = MethodType(StageWorker.interrupted, made)
-    return made
+    agent = SimpleNamespace(stop_generation=2, ended=ended, out_of_reach=False, hint=lambda generation, error: None)
+    return SimpleNamespace(
+        agent=agent, config=SimpleNamespace(heartbeat_timeout=0.1, heartbeat_interval=0.1, report_timeout=0.1),
+        interrupted=lambda standing: agent.stop_generation > 2 or agent.ended is not None)
+
+
+STANDING = Standing(Process(Worker(0, 0)), epoch=Epoch(2))
 
 
 def test_a_worker_that_waits_for_a_dead_one_to_connect_learns_that_the_job_has_ended():
     """The last copy of a stage that dies while the others rebuild: no generation follows, only the end."""
     over = worker(Ended(1, "stage 1 has lost its last worker"))
     with pytest.raises(GenerationOver) as aborted:
-        meet(HashStore(), Worker(0, 0), [Worker(0, 0), Worker(0, 1)], over.interrupted)
+        meet(HashStore(), Worker(0, 0), [Worker(0, 0), Worker(0, 1)], lambda: over.interrupted(STANDING))
     with pytest.raises(JobEnded, match="stage 1 has lost its last worker"):
-        await_stop(over, aborted.value)
+        await_stop(over, STANDING, aborted.value)
 
 
 def test_an_error_that_nobody_declares_a_failure_for_is_raised():
     with pytest.raises(GenerationOver, match="broken"):
-        await_stop(worker(None), GenerationOver("broken"))
+        await_stop(worker(None), STANDING, GenerationOver("broken"))
 
 
 def test_time_without_a_coordinator_does_not_count_against_it_for_a_while():
@@ -61,7 +65,7 @@ def test_time_without_a_coordinator_does_not_count_against_it_for_a_while():
 
     timer = threading.Timer(0.6, comes_back)
     timer.start()
-    await_stop(waits, GenerationOver("broken"))
+    await_stop(waits, STANDING, GenerationOver("broken"))
     timer.join()
 
 
@@ -70,7 +74,7 @@ def test_a_coordinator_that_never_comes_back_is_not_waited_for_for_ever():
     alone.agent.out_of_reach = True
     begun = time.monotonic()
     with pytest.raises(GenerationOver, match="broken"):
-        await_stop(alone, GenerationOver("broken"))
+        await_stop(alone, STANDING, GenerationOver("broken"))
     assert 1.0 < time.monotonic() - begun < 10.0
 
 
@@ -99,8 +103,7 @@ def test_the_end_waits_for_what_was_left_behind():
     ends, threads = threading.Event(), Threads()
     left = threads.start("left behind", ends.wait, 10.0)
     threading.Timer(0.2, ends.set).start()
-    made = SimpleNamespace(uninstall=lambda: None, stepper=SimpleNamespace(close=lambda: None),
-                           agent=SimpleNamespace(close=lambda: None), network=threads)
+    made = SimpleNamespace(leave=lambda: None, site=SimpleNamespace(network=threads))
     MethodType(StageWorker.close, made)()
     assert not left.is_alive()
 
@@ -155,11 +158,11 @@ def test_connecting_gets_more_time_with_more_ranks_and_after_each_try_that_took_
 
 def test_a_script_finds_its_random_numbers_as_it_left_them_though_its_worker_comes_in_and_compares_data(monkeypatch):
     draws = Generators(torch.device("cpu"))
-    comes_in = SimpleNamespace(generation=0, standing=Standing(Process(Worker(0, 0))), generators=draws,
-                               waiting=lambda what: nullcontext(),
-                               _telling=nullcontext)
-    monkeypatch.setattr(worker_module, "join", lambda worker: Seeds(draws, 7).set(1, 11))
-    monkeypatch.setattr(worker_module, "announce", lambda worker: None)
+    comes_in = SimpleNamespace(
+        standing=Standing(Process(Worker(0, 0))), stepper=None, _telling=nullcontext,
+        site=SimpleNamespace(generators=draws, phases=SimpleNamespace(waiting=lambda what: nullcontext())))
+    monkeypatch.setattr(recovery, "join", lambda *_: Seeds(draws, 7).set(1, 11) or SimpleNamespace(plan=None))
+    monkeypatch.setattr(worker_module, "announce", lambda site, plan: None)
     before = random.getstate(), torch.get_rng_state()
     StageWorker.begin(comes_in, 0)
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])

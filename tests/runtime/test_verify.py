@@ -26,10 +26,11 @@ def test_a_copy_that_takes_long_is_no_lost_message_though_all_others_wait(me, mo
     for name in ("give", "take"):
         monkeypatch.setattr(verify, name, copied)
     monkeypatch.setattr(verify, "stage_tensors", lambda stage: {})
-    worker: Any = SimpleNamespace(
-        activity=activity, place=SimpleNamespace(me=me), standing=SimpleNamespace(committed=3),
-        stage=SimpleNamespace(device="cpu"), agent=SimpleNamespace(event=lambda *_, **__: None),
-        stepper=SimpleNamespace(facts=dict, enter=lambda *_: None), current_groups=lambda: None)
+    site: Any = SimpleNamespace(
+        phases=SimpleNamespace(working=lambda what: activity.during(WORKING, what)), place=SimpleNamespace(me=me),
+        stage=SimpleNamespace(device="cpu"), agent=SimpleNamespace(event=lambda *_, **__: None))
+    stepper: Any = SimpleNamespace(facts=dict, enter=lambda *_: None, standing=SimpleNamespace(committed=3))
+    generation: Any = SimpleNamespace(groups=None)
     with activity.during(WAITING, "a check"):
-        verify._heal(worker, [PEERS[1]], dict.fromkeys(PEERS, 7))
+        verify._heal(site, stepper, generation, [PEERS[1]], dict.fromkeys(PEERS, 7))
     assert states == [WORKING]

@@ -98,8 +98,8 @@ class RecycleSchedule:
             return self._passed()
         iteration = session.iteration
         if (odd := self._stage.rates.set(iteration)) is not None:
-            refuse_itself(session.worker, f"{odd}; give it the job's schedule, which must not depend on when it is "
-                                          "started")
+            refuse_itself(session.worker.site, f"{odd}; give it the job's schedule, which must not depend on when it "
+                                               "is started")
         session.train()
         if session.catches_up:
             return self._passed()  # a part of a worker that was without another one for a while

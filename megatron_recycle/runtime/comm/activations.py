@@ -107,10 +107,15 @@ class Transport:
         self._order: tuple[tuple[Worker, int] | None, ...] = ()
         self._place: dict[Message, int] = {}
         self._posted = 0
+        self._followed: tuple[Plan, str] | None = None
         self.lags = Lags()
 
     def follow(self, plan: Plan, kinds: str = "FB") -> None:
-        """Adopt the transfers of ``plan``, between two iterations: those of ``kinds``, activations and gradients."""
+        """Adopt the transfers of ``plan``, between two iterations, unless they are in use: those of ``kinds``,
+        activations and gradients."""
+        if self._followed is not None and self._followed[0] is plan and self._followed[1] == kinds:
+            return
+        self._followed = plan, kinds
         me = self._groups.me
         self.use({pair: kept for pair, messages in channels(plan).items()
                   if (kept := [message for message in messages if message.kind in kinds])},

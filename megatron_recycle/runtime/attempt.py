@@ -1,0 +1,280 @@
+"""One attempt at an iteration, or at a pass of an evaluation: a worker's actions, in order.
+
+All that an attempt has computed is thrown away if the attempt is, but for the complete gradient, which the stepper
+keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.membership import Standing
+from megatron_recycle.plan import Action, Message, Microbatch
+from megatron_recycle.runtime.activity import REDUCE
+from megatron_recycle.runtime.comm.losses import LossRelay
+from megatron_recycle.runtime.comm.reduction import per_token
+from megatron_recycle.runtime.comm.trained_alike import Agreement
+from megatron_recycle.runtime.commit import Held
+from megatron_recycle.runtime.compute.accumulate import Accumulators
+from megatron_recycle.runtime.compute.data import Batch, DataSource, digest
+from megatron_recycle.runtime.compute.random_state import seed_of
+from megatron_recycle.runtime.compute.split import WeightQueue
+from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.phases import OF_ACTION, Phase
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stage import Forward
+from megatron_recycle.runtime.stepper import Stepper
+
+Handler = Callable[[Action], None]
+
+
+def execute(site: Site, standing: Standing, actions: Sequence[Action], handlers: Mapping[str, Handler],
+            enter: Handler, of: str) -> None:
+    """Run ``actions`` through ``handlers``, by kind; ``enter`` is told of each before.
+
+    Raises GenerationOver before the next action once a newer generation is announced, and whatever a handler raises.
+    """
+    for action in actions:
+        if site.interrupted(standing):
+            raise GenerationOver(f"the generation ended before {action} of {of}")
+        enter(action)
+        handlers[action.kind](action)
+
+
+class Attempt:
+    """An attempt at the iteration after the last that was stepped. A context manager: left by an error, it discards
+    what it has computed.
+
+    Args:
+        site: the worker's surroundings.
+        stepper: makes the step.
+        generation: in force.
+    """
+
+    def __init__(self, site: Site, stepper: Stepper, generation: Generation) -> None:
+        self._site, self._stepper, self._generation = site, stepper, generation
+        self._groups, self._transport = generation.groups, generation.transport
+        self._phases, self._memory = site.phases, site.memory
+        standing = self._standing = stepper.standing
+        iteration = standing.stepped + 1
+        program = self._program = generation.program_of(iteration)
+        backwards = [action for action in program.full if action.kind == "FB"]
+        if backwards and not site.may_be_full:
+            raise AssertionError(f"{site.place.me} runs B and W apart, the plan has {min(backwards)}")
+        self._transport.follow(program.plan)
+        standing.begin(iteration)
+        self._iteration, self._forwards = iteration, program.forwards
+        self._split = program.plan.problem.split_backward
+        self._relay = LossRelay(self._groups, site.place.grid, site.stage.report_width, generation.reduction,
+                                iteration, standing.attempt, generation.left_out_of(iteration))
+        generation.relays.append(self._relay)
+        with self._phases.waiting("the last messages"):
+            self._transport.begin((iteration, standing.attempt))
+        self._agreement = Agreement(site.trainable.trained, self._groups)
+        self._memory.begin()
+        self.sums = Accumulators(site.trainable.layout, generation.reduction.place)
+        self.forwards: dict[Microbatch, Forward] = {}
+        self.queues: dict[Microbatch, WeightQueue] = {}
+        self._losses: dict[Microbatch, torch.Tensor] = {}
+        self._digests: dict[Microbatch, int] = {}
+        self._reports: dict[Microbatch, tuple[float, ...]] = {}
+        self._handlers: Mapping[str, Handler] = {"F": self._forward, "B": self._backward, "W": self._weight,
+                                                 "FB": self._full_backward}
+        self._share_losses_if_complete()
+
+    def __enter__(self) -> Attempt:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if kind is not None:
+            self._standing.give_up()
+            self._site.trainable.drop_gradients()
+
+    def run(self) -> None:
+        """All actions. Raises GenerationOver, WrongGuess, DataError, and whatever the user's code raises."""
+        handlers = {**dict.fromkeys(self._handlers, self._micro_batch), "S": self._reduce_and_step}
+        execute(self._site, self._standing, self._program.actions, handlers, self._enter,
+                f"iteration {self._iteration}")
+
+    def _enter(self, action: Action) -> None:
+        # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.
+        phase = OF_ACTION[action.kind]
+        self._phases.enter(phase, self._iteration, action,
+                           f"full {phase.value}" if action in self._program.full else None)
+
+    # ---- micro-batches
+
+    def _micro_batch(self, action: Action) -> None:
+        """One F, B, W or FB."""
+        self.do(action)
+        self._standing.did(action)
+        self._transport.post()
+        self._relay.poll()
+        self._stepper.poll()
+
+    def do(self, action: Action) -> None:
+        """What one F, B, W or FB computes. Raises GenerationOver."""
+        with self._phases.doing(action):
+            self._handlers[action.kind](action)
+
+    def _forward(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        site, place = self._site, self._site.place
+        batch = None
+        if place.first or place.last:
+            with self._phases.working("data"):
+                batch = batch_of(site, site.data, self._iteration, pipeline, microbatch)
+            if batch is not None:
+                self._digests[pipeline, microbatch] = digest(batch)
+        inputs = None
+        if not place.first:
+            inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
+                           for tensor in self._receive(Message("F", pipeline, microbatch)))
+        layers = site.splitter.whole() if action in self._program.full else nullcontext()
+        site.generators.seed(seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.me.stage))
+        with (self._groups.together(), layers, site.watch.measure("F"),
+              self._memory.forward((pipeline, microbatch), inputs)):
+            forward = site.stage.forward(inputs, batch)
+        if forward.loss is not None:
+            self._losses[pipeline, microbatch] = forward.loss.detach()
+            self._reports[pipeline, microbatch] = forward.report
+        if not place.last:
+            self._transport.send(Message("F", pipeline, microbatch), forward.outputs)
+        self.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
+        self._share_losses_if_complete()
+
+    def _receive(self, message: Message) -> list[torch.Tensor]:
+        """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
+        kind, pipeline, microbatch = message
+        with self._phases.waiting(f"{kind}{pipeline}.{microbatch}"):
+            return self._transport.receive(message)
+
+    def _backward(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        site = self._site
+        forward, gradients = self._begin_backward(pipeline, microbatch)
+        queue = WeightQueue()
+        with (site.splitter.into(queue if self._split else None, forward.roots), self._groups.together(),
+              site.watch.measure("B")):
+            for_inputs = site.stage.backward(forward, gradients)
+        self._end_backward(pipeline, microbatch, for_inputs, queue)
+        self.queues[pipeline, microbatch] = queue
+
+    def _full_backward(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        forward, gradients = self._begin_backward(pipeline, microbatch)
+        # Layers that it runs again, after a checkpoint, have to be those that F ran.
+        with self._site.splitter.whole(), self._groups.together(), self.sums.lent(pipeline, microbatch):
+            for_inputs = self._site.stage.backward(forward, gradients)
+        self._end_backward(pipeline, microbatch, for_inputs, WeightQueue())
+        self._memory.weight((pipeline, microbatch))
+
+    def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
+        place, seed = self._site.place, self._site.config.seed
+        forward = self.forwards.pop((pipeline, microbatch))
+        gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
+        self._memory.begin_backward((pipeline, microbatch), gradients)
+        at = (self._iteration, pipeline, microbatch, place.me.stage)
+        # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
+        # where their forward began, so that at least a single checkpoint draws the same numbers again.
+        self._site.generators.seed(seed_of(seed, *at), first=seed_of(seed, *at, "backward"))
+        return forward, gradients
+
+    def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
+        if not self._site.place.first:
+            self._transport.send(Message("B", pipeline, microbatch), for_inputs)
+        self._harvest(pipeline, microbatch, queue)
+        self._memory.end_backward((pipeline, microbatch), queue)
+
+    def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
+        """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
+        later = queue.identities()
+        now = []
+        for parameter in self._site.trainable.layout.parameters:
+            if parameter.grad is None:
+                continue
+            if id(parameter) in later:
+                queue.formed.append((parameter, parameter.grad))
+            else:
+                now.append((parameter, parameter.grad))
+            parameter.grad = None
+        self.sums.add(pipeline, microbatch, now)
+
+    def _weight(self, action: Action) -> None:
+        _, pipeline, microbatch = action
+        queue = self.queues.pop((pipeline, microbatch))
+        with torch.no_grad(), self._site.watch.measure("W"):
+            self.sums.add(pipeline, microbatch, queue.contributions())
+        self._memory.weight((pipeline, microbatch))
+
+    def _share_losses_if_complete(self) -> None:
+        """At the last stage, once its last forward has run: tell everybody the loss."""
+        if self._site.place.last and len(self._losses) == self._forwards:
+            self._relay.add(self._losses, self._reports)
+
+    # ---- reduce, commit, step
+
+    def _reduce_and_step(self, action: Action) -> None:
+        site, stage, iteration = self._site, self._site.stage, self._iteration
+        self._stepper.wait()
+        self._standing.check_complete(self._program.actions)
+        with torch.no_grad(), self._phases.waiting(REDUCE), site.watch.measure("reduce"):
+            self._agreement.check(iteration)
+            gradient = self._generation.reduction.gradient(self.sums, self._groups, stage.ties)
+        with self._phases.waiting("the loss"):
+            loss, weight = self._relay.wait()
+        if stage.averaging == "tokens":
+            per_token(gradient, weight)
+        views = site.trainable.layout.views(gradient)
+        held = Held(iteration, gradient, stage.norm_square(views), loss, weight, self._digests, self._relay.reports,
+                    stage.zeros(views))
+        self._stepper.hold(held, self._groups, self._standing.promises.promise(iteration, site.agent.offer),
+                           self._program.number)
+
+
+def batch_of(site: Site, data: DataSource, iteration: int, pipeline: int, microbatch: int) -> Batch | None:
+    """The data of a micro-batch of ``iteration``, or of a pass of an evaluation."""
+    return data.batch(pipeline, iteration * site.place.grid.microbatches[pipeline] + microbatch)
+
+
+def evaluate(site: Site, standing: Standing, generation: Generation, data: DataSource, number: int) -> None:
+    """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards. Raises GenerationOver."""
+    place, transport = site.place, generation.transport
+    reports: dict[Microbatch, tuple[float, ...]] = {}
+
+    def enter(action: Action) -> None:
+        site.phases.enter(Phase.EVALUATE, standing.iteration, action)
+
+    def forward(action: Action) -> None:
+        _, pipeline, microbatch = action
+        batch, inputs = None, None
+        if place.first or place.last:
+            site.phases.activity.work("data")
+            batch = batch_of(site, data, number, pipeline, microbatch)
+        if not place.first:
+            with site.phases.waiting("an activation"):
+                inputs = tuple(transport.receive(Message("F", pipeline, microbatch)))
+        site.phases.activity.work("evaluate")
+        site.generators.seed(seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage))
+        with generation.groups.together():
+            made = site.stage.forward(inputs, batch)
+        if place.last:
+            reports[pipeline, microbatch] = made.report
+        else:
+            transport.send(Message("F", pipeline, microbatch), made.outputs)
+        transport.post()
+
+    transport.follow(generation.plan, "F")
+    transport.begin()
+    with torch.no_grad():
+        execute(site, standing, [action for action in generation.program.actions if action.kind == "F"],
+                {"F": forward}, enter, "the evaluation")
+    with site.phases.waiting("the evaluation's end"):
+        site.evaluations.complete(reports, generation.groups)

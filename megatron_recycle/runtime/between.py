@@ -1,0 +1,60 @@
+"""What the script does between two iterations that training has to follow: modes, edits, new random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_recycle.runtime.compute.edits import Edits
+from megatron_recycle.runtime.compute.modes import Modes
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stepper import Stepper
+
+
+class Between:
+    """The script's own code between two iterations of ``stepper``'s."""
+
+    def __init__(self, site: Site, stepper: Stepper) -> None:
+        self._site, self._stepper = site, stepper
+        self._modes = Modes(site.stage.module)
+        self._edits = Edits(site.stage)
+        self._again = True
+        self.find_generators()
+
+    def find_generators(self) -> None:
+        """Raises UnsupportedError."""
+        self._site.generators.adopt("the model", self._site.stage.module)
+        self._site.generators.adopt_trackers()
+
+    def take_in(self, settle: Callable[[], None]) -> None:
+        """Take in what the script has changed since the last iteration, before the next one is trained; ``settle``
+        makes the last step final."""
+        stage, trainable = self._site.stage, self._site.trainable
+        if trainable.brought is not None:  # the script has gone through its loop since: its peers' had before
+            stage.load_state(*trainable.brought)
+        changed = self._modes.look()
+        if changed and self._modes.gone():
+            self._edits.refuse_loss(self._stepper.standing.stepped)
+        if changed or self._edits.found():
+            settle()
+        if stage.look() or changed:
+            trainable.lay_out()
+        self._modes.remember()
+
+    def trained(self) -> bool:
+        """An iteration is trained. Returns whether generators are to be looked for again: after the first one, since
+        some are made in the first forward."""
+        self._site.trainable.brought = None
+        again, self._again = self._again, False
+        return again
+
+    def leave(self) -> None:
+        """Training returns to the script."""
+        standing = self._stepper.standing
+        self._edits.leave(standing.committed < standing.stepped)
+
+    @contextmanager
+    def apart(self, iteration: int) -> Iterator[None]:
+        """Inside the block, which makes the step of ``iteration`` final, everything is as training has left it."""
+        with self._modes.of_training(), self._edits.apart(iteration, self._stepper.remake):
+            yield

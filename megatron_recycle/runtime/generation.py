@@ -1,0 +1,171 @@
+"""What holds for one generation: its process groups, its plan, and what follows from both.
+
+A recovery makes the next one; nothing of one is changed, but replaced as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from megatron_recycle.membership.standing import Epoch
+from megatron_recycle.plan import Action, Plan, Worker
+from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.losses import LossRelay
+from megatron_recycle.runtime.comm.reduction import Reduction, reduction_of
+from megatron_recycle.runtime.stage import Stage
+
+
+@dataclass(frozen=True)
+class Program:
+    """A plan as one worker runs it.
+
+    Attributes:
+        plan: of all workers.
+        actions: this worker's, in order.
+        full: the forwards and backwards of those micro-batches whose backward the plan has in full.
+        number: below 2**20; workers that follow different plans find out by it.
+    """
+
+    plan: Plan
+    actions: tuple[Action, ...]
+    full: frozenset[Action]
+    number: int
+
+    @classmethod
+    def of(cls, plan: Plan, me: Worker) -> Program:
+        actions = tuple(plan.actions(me))
+        backwards = frozenset(action for action in actions if action.kind == "FB")
+        return cls(plan, actions, backwards | {action._replace(kind="F") for action in backwards},
+                   int(plan.digest.rpartition(":")[2][:5], 16))
+
+    @property
+    def forwards(self) -> int:
+        """How many of the actions are forwards."""
+        return sum(action.kind == "F" for action in self.actions)
+
+    def without(self, microbatches: Iterable[tuple[int, int]], me: Worker) -> Program:
+        """The program without these micro-batches."""
+        return Program.of(self.plan.without(list(microbatches)), me)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A generation as one worker knows it.
+
+    Attributes:
+        epoch: its number, and how often its members have made new groups.
+        prefix: of its keys in torch's store, whichever its groups are.
+        tries: generations with the same members in a row, before this one.
+        left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
+        groups: of its members.
+        program: the plan in use.
+        reduction: how the plan's gradients become one.
+        transport: of activations and gradients, on these groups.
+        relays: of the losses of the last two iterations. An idle worker may be an iteration late: a loss that is let
+            go of before it has been read is lost.
+    """
+
+    epoch: Epoch
+    prefix: str
+    tries: int
+    left_out: Sequence[tuple[int, str]]
+    groups: Groups
+    program: Program
+    reduction: Reduction
+    transport: Transport
+    relays: deque[LossRelay] = field(default_factory=lambda: deque(maxlen=2))
+
+    @classmethod
+    def of(cls, epoch: Epoch, prefix: str, tries: int, left_out: Sequence[tuple[int, str]], groups: Groups,
+           stage: Stage, plan: Plan, exact: bool) -> Generation:
+        """A new one, that follows ``plan``."""
+        return cls(epoch, prefix, tries, left_out, groups, Program.of(plan, groups.me),
+                   reduction_of(exact, plan, groups.me, stage.averaging), Transport(groups, stage.device))
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self.program.plan
+
+    @property
+    def store_prefix(self) -> str:
+        """Of the groups in use: another one for each renewal."""
+        return store_prefix(self.prefix, self.epoch)
+
+    def follow(self, plan: Plan, exact: bool, stage: Stage) -> Generation:
+        """The same generation with another plan."""
+        me = self.groups.me
+        return replace(self, program=Program.of(plan, me), reduction=reduction_of(exact, plan, me, stage.averaging))
+
+    def renewed(self, epoch: Epoch, groups: Groups, stage: Stage) -> Generation:
+        """The same generation on other groups."""
+        return replace(self, epoch=epoch, groups=groups, transport=Transport(groups, stage.device),
+                       relays=deque(maxlen=2))
+
+    def program_of(self, iteration: int) -> Program:
+        """What this worker runs in ``iteration``."""
+        left_out = frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
+        return self.program.without(left_out, self.groups.me) if left_out else self.program
+
+    def left_out_of(self, iteration: int) -> int:
+        """How many micro-batches ``iteration`` goes without."""
+        return len({microbatch for of, microbatch in self.left_out if of == iteration})
+
+
+class Current:
+    """The generation in force, which the training thread replaces and the agent's thread aborts: one lock, one
+    reference.
+
+    Attributes:
+        last: the one in force, between two the one before, with its members and its plan; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_force: Generation | None = None
+        self.last: Generation | None = None
+
+    def get(self) -> Generation:
+        """The one in force."""
+        assert self._in_force is not None
+        return self._in_force
+
+    @property
+    def broken(self) -> bool:
+        """Whether none is in force: it has been given up, and the next one does not stand yet."""
+        return self._in_force is None
+
+    def set(self, generation: Generation) -> None:
+        """From now on ``generation`` is in force, and may be aborted."""
+        with self._lock:
+            self._in_force = self.last = generation
+
+    def take(self) -> Generation | None:
+        """None is in force from now on; returns the one that was."""
+        with self._lock:
+            taken, self._in_force = self._in_force, None
+        return taken
+
+    def abort(self, generation: int) -> None:
+        """Free the training thread from whatever it waits for in a generation older than ``generation``.
+
+        Called by the agent's thread.
+        """
+        with self._lock:
+            current = self._in_force
+        if current is not None and current.groups.generation < generation:
+            current.groups.abort()
+
+
+def store_prefix(prefix: str, epoch: Epoch) -> str:
+    """Of an epoch's process groups in torch's store."""
+    return f"{prefix}-r{epoch.renewal}" if epoch.renewal else prefix
+
+
+def _place_of(microbatch: str) -> tuple[int, int]:
+    pipeline, _, number = microbatch.partition(".")
+    return int(pipeline), int(number)

@@ -1,0 +1,135 @@
+"""What the training thread is at: the one place that hears of every phase, and tells all who want to know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from megatron_recycle.control import Agent
+from megatron_recycle.membership import Fault, Standing
+from megatron_recycle.plan import Action
+from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
+
+
+class Phase(str, Enum):
+    """A phase begins; ``reduced`` and ``stepped``: something is done. Those of actions come with the action."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT = "weight"
+    REDUCE = "reduce"
+    REDUCED = "reduced"
+    """The complete gradient is held."""
+    STEP = "step"
+    """The coefficient is chosen, the optimizer has not run."""
+    STEPPED = "stepped"
+    EVALUATE = "evaluate"
+    """A forward of an evaluation; comes with the action."""
+    BOUNDARY = "boundary"
+    """The worker stands between two iterations and waits for those who come in or leave."""
+    RECOVERING = "recovering"
+    JOINING = "joining"
+
+
+OF_ACTION = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.WEIGHT, "FB": Phase.BACKWARD, "S": Phase.REDUCE}
+"""The phase that an action of a kind begins. A full backward is a backward, and has no weight phase."""
+
+_STEP = (Phase.REDUCE, Phase.REDUCED, Phase.STEP)  # phases in which an error is the step's
+_NO_WORK = (Phase.RECOVERING, Phase.JOINING, Phase.BOUNDARY, Phase.STEP, Phase.STEPPED)
+"""Phases that are no work, or whose work has a block of its own."""
+
+
+class Observer(Protocol):
+    """Told of every `Phase`, by its text."""
+
+    def on(self, phase: str, iteration: int, action: Action | None) -> None: ...
+
+
+class Observed(NamedTuple):
+    """A phase that has been entered."""
+
+    iteration: int
+    attempt: int
+    phase: Phase
+    action: Action | None
+
+
+class Phases:
+    """The phases of one worker's training thread.
+
+    Args:
+        standing: where the worker stands.
+        agent: told once the first action of a generation begins, and asks `where` the thread is.
+        activity: told of the work that a phase is.
+        observer: told of everything; None for nobody.
+
+    Attributes:
+        running: the F, B, W or FB that is being done; stays where that has raised, until the worker stands still.
+    """
+
+    def __init__(self, standing: Standing, agent: Agent, activity: Activity, observer: Observer | None) -> None:
+        self.activity = activity
+        self.running: Action | None = None
+        self._standing = standing
+        self._agent = agent
+        self._observer = observer
+        self._last: Observed | None = None
+        self._resumes = False
+
+    def enter(self, phase: Phase, iteration: int, action: Action | None = None, work: str | None = None) -> None:
+        """``phase`` begins. ``work``: what is done in it, where that takes other times than the phase usually does."""
+        if phase not in _NO_WORK:
+            self.activity.work(work or phase.value)
+        if phase is Phase.RECOVERING:
+            self.running = None
+        self._last = Observed(iteration, self._standing.attempt, phase, action)
+        if action is not None:
+            self.tell_resumed()
+        if self._observer is not None:
+            self._observer.on(phase.value, iteration, action)
+
+    def where(self) -> dict[str, Any]:
+        """The last phase, for the agent."""
+        if self._last is None:
+            return {}
+        iteration, attempt, phase, action = self._last
+        return {"iteration": iteration, "attempt": attempt, "phase": phase.value,
+                "action": str(action) if action else None}
+
+    def fault(self, error: BaseException, outside: bool = False) -> Fault:
+        """``error`` in words for the coordinator, with what was being done; ``outside``: it is of the script's own
+        code."""
+        if outside:
+            return Fault.of(error, None if self._last is None else self._last.iteration, whole=True)
+        if self.running is not None:
+            return Fault.of(error, self._standing.iteration, str(self.running), whole=True)
+        if self._last is None:
+            return Fault.of(error, None, None)
+        return Fault.of(error, self._last.iteration, "S" if self._last.phase in _STEP else None)
+
+    def resumes(self) -> None:
+        """The next action, or its absence, is the first of a new generation."""
+        self._resumes = True
+
+    def tell_resumed(self) -> None:
+        """The next action begins, or there is none left to begin."""
+        if self._resumes:
+            self._resumes = False
+            self._agent.resumed(self._standing.epoch.generation)
+
+    def waiting(self, what: str) -> AbstractContextManager[None]:
+        """A block in which the training thread waits for other workers or the coordinator."""
+        return self.activity.during(WAITING, what)
+
+    def working(self, what: str) -> AbstractContextManager[None]:
+        """A block of work; what the thread was at before goes on afterwards."""
+        return self.activity.during(WORKING, what)
+
+    @contextmanager
+    def doing(self, action: Action) -> Iterator[None]:
+        """The block does this F, B, W or FB: what it raises is that action's fault."""
+        self.running = action
+        yield
+        self.running = None

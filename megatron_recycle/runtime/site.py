@@ -1,0 +1,88 @@
+"""What one worker has for as long as it lives, and what never changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import Agent
+from megatron_recycle.membership import Standing
+from megatron_recycle.runtime.comm.network import Network
+from megatron_recycle.runtime.compute.data import DataSource
+from megatron_recycle.runtime.compute.memory import ActivationMemory
+from megatron_recycle.runtime.compute.random_state import Generators
+from megatron_recycle.runtime.compute.split import Deferring
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
+from megatron_recycle.runtime.evaluation import Evaluations
+from megatron_recycle.runtime.generation import Current
+from megatron_recycle.runtime.phases import Phases
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.setup_record import SetUp
+from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.trainable import Trainable
+
+
+@dataclass(frozen=True)
+class Site:
+    """A worker's surroundings: what it is given, and what it measures and tells itself with.
+
+    Attributes:
+        place: position, grid, ranks.
+        config: settings.
+        stage: the framework's side.
+        splitter: defers weight gradients of the stage's linear layers.
+        data: micro-batches by place.
+        agent: this process's link to the coordinator.
+        generators: what the user's code may draw random numbers from.
+        network: builds each generation's communicators.
+        phases: hears of everything that the training thread does.
+        trainable: the stage's parameters that are trained.
+        memory: what micro-batches hold.
+        watch: how long they take.
+        evaluations: what the last pass of an evaluation has reported.
+        current: the generation in force.
+        save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
+            part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
+            raise anything. None: there is no such thing.
+        setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
+    """
+
+    place: Place
+    config: RecycleConfig
+    stage: Stage
+    splitter: Deferring
+    data: DataSource
+    agent: Agent
+    generators: Generators
+    network: Network
+    phases: Phases
+    trainable: Trainable
+    memory: ActivationMemory
+    watch: Stopwatch
+    evaluations: Evaluations
+    current: Current
+    save_last: Callable[[], str] | None = None
+    setup: SetUp | None = None
+
+    @cached_property
+    def may_be_full(self) -> bool:
+        """Whether the plan may have full backwards (FB) here, as the worker says when it begins. They are faster where
+        splitting costs something and autograd can add to the sums itself; but their gradients may differ in the last
+        bit from a B's and a W's, so never where bits have to be the same whoever computes them."""
+        return not self.exact and self.splitter.deferring_costs and self.trainable.layout.sums_in_place
+
+    @property
+    def exact(self) -> bool:
+        """Whether gradients have to have the same bits whoever computes them."""
+        return self.config.reduction == "exact"
+
+    def interrupted(self, standing: Standing) -> bool:
+        """Whether a newer generation than the one in force has been announced, or the end of the job."""
+        return self.agent.stop_generation > standing.epoch.generation or self.agent.ended is not None
+
+    def forget_data(self, iteration: int) -> None:
+        """``iteration`` and all before it are final: their data is not read again."""
+        for pipeline, count in enumerate(self.place.grid.microbatches):
+            self.data.forget(pipeline, (iteration + 1) * count)

@@ -1,0 +1,37 @@
+"""Which parameters of a stage are trained, and how their gradients lie in one flat buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_recycle.runtime.comm.trained_alike import Trained
+from megatron_recycle.runtime.compute.accumulate import Layout
+from megatron_recycle.runtime.stage import Stage
+
+
+class Trainable:
+    """The trained parameters of ``stage``; others once the script has frozen some, or a peer's have come.
+
+    Attributes:
+        layout: of the flat gradient.
+        trained: which parameters that are, to be compared with the peers'.
+        brought: the tensors and counters that this worker came in with, until it trains.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """The stage's parameters may be others now."""
+        self.layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
+        self.trained = Trained.of(self._stage.module, self.layout)
+
+    def drop_gradients(self) -> None:
+        """What an attempt has left on the parameters counts no more."""
+        for parameter in self.layout.parameters:
+            parameter.grad = None
