@@ -270,7 +270,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine.session.worker.live()]
-        result["full"] = sorted(str(a) for a in engine.session.worker.actions.full if a.kind == "FB")
+        program = engine.session.worker.site.current.last.program
+        result["full"] = sorted(str(action) for action in program.full if action.kind == "FB")
         if tidy:
             torch.distributed.destroy_process_group()
         engine.session.finish()

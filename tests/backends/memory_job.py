@@ -96,9 +96,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
     losses = [engine.train_batch().item() for _ in range(iterations)]
     engine.settle()
     worker = engine.session.worker
-    worker.memory.begin()  # the last iteration is complete
-    result = {"losses": losses, "worker": str(worker.place.me), "counted": worker.memory.peak,
-              "before_b": worker.memory.before_b, "after_b": worker.memory.after_b,
+    memory = worker.site.memory
+    memory.begin()  # the last iteration is complete
+    result = {"losses": losses, "worker": str(worker.site.place.me), "counted": memory.peak,
+              "before_b": memory.before_b, "after_b": memory.after_b,
               "allocated": watching.peaks[iterations - 1], "plan": worker.plan.to_json()}
     engine.session.finish()
     return result

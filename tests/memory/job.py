@@ -223,7 +223,7 @@ class Job:
             result.losses.append(made.train(iteration))
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
-        result.counters, result.memory = stage.counters()["own"], profile(made)
+        result.counters, result.memory = stage.counters()["own"], profile(made.site, made.plan, made.stepper.undo.nbytes)
         made.finish()
 
     # ---- what a test does
