@@ -223,7 +223,8 @@ class Job:
             result.losses.append(made.train(iteration))
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
-        result.counters, result.memory = stage.counters()["own"], profile(made.site, made.plan, made.stepper.undo.nbytes)
+        result.counters = stage.counters()["own"]
+        result.memory = profile(made.site, made.plan, made.stepper.undo.nbytes)
         made.finish()
 
     # ---- what a test does
