@@ -84,8 +84,6 @@ class Attempt:
         self._losses: dict[Microbatch, torch.Tensor] = {}
         self._digests: dict[Microbatch, int] = {}
         self._reports: dict[Microbatch, tuple[float, ...]] = {}
-        self._handlers: Mapping[str, Handler] = {"F": self._forward, "B": self._backward, "W": self._weight,
-                                                 "FB": self._full_backward}
         self._share_losses_if_complete()
 
     def __enter__(self) -> Attempt:
@@ -96,10 +94,15 @@ class Attempt:
         if kind is not None:
             self._standing.give_up()
             self._site.trainable.drop_gradients()
+        # The error's traceback may keep this attempt until the recovery has ended.
+        self.forwards.clear()
+        self.queues.clear()
+        self._losses.clear()
+        del self.sums
 
     def run(self) -> None:
         """All actions. Raises GenerationOver, WrongGuess, DataError, and whatever the user's code raises."""
-        handlers = {**dict.fromkeys(self._handlers, self._micro_batch), "S": self._reduce_and_step}
+        handlers = {**dict.fromkeys(self._COMPUTES, self._micro_batch), "S": self._reduce_and_step}
         execute(self._site, self._standing, self._program.actions, handlers, self._enter,
                 f"iteration {self._iteration}")
 
@@ -122,7 +125,7 @@ class Attempt:
     def do(self, action: Action) -> None:
         """What one F, B, W or FB computes. Raises GenerationOver."""
         with self._phases.doing(action):
-            self._handlers[action.kind](action)
+            self._COMPUTES[action.kind](self, action)
 
     def _forward(self, action: Action) -> None:
         _, pipeline, microbatch = action
@@ -213,6 +216,10 @@ class Attempt:
         with torch.no_grad(), self._site.watch.measure("W"):
             self.sums.add(pipeline, microbatch, queue.contributions())
         self._memory.weight((pipeline, microbatch))
+
+    # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.
+    _COMPUTES: Mapping[str, Callable[[Attempt, Action], None]] = {
+        "F": _forward, "B": _backward, "W": _weight, "FB": _full_backward}
 
     def _share_losses_if_complete(self) -> None:
         """At the last stage, once its last forward has run: tell everybody the loss."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -186,6 +188,24 @@ def test_full_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
     assert 0 < len(full(order)) < PIPELINES * MICROBATCHES
     for found, expected in zip(alone.sums(), autograds(alone), strict=True):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_attempt_that_is_over_frees_its_memory_at_once():
+    """Activations and sums: not when the garbage collector comes round, nor when the recovery from its error ends."""
+    alone, order = Alone(), an_order(random.Random(0))
+    alone.use(order)
+    gc.disable()
+    try:
+        with pytest.raises(GenerationOver) as failure, alone.run(order[:len(order) // 2]) as attempt:
+            kept = [weakref.ref(attempt.sums), *map(weakref.ref, attempt.forwards.values())]
+            raise GenerationOver
+        assert failure.tb is not None and len(kept) > 1 and not any(ref() for ref in kept)
+        alone.run(order)
+        over = weakref.ref(alone.attempt)
+        del attempt, alone.attempt, failure
+        assert over() is None
+    finally:
+        gc.enable()
 
 
 def test_autograd_adds_full_backwards_to_the_sums(monkeypatch):
