@@ -117,7 +117,7 @@ class Job:
         shape: the job.
         kills: who dies where.
         holds: who stops where, until `release`.
-        seed: of how long messages take.
+        seed: of how long messages take. Odd ones are of networks with NCCL's rules of order, even ones of gloo's.
         slow: the share of messages that take a while.
         at: called in a worker's thread whenever it gets to a phase.
     """
@@ -130,7 +130,7 @@ class Job:
         self.at = at
         self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
         self.ranks = {worker: (worker.stage * shape.pipelines + worker.pipeline,) for worker in self.grid.workers()}
-        self.fabric = Fabric(seed, limit=LIMIT)
+        self.fabric = Fabric(seed, limit=LIMIT, ordered=bool(seed % 2))
         self.control = Control(len(self.ranks), seed + 1, slow)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []
