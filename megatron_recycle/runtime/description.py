@@ -1,4 +1,4 @@
-"""What a worker tells the coordinator of its job, which all must have alike."""
+"""A worker's description of its job to the coordinator, which all must have alike."""
 
 from __future__ import annotations
 

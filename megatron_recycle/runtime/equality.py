@@ -1,8 +1,7 @@
 """Whether the peers of a stage hold the same parameters and optimizer state, bit for bit (`verify: peers`).
 
-Compared after every recovery and, with `verify_every`, between two iterations. Where most peers agree, those that do
-not are brought back from them before anything is computed with what they hold; where no majority tells who is right,
-the job stops and says so.
+Compared after every recovery and, with `verify_every`, between two iterations. Where most peers agree, the odd ones get
+the state of the majority before anything is computed with their own. Without a majority the job stops and says so.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def _exchange(site: Site, groups: Groups) -> dict[Worker, int]:
 
 def _heal(site: Site, stepper: Stepper, generation: Generation, odd: Sequence[Worker],
           digests: dict[Worker, int]) -> None:
-    """Those of ``odd`` take the whole state from the others. That may take minutes, for which everybody else waits."""
+    """Copy the whole state from the other peers to those of ``odd``. It may take minutes, and all others wait."""
     with site.phases.working(COPY):
         if site.place.me in odd:
             _take_over(site, stepper, generation, odd, digests)

@@ -1,8 +1,8 @@
 """Evaluation: forwards only, through failures.
 
-A pass over one global batch changes nothing but a table of numbers, so a failure in it costs the pass. It counts
-as done where the exchange of that table, which takes every worker, has ended; a failure may let it end at
-some workers only. Those are at most one pass ahead, and give the others the table in the recovery.
+A pass over one global batch changes nothing but a table of numbers, so a failure in it costs the pass. It counts as
+done where the exchange of that table, which takes every worker, has ended. A failure may let it end at some workers
+only: these are at most one pass ahead, and give the others the table in the recovery.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Reports = dict[tuple[int, int], tuple[float, ...]]
 
 
 class Evaluations:
-    """What the last pass reported, the same on all workers.
+    """The reports of the last pass, the same on all workers.
 
     Args:
         standing: where the worker stands; knows which passes are done.

@@ -151,7 +151,7 @@ class Current:
         return taken
 
     def abort(self, generation: int) -> None:
-        """Free the training thread from whatever it waits for in a generation older than ``generation``.
+        """Free the training thread from every wait of a generation older than ``generation``.
 
         Called by the agent's thread.
         """

@@ -1,4 +1,4 @@
-"""What a worker uses its memory for besides activations, and what is left for them (promise P7)."""
+"""A worker's memory budget: bytes kept besides activations, and bytes left for them (promise P7)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sum_buffers(sums: Sequence[Piece]) -> int:
 
 def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Sequence[Piece], peers: int,
                messages: int) -> dict[str, int]:
-    """Bytes that a worker uses whatever its micro-batches hold, by name. ``spare`` is not in use most of the time.
+    """Bytes that a worker uses besides its micro-batches, by name. ``spare`` is not in use most of the time.
 
     Args:
         state: parameters and optimizer state.
@@ -75,8 +75,9 @@ def announce(site: Site, plan: Plan) -> None:
 
 
 def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
-    """What the planner is told: bytes that a micro-batch holds before and after its B (``held``) with the most that was
-    held at a time and what the plan foresees, bytes left for activations (``room``), bytes used otherwise (``kept``).
+    """The measurements for the planner: bytes that a micro-batch holds before and after its B (``held``) with the most
+    that was held at a time and the plan's own number, bytes left for activations (``room``), bytes used otherwise
+    (``kept``).
     """
     memory, me = site.memory, site.place.me
     stages = plan.problem.grid.stages

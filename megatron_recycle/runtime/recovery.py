@@ -1,8 +1,8 @@
 """A recovery, step by step: one function per step.
 
-The coordinator decides who is in and where training goes on; this is what every survivor does about it.
-The steps run in the training thread. Whatever goes wrong on the way (another death, say) ends in another
-generation, and each generation starts again with fresh reports.
+The coordinator decides who is in and where training goes on; this is what every survivor does about it. The steps run
+in the training thread. A further failure on the way (another death, say) ends in another generation, and each
+generation starts again with fresh reports.
 """
 
 from __future__ import annotations
@@ -186,8 +186,8 @@ def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
 def renew(site: Site, standing: Standing, old: Generation) -> Generation:
     """New groups for the same members and plan: what was under way on the old ones is void.
 
-    All members come here after the same verdict. Whoever arrives tears nothing down before all have, since the
-    verdict may still be on its way to another.
+    All members come here after the same verdict. A member that arrives tears nothing down before all have arrived,
+    since the verdict may still be on its way to another.
     """
     # Some may still be in the script's own code.
     groups = _connect(site, standing, old.prefix, old.tries, old.groups.members, site.config.transport_timeout)
@@ -210,15 +210,15 @@ def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: S
 
 def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:
     """Seconds that one handle may take to connect ``ranks`` processes, after ``tries`` generations with the same
-    members in a row: what was too slow gets twice the time, and that again. Whoever dies or freezes meanwhile is found
-    by the coordinator, however long this is."""
+    members in a row: a try that was too slow gets twice the time, and that again. The coordinator finds a member that
+    dies or freezes meanwhile, however long this is."""
     derived = config.heartbeat_timeout + _CONNECT_PER_RANK * ranks
     return (config.connect_timeout or derived) * 2 ** min(tries, _MOST_PATIENT)
 
 
 def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> None:
-    """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by
-    everybody, anything beyond it is undone and forgotten. Who comes in gets everything from its peers."""
+    """6. Make all workers stand at the same place: the last iteration that every stage holds is stepped by everybody,
+    anything beyond it is undone and forgotten. A worker that comes in gets everything from its peers."""
     groups, standing = generation.groups, stepper.standing
     todo = standing.reconciliation(go.resume)
     if not todo.enter:
@@ -270,7 +270,7 @@ def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]
 
 
 def refuse_itself(site: Site, text: str) -> None:
-    """What this worker has found in itself keeps it from training with the others, and nobody else. Raises JobEnded."""
+    """End this worker alone: a fault of its own keeps it from training with the others. Raises JobEnded."""
     rank = site.place.ranks[site.place.me][site.place.part]
     site.agent.event("join_failed", reason=text, rank=rank, pid=os.getpid())
     raise JobEnded(f"worker {site.place.name} cannot join: {text}. The job goes on without it")

@@ -176,16 +176,17 @@ class Stepper:
 
     @contextmanager
     def _stepping(self, iteration: int) -> Iterator[None]:
-        """A block of work inside a wait: who steps in a recovery waits for the others again afterwards, for as long as
-        they take. An optimizer that draws random numbers draws the same on all peers, and again if it steps again."""
+        """A block of work inside a wait: a worker that steps in a recovery waits for the others again afterwards, for
+        as long as they take. An optimizer that draws random numbers draws the same on all peers, and again if it steps
+        again."""
         site = self._site
         number = seed_of(site.config.seed, "step", iteration, site.place.me.stage)
         with site.phases.working("step"), site.generators.at(number):
             yield
 
     def remake(self) -> None:
-        """Make the last step, which is not final, again from what was before it: whatever was written to since is as
-        that step had left it."""
+        """Make the last step, which is not final, again from the state before it. Tensors that were written to since
+        are as that step had left them."""
         used = self.standing.used
         assert used is not None
         self._undo()
@@ -235,7 +236,7 @@ class Stepper:
     # ---- a worker that comes in
 
     def facts(self) -> dict[str, Any]:
-        """What a new peer of this stage must know beside the stage's tensors, between two iterations."""
+        """The facts that a new peer of this stage needs beside the stage's tensors, between two iterations."""
         standing = self.standing
         assert self.pending is None and self.held is None and standing.verdict is not None
         return {"counters": self._site.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
@@ -250,7 +251,7 @@ class Stepper:
     def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:
         """Peers that do not hold ``target`` get its reduced gradient from one that does.
 
-        A copy lands in a spare buffer and counts only once it is whole.
+        A copy lands in a buffer of its own and counts only once it is whole.
         """
         me, total = self._site.place.me, self._site.place.grid.total
         peers = groups.peers(me.stage)

@@ -129,7 +129,7 @@ class StageWorker:
             number: of the global batch in ``data``, from 0.
 
         Returns:
-            What the last stage reports of each micro-batch, (total, width), the same on all workers.
+            The last stage's reports of each micro-batch, (total, width), the same on all workers.
 
         Raises JobEnded if the job cannot go on.
         """
@@ -194,7 +194,7 @@ class StageWorker:
 
     @property
     def store_prefix(self) -> str:
-        """Of the process groups in torch's store, which are others after each roll-back."""
+        """Prefix of the process groups in torch's store, a new one after each roll-back."""
         return self.site.current.get().store_prefix
 
     def live(self) -> tuple[Worker, ...]:
@@ -213,7 +213,7 @@ class StageWorker:
     @contextmanager
     def among_those_left(self) -> Iterator[None]:
         """A block for code of the script's framework, which finds its random numbers as the script has left them, and
-        in torch those that are left only, in the order of their ranks. What is done over all of them ends with the
+        in torch those that are left only, in the order of their ranks. A collective over all of them ends with the
         generation."""
         with self.site.network.renumbered(self.current_groups().control), self.site.generators.of_script():
             yield
@@ -221,7 +221,7 @@ class StageWorker:
     # ---- another thread's call
 
     def abort(self, generation: int) -> None:
-        """Free the training thread from whatever it waits for in a generation older than ``generation``.
+        """Free the training thread from every wait of a generation older than ``generation``.
 
         Called by the agent's thread.
         """
@@ -325,8 +325,8 @@ class StageWorker:
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
-        """What is raised in the block has been told to the coordinator, which has decided what follows, when the script
-        gets it: the others know first."""
+        """A block whose errors the coordinator hears, and decides on, before the script gets them: the others know
+        first."""
         try:
             yield
         except JobEnded:

@@ -255,7 +255,7 @@ class Transport:
         self._posted = max(self._posted, upto)
 
     def _let_go(self, sends: Sequence[Pending]) -> None:
-        """Of ``sends`` that have been read."""
+        """Forget ``sends`` that have been read."""
         for pending in sends:
             pending.wait(read=True)
 
