@@ -123,7 +123,7 @@ class Attempt:
         self._stepper.poll()
 
     def do(self, action: Action) -> None:
-        """What one F, B, W or FB computes. Raises GenerationOver."""
+        """The computation of one F, B, W or FB. Raises GenerationOver."""
         with self._phases.doing(action):
             self._COMPUTES[action.kind](self, action)
 

@@ -1,4 +1,4 @@
-"""What the script does between two iterations that training has to follow: modes, edits, new random generators."""
+"""Acts of the script between two iterations that training has to follow: modes, edits, new random generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for one generation: its process groups, its plan, and what follows from both.
+"""A generation as a value: its process groups, its plan, and all that follows from both.
 
 A recovery makes the next one; nothing of one is changed, but replaced as a whole.
 """
@@ -93,7 +93,7 @@ class Generation:
 
     @property
     def store_prefix(self) -> str:
-        """Of the groups in use: another one for each renewal."""
+        """Prefix of the groups in use: another one for each renewal."""
         return store_prefix(self.prefix, self.epoch)
 
     def follow(self, plan: Plan, exact: bool, stage: Stage) -> Generation:
@@ -107,7 +107,7 @@ class Generation:
                        relays=deque(maxlen=2))
 
     def program_of(self, iteration: int) -> Program:
-        """What this worker runs in ``iteration``."""
+        """The program of this worker for ``iteration``."""
         left_out = frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
         return self.program.without(left_out, self.groups.me) if left_out else self.program
 
@@ -162,7 +162,7 @@ class Current:
 
 
 def store_prefix(prefix: str, epoch: Epoch) -> str:
-    """Of an epoch's process groups in torch's store."""
+    """Prefix of an epoch's process groups in torch's store."""
     return f"{prefix}-r{epoch.renewal}" if epoch.renewal else prefix
 
 

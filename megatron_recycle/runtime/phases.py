@@ -1,4 +1,4 @@
-"""What the training thread is at: the one place that hears of every phase, and tells all who want to know."""
+"""The training thread's phases: the one place that hears of every phase, and tells all who want to know."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
 
 
 class Phase(str, Enum):
-    """A phase begins; ``reduced`` and ``stepped``: something is done. Those of actions come with the action."""
+    """A phase begins; ``reduced`` and ``stepped``: something is done. Phases of actions come with the action."""
 
     FORWARD = "forward"
     BACKWARD = "backward"

@@ -1,4 +1,4 @@
-"""What one worker has for as long as it lives, and what never changes."""
+"""A worker's site: all that it has for as long as it lives, and that never changes."""
 
 from __future__ import annotations
 

@@ -32,6 +32,6 @@ class Trainable:
         self.trained = Trained.of(self._stage.module, self.layout)
 
     def drop_gradients(self) -> None:
-        """What an attempt has left on the parameters counts no more."""
+        """Drop the gradients that an attempt has left on the parameters."""
         for parameter in self.layout.parameters:
             parameter.grad = None

@@ -241,7 +241,7 @@ class StageWorker:
             self.stepper.wait()
 
     def _at_boundary(self, iteration: int) -> Generation:
-        """What is due before ``iteration``: a switch, a check of the peers, another plan."""
+        """Do what is due before ``iteration``: a switch, a check of the peers, another plan."""
         site, standing, generation = self.site, self.standing, self.site.current.get()
         self.stepper.poll()
         if standing.promises.ends_before(iteration):
@@ -264,7 +264,7 @@ class StageWorker:
         raise GenerationOver(f"generation {number} ends before iteration {iteration}, as agreed")
 
     def _loss_of(self, iteration: int) -> float:
-        """Of ``iteration``, or a later one: this worker has come in after it."""
+        """The loss of ``iteration``, or of a later one if this worker has come in after it."""
         known = self.stepper.held or self.standing.verdict
         assert known is not None and known.iteration >= iteration
         return known.loss
