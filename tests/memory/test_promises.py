@@ -70,7 +70,7 @@ def test_activations_take_what_the_plan_says_also_of_guests(victim):
             held = result.memory["held"]
             assert 0 < held["peak"] <= held["planned"], held
     for process in job.processes.values():
-        plan, me = process.worker.plan, process.worker.place.me
+        plan, me = process.worker.plan, process.worker.site.place.me
         if process.name != victim:
             assert peak(plan.problem, me, plan.actions(me)) <= 2 * SHAPE.stages, "activations, by default"
 
