@@ -8,6 +8,7 @@ drives it. One event loop owns the state. It never waits for a plan and never fo
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +35,8 @@ from megatron_recycle.membership.vacancies import Offered, Reservations, free_pl
 
 Measure = Callable[[State, Member, Mapping[str, Any]], "Conclusions | None"]
 """(state, member, measured message) -> what follows from it; called in the event loop."""
+
+log = logging.getLogger(__name__)
 
 
 class Coordinator:
@@ -232,7 +235,14 @@ class Coordinator:
     def _measured(self, incarnation: str, message: Message) -> None:
         """Costs for the planner; the slow are reported, or declared out where the user asks for it."""
         member = self.state.member(incarnation)
-        if self._measure is None or member is None or (found := self._measure(self.state, member, message)) is None:
+        if self._measure is None or member is None:
+            return
+        try:
+            found = self._measure(self.state, member, message)
+        except Exception:  # it would cost the connection that brought them; without them plans are only slower
+            log.exception("recycle: the measurements of worker %s are of no use", member.worker)
+            return
+        if found is None:
             return
         if found.profiled is not None:
             self._emit(found.profiled)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_recycle.control.measured import Profiles, Slowness
+from megatron_recycle.control.measured import Conclusions, Profiles, Slowness
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership.state import Member, State
 from megatron_recycle.plan import Worker
@@ -101,5 +102,24 @@ def test_a_slow_worker_is_reported_and_removed_only_if_the_user_asks(limit: floa
         running.await_event("suspected" if limit else "slow", worker="2:1")
         assert running.await_event("profiled")["costs"]
         assert running.coordinator.state.failed == (frozenset({"2:1"}) if limit else frozenset())
+        for one in agents.values():
+            one.close()
+
+
+def test_measurements_that_cannot_be_used_cost_nobody_the_connection(tmp_path: Path) -> None:
+    def unusable(state: State, member: Member, message: Mapping[str, Any]) -> Conclusions | None:
+        raise ArithmeticError(f"{member.worker} has measured nonsense")
+
+    with service(tmp_path, measure=unusable) as running:
+        agents = {name: agent(running.address, name) for name in NAMES}
+        for one in agents.values():
+            one.ready(DESCRIPTION, report(attempt=0))
+        running.await_event("started")
+        workers = running.coordinator.server.workers
+        connection = workers["2:1/0"]
+        agents["2:1"].measured(**told())
+        agents["2:1"].event("after")
+        running.await_event("after", worker="2:1")
+        assert workers["2:1/0"] is connection
         for one in agents.values():
             one.close()
