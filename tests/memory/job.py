@@ -8,7 +8,6 @@ is drawn from a seed.
 from __future__ import annotations
 
 import functools
-import logging
 import sys
 import threading
 import time
@@ -140,7 +139,6 @@ class Job:
     # ---- its life
 
     def __enter__(self) -> Job:
-        logging.getLogger("megatron_recycle").setLevel(logging.ERROR)  # six workers in one process say everything
         for worker in self.ranks:
             self.start(str(worker))
         return self
