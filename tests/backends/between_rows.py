@@ -473,7 +473,7 @@ ROWS: list[Row] = [
     Row("registers optimizer step hooks (an EMA, for instance)", average_in_hook, refused="has step hooks"),
     Row("registers optimizer step hooks, `step: barrier`", average_in_hook, settings=BARRIER),
     undone("writes to the optimizer's state after `engine.settle()`", at(
-        1, lambda engine: (forget_moments if hasattr(engine, "_worker") else forget_moments_at_once)(engine))),
+        1, lambda engine: (forget_moments if hasattr(engine, "settle") else forget_moments_at_once)(engine))),
     undone("writes to the optimizer's state at once", at(1, forget_moments_at_once),
            refused="Call engine.settle() before"),
     Row("writes to the optimizer's state at once, without clipping", at(1, forget_moments_at_once), clipping=0.0),

@@ -72,7 +72,7 @@ class Left:
 
     def __init__(self, workers: int = 7) -> None:
         self.aborted = False
-        self.control: Any = SimpleNamespace(size=lambda: workers)
+        self.control: Any = SimpleNamespace(size=workers)
 
     def abort(self) -> None:
         self.aborted = True
