@@ -12,7 +12,7 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -213,7 +213,9 @@ class Session:
             get_logger().error("megatron-recycle: %s (%s); training goes on",
                                without or f"{what} is left out while workers are missing", ", ".join(missing))
             return otherwise
-        with self.at_work():
+        setup = self._options.setup
+        # A worker that joins leaves this out, also before its first iteration.
+        with self.at_work(), nullcontext() if setup is None else setup.apart():
             try:
                 return run()
             except (RuntimeError, GenerationOver) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,21 @@ def test_what_needs_all_is_left_out_while_one_is_missing_and_is_no_error_when_cu
         with pytest.raises(type(own)):
             session.together("save()", lambda own=own: broken(own), 0)
     assert not session.busy
+
+
+def test_what_a_joiner_leaves_out_before_its_first_iteration_is_not_expected_of_it(session):
+    """A baseline evaluation or a checkpoint before training: the set-up's record is without them."""
+    apart: list[str] = []
+
+    @contextmanager
+    def block() -> Iterator[None]:
+        apart.append("begins")
+        yield
+        apart.append("ends")
+
+    session._options = Options(setup=SimpleNamespace(apart=block))
+    assert session.together("eval_batch()", lambda: list(apart), None) == ["begins"]
+    assert apart == ["begins", "ends"]
 
 
 @pytest.mark.parametrize("status", [0, 1])

@@ -28,6 +28,7 @@ from megatron_recycle.backends.deepspeed.between import (
     sizes,
 )
 from megatron_recycle.backends.deepspeed.config import read_config, say_before_compiling
+from megatron_recycle.backends.deepspeed.evaluation import Taken
 from megatron_recycle.backends.deepspeed.last import LastCheckpoint
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
@@ -241,14 +242,25 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def eval_batch(self, *args: Any, **keywords: Any) -> Any:
         """As stock, and micro-batches may have another shape than those of the last one; not a number, with an error
-        line, while a worker is missing."""
-        stock = super().eval_batch
+        line, while a worker is missing. The iterator goes on by as many micro-batches all the same: first and last
+        stage would read different ones of an iterator that one of them has not been through."""
+        bound = inspect.signature(PipelineEngine.eval_batch).bind(self, *args, **keywords)
+        given = bound.arguments
+        count = given.get("num_micro_batches")
+        reads = self.is_first_stage() or self.is_last_stage()
+        data = Taken(given["data_iter"], (self.micro_batches if count is None else count) if reads else 0)
+        if given["data_iter"] is not None:
+            given["data_iter"] = data
 
         def evaluate() -> Any:
             self.reset_activation_shape()  # stages tell each other the shape with the first message
-            return stock(*args, **keywords)
+            return PipelineEngine.eval_batch(*bound.args, **bound.kwargs)
 
-        return self.session.together("eval_batch()", evaluate, torch.tensor(torch.nan, device=self.device))
+        loss = torch.tensor(torch.nan, device=self.device)
+        nothing = (loss, None) if given.get("return_logits") else loss
+        result = self.session.together("eval_batch()", evaluate, nothing)
+        data.finish()
+        return result
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock; False, with an error line, while a worker is missing: training is worth more than a checkpoint."""
