@@ -59,25 +59,21 @@ class Attempt:
 
     def __init__(self, site: Site, stepper: Stepper, generation: Generation) -> None:
         self._site, self._stepper, self._generation = site, stepper, generation
-        self._groups, self._transport = generation.groups, generation.transport
-        self._phases, self._memory = site.phases, site.memory
-        standing = self._standing = stepper.standing
-        iteration = standing.stepped + 1
+        groups, standing, iteration = generation.groups, stepper.standing, stepper.standing.stepped + 1
         program = self._program = generation.program_of(iteration)
         backwards = [action for action in program.full if action.kind == "FB"]
         if backwards and not site.may_be_full:
             raise AssertionError(f"{site.place.me} runs B and W apart, the plan has {min(backwards)}")
-        self._transport.follow(program.plan)
+        generation.transport.follow(program.plan)
         standing.begin(iteration)
-        self._iteration, self._forwards = iteration, program.forwards
-        self._split = program.plan.problem.split_backward
-        self._relay = LossRelay(self._groups, site.place.grid, site.stage.report_width, generation.reduction,
+        self._iteration = iteration
+        self._relay = LossRelay(groups, site.place.grid, site.stage.report_width, generation.reduction,
                                 iteration, standing.attempt, generation.left_out_of(iteration))
         generation.relays.append(self._relay)
-        with self._phases.waiting("the last messages"):
-            self._transport.begin((iteration, standing.attempt))
-        self._agreement = Agreement(site.trainable.trained, self._groups)
-        self._memory.begin()
+        with site.phases.waiting("the last messages"):
+            generation.transport.begin((iteration, standing.attempt))
+        self._agreement = Agreement(site.trainable.trained, groups)
+        site.memory.begin()
         self.sums = Accumulators(site.trainable.layout, generation.reduction.place)
         self.forwards: dict[Microbatch, Forward] = {}
         self.queues: dict[Microbatch, WeightQueue] = {}
@@ -92,7 +88,7 @@ class Attempt:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         if kind is not None:
-            self._standing.give_up()
+            self._stepper.standing.give_up()
             self._site.trainable.drop_gradients()
         # The error's traceback may keep this attempt until the recovery has ended.
         self.forwards.clear()
@@ -103,28 +99,28 @@ class Attempt:
     def run(self) -> None:
         """All actions. Raises GenerationOver, WrongGuess, DataError, and whatever the user's code raises."""
         handlers = {**dict.fromkeys(self._COMPUTES, self._micro_batch), "S": self._reduce_and_step}
-        execute(self._site, self._standing, self._program.actions, handlers, self._enter,
+        execute(self._site, self._stepper.standing, self._program.actions, handlers, self._enter,
                 f"iteration {self._iteration}")
 
     def _enter(self, action: Action) -> None:
         # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.
         phase = OF_ACTION[action.kind]
-        self._phases.enter(phase, self._iteration, action,
-                           f"full {phase.value}" if action in self._program.full else None)
+        work = f"full {phase.value}" if action in self._program.full else None
+        self._site.phases.enter(phase, self._iteration, action, work)
 
     # ---- micro-batches
 
     def _micro_batch(self, action: Action) -> None:
         """One F, B, W or FB."""
         self.do(action)
-        self._standing.did(action)
-        self._transport.post()
+        self._stepper.standing.did(action)
+        self._generation.transport.post()
         self._relay.poll()
         self._stepper.poll()
 
     def do(self, action: Action) -> None:
         """The computation of one F, B, W or FB. Raises GenerationOver."""
-        with self._phases.doing(action):
+        with self._site.phases.doing(action):
             self._COMPUTES[action.kind](self, action)
 
     def _forward(self, action: Action) -> None:
@@ -132,7 +128,7 @@ class Attempt:
         site, place = self._site, self._site.place
         batch = None
         if place.first or place.last:
-            with self._phases.working("data"):
+            with self._site.phases.working("data"):
                 batch = batch_of(site, site.data, self._iteration, pipeline, microbatch)
             if batch is not None:
                 self._digests[pipeline, microbatch] = digest(batch)
@@ -142,30 +138,30 @@ class Attempt:
                            for tensor in self._receive(Message("F", pipeline, microbatch)))
         layers = site.splitter.whole() if action in self._program.full else nullcontext()
         site.generators.seed(seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.me.stage))
-        with (self._groups.together(), layers, site.watch.measure("F"),
-              self._memory.forward((pipeline, microbatch), inputs)):
+        with (self._generation.groups.together(), layers, site.watch.measure("F"),
+              site.memory.forward((pipeline, microbatch), inputs)):
             forward = site.stage.forward(inputs, batch)
         if forward.loss is not None:
             self._losses[pipeline, microbatch] = forward.loss.detach()
             self._reports[pipeline, microbatch] = forward.report
         if not place.last:
-            self._transport.send(Message("F", pipeline, microbatch), forward.outputs)
+            self._generation.transport.send(Message("F", pipeline, microbatch), forward.outputs)
         self.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
         self._share_losses_if_complete()
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
         kind, pipeline, microbatch = message
-        with self._phases.waiting(f"{kind}{pipeline}.{microbatch}"):
-            return self._transport.receive(message)
+        with self._site.phases.waiting(f"{kind}{pipeline}.{microbatch}"):
+            return self._generation.transport.receive(message)
 
     def _backward(self, action: Action) -> None:
         _, pipeline, microbatch = action
         site = self._site
         forward, gradients = self._begin_backward(pipeline, microbatch)
         queue = WeightQueue()
-        with (site.splitter.into(queue if self._split else None, forward.roots), self._groups.together(),
-              site.watch.measure("B")):
+        later = queue if self._program.plan.problem.split_backward else None
+        with (site.splitter.into(later, forward.roots), self._generation.groups.together(), site.watch.measure("B")):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, queue)
         self.queues[pipeline, microbatch] = queue
@@ -174,16 +170,16 @@ class Attempt:
         _, pipeline, microbatch = action
         forward, gradients = self._begin_backward(pipeline, microbatch)
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
-        with self._site.splitter.whole(), self._groups.together(), self.sums.lent(pipeline, microbatch):
+        with self._site.splitter.whole(), self._generation.groups.together(), self.sums.lent(pipeline, microbatch):
             for_inputs = self._site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, WeightQueue())
-        self._memory.weight((pipeline, microbatch))
+        self._site.memory.weight((pipeline, microbatch))
 
     def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
         place, seed = self._site.place, self._site.config.seed
         forward = self.forwards.pop((pipeline, microbatch))
         gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
-        self._memory.begin_backward((pipeline, microbatch), gradients)
+        self._site.memory.begin_backward((pipeline, microbatch), gradients)
         at = (self._iteration, pipeline, microbatch, place.me.stage)
         # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
         # where their forward began, so that at least a single checkpoint draws the same numbers again.
@@ -192,9 +188,9 @@ class Attempt:
 
     def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
         if not self._site.place.first:
-            self._transport.send(Message("B", pipeline, microbatch), for_inputs)
+            self._generation.transport.send(Message("B", pipeline, microbatch), for_inputs)
         self._harvest(pipeline, microbatch, queue)
-        self._memory.end_backward((pipeline, microbatch), queue)
+        self._site.memory.end_backward((pipeline, microbatch), queue)
 
     def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
         """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
@@ -215,7 +211,7 @@ class Attempt:
         queue = self.queues.pop((pipeline, microbatch))
         with torch.no_grad(), self._site.watch.measure("W"):
             self.sums.add(pipeline, microbatch, queue.contributions())
-        self._memory.weight((pipeline, microbatch))
+        self._site.memory.weight((pipeline, microbatch))
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.
     _COMPUTES: Mapping[str, Callable[[Attempt, Action], None]] = {
@@ -223,27 +219,27 @@ class Attempt:
 
     def _share_losses_if_complete(self) -> None:
         """At the last stage, once its last forward has run: tell everybody the loss."""
-        if self._site.place.last and len(self._losses) == self._forwards:
+        if self._site.place.last and len(self._losses) == self._program.forwards:
             self._relay.add(self._losses, self._reports)
 
     # ---- reduce, commit, step
 
     def _reduce_and_step(self, action: Action) -> None:
         site, stage, iteration = self._site, self._site.stage, self._iteration
+        groups, standing = self._generation.groups, self._stepper.standing
         self._stepper.wait()
-        self._standing.check_complete(self._program.actions)
-        with torch.no_grad(), self._phases.waiting(REDUCE), site.watch.measure("reduce"):
+        standing.check_complete(self._program.actions)
+        with torch.no_grad(), site.phases.waiting(REDUCE), site.watch.measure("reduce"):
             self._agreement.check(iteration)
-            gradient = self._generation.reduction.gradient(self.sums, self._groups, stage.ties)
-        with self._phases.waiting("the loss"):
+            gradient = self._generation.reduction.gradient(self.sums, groups, stage.ties)
+        with site.phases.waiting("the loss"):
             loss, weight = self._relay.wait()
         if stage.averaging == "tokens":
             per_token(gradient, weight)
         views = site.trainable.layout.views(gradient)
         held = Held(iteration, gradient, stage.norm_square(views), loss, weight, self._digests, self._relay.reports,
                     stage.zeros(views))
-        self._stepper.hold(held, self._groups, self._standing.promises.promise(iteration, site.agent.offer),
-                           self._program.number)
+        self._stepper.hold(held, groups, standing.promises.promise(iteration, site.agent.offer), self._program.number)
 
 
 def batch_of(site: Site, data: DataSource, iteration: int, pipeline: int, microbatch: int) -> Batch | None:

@@ -9,6 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from megatron_recycle.membership.standing import Epoch
 from megatron_recycle.plan import Action, Plan, Worker
@@ -42,7 +43,7 @@ class Program:
         return cls(plan, actions, backwards | {action._replace(kind="F") for action in backwards},
                    int(plan.digest.rpartition(":")[2][:5], 16))
 
-    @property
+    @cached_property
     def forwards(self) -> int:
         """How many of the actions are forwards."""
         return sum(action.kind == "F" for action in self.actions)
