@@ -157,8 +157,8 @@ class Stepper:
 
     def _undo(self) -> None:
         """Take the last step back, which is not final."""
+        self.standing.undo()  # refused where nothing was saved, before a tensor is written to
         self.undo.restore()
-        self.standing.undo()
 
     def _step(self, coefficient: float) -> None:
         """One update of the held iteration; nothing interrupts it."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from megatron_recycle.errors import DataError
-from megatron_recycle.membership import Verdict
+from megatron_recycle.membership import Process, Standing, Verdict
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.memory import Fabric, Killed
 from megatron_recycle.runtime.commit import Commit, Committer, Held, _compare
+from megatron_recycle.runtime.stepper import Stepper
 from tests.runtime.comms import connected
 
 GRID = Grid(2, (2, 2))
@@ -71,3 +74,10 @@ def test_what_a_peer_holds_can_be_copied_whole_but_for_what_it_has_read_itself()
     assert (copy.norm_square, copy.loss, copy.weight, copy.zeros) == (2.5, 0.75, 6.0, 9.0)
     assert torch.equal(copy.reports, held.reports)
     assert copy.digests == {}, "the one that it is copied from tells its own"
+
+
+def test_a_step_that_was_not_saved_is_not_undone_and_nothing_is_written() -> None:
+    stage = SimpleNamespace(reset_state=pytest.fail, state=pytest.fail, set_counters=pytest.fail)
+    stepper = Stepper(SimpleNamespace(stage=stage), Standing(Process(Worker(0, 0))))  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="only a step that is not final is undone"):
+        stepper._undo()
