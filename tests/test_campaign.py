@@ -52,7 +52,7 @@ def test_a_worker_that_wakes_up_in_its_last_step_may_end_well_with_the_jobs_bits
     assert faults(result(1.0, 3), result(1.0)) == ["rank 0 ended with status 3: None"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.processes
 def test_a_campaign_says_what_it_did_and_that_nothing_differs(tmp_path: Path):
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "campaign.py"), "1", "8", "--output", str(tmp_path)],

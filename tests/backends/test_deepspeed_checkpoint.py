@@ -32,7 +32,8 @@ def arguments(precision: str, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", [
+    *[pytest.param(precision, marks=pytest.mark.night) for precision in ("fp32", "bf16")], "fp16"])
 def test_a_run_goes_on_from_a_checkpoint(precision, tmp_path):
     folder = str(tmp_path)
     unbroken = run(gpt_job.train, 4, arguments(precision, iterations=ITERATIONS, save=(folder, SAVED)))
@@ -46,7 +47,7 @@ def test_a_run_goes_on_from_a_checkpoint(precision, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize(("keywords", "steps", "later"), [
     ({"load_module_only": True}, 0, False), ({"load_optimizer_states": False}, SAVED, True),
     ({"load_lr_scheduler_states": False}, SAVED, False),

@@ -47,7 +47,7 @@ def test_without_a_failure_the_same_members_go_on(fault, reason, undisturbed):
     assert not [event for event in job.events if event["event"] == "suspected"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_connections_that_break_again_and_again_end_the_job_with_a_report():
     again = [Fault("1:1", "abort", "forward", AT, nth) for nth in range(16)]
     with Job(faults.train, SIZE, {**QUICK, "faults": again}) as job:
@@ -57,7 +57,7 @@ def test_connections_that_break_again_and_again_end_the_job_with_a_report():
     assert [result.status for result in results.values()] == [1] * SIZE
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_connections_that_break_in_a_checkpoint_cost_the_checkpoint_and_no_worker(undisturbed, tmp_path):
     """Some get an error, some wait at a barrier over all ranks for those that have left it."""
     settings = {**QUICK["settings"], "report_timeout": 5.0}
@@ -87,7 +87,7 @@ def test_a_second_worker_fails_while_the_survivors_connect(kind, undisturbed):
         check_survivors(job, {"0:1", "1:0"}, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_who_has_made_its_step_in_a_recovery_only_waits_for_the_others(undisturbed):
     """The other one is found frozen long after the time that a step may take."""
     first, second = Hold("0:1", "reduced", AT), Hold("1:0", "step", AT)
@@ -209,7 +209,7 @@ def test_a_slow_worker_is_reported_and_gets_less_work(longer):
     assert of[1, 1].get((LONGER["iterations"] - 1, 1), 0) < 4
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_worker_that_becomes_slow_is_removed_if_the_user_asks(longer):
     began = 6
     settings = {**SETTINGS, "slow_factor_out": 4.0}
@@ -221,7 +221,7 @@ def test_a_worker_that_becomes_slow_is_removed_if_the_user_asks(longer):
     assert removed["iteration"] <= began + 3
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_time_of_a_transfer_is_measured():
     seconds = 0.05
     with Job(faults.train, 4, {**EXACT, "pipelines": 2, "hop": seconds}, profiled=True) as job:

@@ -133,7 +133,7 @@ def test_every_stage_skips_the_step_in_which_one_overflowed():
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize(("clipping", "hold"), [
     (0.05, Hold("1:1", "step", 3)),
 ], ids=str)
@@ -148,7 +148,7 @@ def test_a_worker_killed_about_an_overflow(clipping, hold):
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_worker_that_hears_of_a_failure_before_it_has_read_the_verdict_skips_the_step_too():
     """It says what is said once, and does so while it has no handles: it is the first live worker."""
     dies, hears = Hold("1:2", "forward", 2), Hold("0:0", "forward", 2)
@@ -165,7 +165,7 @@ def test_a_worker_that_hears_of_a_failure_before_it_has_read_the_verdict_skips_t
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_scale_that_is_too_large_comes_down_by_itself_tied_weights_included():
     wanted = arguments("staggered", 1.0, iterations=8)
     wanted["engine_settings"]["fp16"]["initial_scale_power"] = 22
@@ -182,7 +182,7 @@ def test_a_scale_that_is_too_large_comes_down_by_itself_tied_weights_included():
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_worker_that_comes_back_gets_masters_and_scale():
     wanted = arguments("staggered", iterations=10)
     calm = calm_run(gpt_job.train, 6, wanted)

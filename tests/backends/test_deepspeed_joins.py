@@ -82,10 +82,10 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(undisturbed):
     assert (taken_in["iteration"], taken_in["redone"], taken_in["joined"]) == (BOUNDARY, 0, ["1:1"])
 
 
+@pytest.mark.night
 @pytest.mark.parametrize("second", [
-    pytest.param(Hold("2:0", "boundary", BOUNDARY), marks=pytest.mark.night),
-    pytest.param(Hold("0:1", "joining", BOUNDARY), id="a giver"),
-    pytest.param(Hold("2:0", "recovering", BOUNDARY - 1), marks=pytest.mark.night)], ids=str)
+    Hold("2:0", "boundary", BOUNDARY), pytest.param(Hold("0:1", "joining", BOUNDARY), id="a giver"),
+    Hold("2:0", "recovering", BOUNDARY - 1)], ids=str)
 def test_another_worker_is_killed_while_one_comes_in(second, undisturbed):
     """It is taken in after the recovery from that."""
     with Job(gpt_job.train, SIZE, EXACT, [FIRST, LATE, second], limit=LIMIT) as job:
@@ -99,7 +99,7 @@ def test_another_worker_is_killed_while_one_comes_in(second, undisturbed):
         check_all(job, undisturbed, but={second.worker})
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_joiner_that_is_killed_while_it_comes_in_harms_nobody_and_another_takes_its_place(undisturbed):
     dies, later = Hold("1:1", "joining", BOUNDARY), Hold("0:0", "forward", BOUNDARY + 1)
     with Job(gpt_job.train, SIZE, EXACT, [FIRST, LATE, later], limit=LIMIT) as job:
@@ -148,6 +148,7 @@ def test_a_worker_that_gets_sigterm_leaves_at_a_boundary_and_nothing_is_redone(u
     assert (left["worker"], left["kind"], left["iteration"]) == ("2:1", "leave", BOUNDARY)
 
 
+@pytest.mark.night
 def test_when_the_last_of_a_stage_are_told_to_leave_the_job_ends_at_a_boundary_and_says_so():
     with Job(gpt_job.train, SIZE, EXACT, [LATE], limit=LIMIT) as job:
         job.wait_held(LATE)
@@ -161,7 +162,7 @@ def test_when_the_last_of_a_stage_are_told_to_leave_the_job_ends_at_a_boundary_a
     assert f"last committed iteration: {BOUNDARY - 1}" in finished["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_checkpoints_are_left_out_while_a_worker_is_missing_and_written_again_with_its_successor(undisturbed, tmp_path):
     """Also the script of the one that came in asks for those of the past; only the last one is one of all workers."""
     every = {"save_every": (str(tmp_path), 3)}

@@ -34,7 +34,7 @@ def check(value: dict[str, Any]) -> Plan:
 
 
 @pytest.mark.parametrize("hold", [
-    pytest.param(None, marks=pytest.mark.slow, id="whole"),
+    pytest.param(None, marks=pytest.mark.night, id="whole"),
     pytest.param(Hold("1:1", "backward", 2, 1), id="after a death")])
 def test_workers_hold_what_the_plan_says(hold):
     arguments = {"stages": 2, "pipelines": 3, "iterations": 6, "settings": {"cap": 3}}
@@ -52,7 +52,7 @@ def test_workers_hold_what_the_plan_says(hold):
     assert all(event["held"]["before_b"] and event["kept"]["state"] for event in profiles)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_workers_that_are_told_to_use_less_memory_hold_less():
     """The first plan counts activations; the next one knows what they weigh, and how much room there is."""
     limit = 15 / 1024  # GiB; a micro-batch holds more than 4 MiB, so that three of four fit

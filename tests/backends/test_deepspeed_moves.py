@@ -94,10 +94,10 @@ def test_a_healthy_worker_moves_to_the_stage_that_lost_two(pipelines, undisturbe
     assert [event["redone"] for event in job.events if event["event"] == "reconciled"][1:] == [0, 0]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("dies", [
     pytest.param(Hold(MOVER, "backward", KILLED_IN + 2), id="before"),
-    pytest.param(Hold(MOVER, "forward", BOUNDARY), id="after", marks=pytest.mark.night)])
+    pytest.param(Hold(MOVER, "forward", BOUNDARY), id="after")])
 def test_the_mover_is_killed_before_or_after_its_new_process_has_come_in(dies, undisturbed):
     """Its device is the new process's alone then."""
     with job_of(3, dies) as job:
@@ -117,7 +117,7 @@ def test_the_mover_is_killed_before_or_after_its_new_process_has_come_in(dies, u
     assert names(job) == ["moving", "waiting", "joined"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_new_process_dies_before_it_comes_in_and_the_mover_stays(undisturbed):
     with job_of(3) as job:
         lose_two(job)
@@ -131,7 +131,7 @@ def test_the_new_process_dies_before_it_comes_in_and_the_mover_stays(undisturbed
     assert names(job) == ["moving", "waiting", "move_failed", "moving"], "tried again after the boundary"
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_new_process_dies_while_it_is_given_the_state_and_another_one_makes_the_move(undisturbed):
     dies, later = Hold(TO, "joining", BOUNDARY), Hold("2:1", "forward", BOUNDARY + 1)
     with job_of(3, later) as job:
@@ -152,7 +152,7 @@ def test_the_new_process_dies_while_it_is_given_the_state_and_another_one_makes_
     assert names(job) == ["moving", "waiting", "move_failed", "moving", "waiting", "joined", "left"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_another_failure_meanwhile_ends_the_move(undisturbed):
     """And the planner decides anew: now stage 1 has nobody to spare."""
     dies = Hold("0:1", "backward", KILLED_IN + 2)

@@ -13,7 +13,7 @@ from megatron_recycle.planner import plan_for
 from tests.backends import gpt_job
 from tests.harness import Job
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.night]
 
 ITERATIONS = 30
 

@@ -42,7 +42,7 @@ def test_a_sample_that_nobody_can_read_ends_the_job_with_its_text_and_stock_load
             assert all(np.array_equal(state[key], other[key]) for key in other)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.processes
 def test_a_job_that_leaves_such_a_micro_batch_out_trains_what_stock_trains_without_it():
     # D = 2: the first worker that meets it is out, and the second one, its stage's last, goes on.
@@ -67,6 +67,7 @@ def test_a_job_that_leaves_such_a_micro_batch_out_trains_what_stock_trains_witho
         assert np.allclose(result.value["losses"], expected, rtol=1e-6)
 
 
+@pytest.mark.night
 @pytest.mark.processes
 def test_a_script_that_fails_everywhere_while_a_step_is_open_leaves_a_last_checkpoint(tmp_path: Path):
     # The limit on the norm is always exceeded: the second stage's step is undone in the recovery.

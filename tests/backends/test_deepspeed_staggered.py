@@ -19,8 +19,6 @@ from tests.backends.comparing import check_survivors, differences
 from tests.harness import Hold, Job, Result
 from tests.references import calm_run
 
-pytestmark = pytest.mark.processes
-
 ALWAYS = 0.05
 """A limit on the gradient norm below every norm that occurs: each early step is wrong and has to be undone."""
 
@@ -35,6 +33,8 @@ def waiting(pipelines: int, stages: int, clipping: float) -> dict[int, Result]:
     return calm_run(gpt_job.train, pipelines * stages, arguments(pipelines, stages, clipping, step="barrier"))
 
 
+@pytest.mark.processes
+@pytest.mark.night
 def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting():
     key = (3, 2, ALWAYS)
     with Job(gpt_job.train, 6, arguments(*key)) as job:
@@ -45,7 +45,8 @@ def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting():
     assert undone == {0, 1, 2}, "three wrong steps in a row make the stages wait"
 
 
-@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.night
 def test_a_worker_killed_while_stages_are_a_step_apart():
     """And every step is wrong. All other moments: tests/memory."""
     key, hold = (2, 4, ALWAYS), Hold("1:1", "step", 1)
@@ -55,9 +56,10 @@ def test_a_worker_killed_while_stages_are_a_step_apart():
         check_survivors(job, {hold.worker}, waiting(*key))
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(("tied", "bf16", "stages", "clipping", "hold"), [
-    (False, True, 2, 0.0, Hold("1:1", "weight", 2, 2)),
+    pytest.param(False, True, 2, 0.0, Hold("1:1", "weight", 2, 2), marks=pytest.mark.night),
     (True, True, 3, ALWAYS, Hold("1:0", "stepped", 1)),
 ], ids=str)
 def test_tied_weights_and_bf16(tied, bf16, stages, clipping, hold):
@@ -74,6 +76,7 @@ def test_tied_weights_and_bf16(tied, bf16, stages, clipping, hold):
         assert (first == last).all()
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_recomputed_activations_have_the_randomness_of_their_own_forward():
     """With DeepSpeed's activation checkpointing, whose recomputation runs inside B, guests included."""
@@ -86,6 +89,7 @@ def test_recomputed_activations_have_the_randomness_of_their_own_forward():
         check_survivors(job, {hold.worker}, calm)
 
 
+@pytest.mark.processes
 def test_an_iteration_that_is_run_again_has_the_scripts_variables_of_then():
     """The last stage has returned from it, and the script anneals the loss for the next one, when a worker of the first
     stage is killed and nobody holds that stage's gradient."""

@@ -14,12 +14,12 @@ from tests.backends.comparing import differences
 from tests.harness import Job
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.processes
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("habits", "options"), [
     (("freezes_later", "sets_groups", "hooks_parameters", "takes_a_batch_first", "evaluates_averages"), ()),
-    *[pytest.param(*case, marks=pytest.mark.slow) for case in [
+    *[pytest.param(*case, marks=pytest.mark.night) for case in [
         (("freezes_first", "clamps_parameters", "reports_a_mean"), ("--bf16",)),
         (("trains_biases_only", "sets_groups"), ()), (("unfreezes_later", "masks_tokens"), ("--untied",)),
         (("masks_tokens",), ("--per-token-loss",))]]], ids=" ".join)
@@ -34,6 +34,7 @@ def test_habits_that_end_with_the_bits_of_stock(habits, options):
         assert not differences(stock[rank], ours[rank])
 
 
+@pytest.mark.processes
 @pytest.mark.slow
 def test_a_loss_that_communicates_with_other_pipelines_is_refused():
     """Its group has one member here: it would get back what it gave, and train with another loss."""

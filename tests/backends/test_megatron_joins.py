@@ -27,7 +27,8 @@ def undisturbed() -> dict[int, Result]:
     return calm_run(megatron_job.train, PIPELINES * STAGES, EXACT)
 
 
-@pytest.mark.parametrize("worker", ["1:1", pytest.param("0:0", marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("worker", ["1:1", "0:0"])
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(worker, undisturbed):
     """Tied embeddings, Adam, clipping and dropout are the script's defaults."""
     dies = Hold(worker, "backward", KILLED_IN, 1)

@@ -13,7 +13,7 @@ from tests.harness import Hold, Job
 from tests.references import calm_run
 
 pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.processes, pytest.mark.night, pytest.mark.timeout(200)]
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 12, 1
 EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,

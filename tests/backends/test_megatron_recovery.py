@@ -56,15 +56,14 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
     assert all(own["before_b"] > 0 and own["after_b"] > 0 and own["peak"] == own["planned"] for own in held)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_two_workers_of_both_tied_stages_killed_at_once(undisturbed):
     kill_and_compare([Hold("0:0", "backward", KILLED_IN, 1), Hold("2:1", "forward", KILLED_IN, 3)], undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("options", [
-    pytest.param(("--untied",), marks=pytest.mark.night), ("--bf16",),
-    ("--per-token-loss", "--count-zeros")], ids=" ".join)
+    ("--untied",), ("--bf16",), ("--per-token-loss", "--count-zeros")], ids=" ".join)
 def test_the_same_bits_with(options):
     arguments = job_of(*options)
     calm = calm_run(megatron_job.train, WORKERS, arguments)
@@ -72,13 +71,13 @@ def test_the_same_bits_with(options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["full", "selective"])
+@pytest.mark.parametrize("what", ["full", pytest.param("selective", marks=pytest.mark.night)])
 def test_recomputation_repeats_the_dropout_of_its_own_forward(what, undisturbed):
     """Where a killed worker's micro-batches run too: the bits are those of the job that keeps all activations."""
     kill_and_compare([Hold("0:1", "backward", KILLED_IN, 2)], undisturbed, job_of("--recompute", what))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_with_the_fast_reduction_results_agree_to_rounding():
     arguments = job_of("--optimizer", "sgd", "--lr", "0.1", reduction="fast")
     calm = calm_run(megatron_job.train, WORKERS, arguments)
@@ -95,14 +94,14 @@ def evaluated() -> dict[int, Result]:
     return calm_run(megatron_job.train, WORKERS, job_of(*EVALUATING))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_evaluation_changes_nothing_and_reports_the_same_everywhere(evaluated, undisturbed):
     assert not any(differences(evaluated[rank], undisturbed[rank]) for rank in undisturbed)
     losses = [result.value["validations"] for result in evaluated.values() if result.value["stage"] == STAGES - 1]
     assert losses.count(losses[0]) == PIPELINES and len(set(losses[0])) == len(losses[0]) == 2 * ITERATIONS
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_worker_killed_in_an_evaluation_leaves_the_same_losses(evaluated):
     arguments, position = job_of(*EVALUATING), "2:1"
     hold = Hold(position, "evaluate", 0, 7)
@@ -124,11 +123,12 @@ OTHERWISE = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket
 
 
 @pytest.mark.parametrize(("pipelines", "options", "data_parallel"), [
-    (3, (), {}), pytest.param(2, ("--bf16",), OTHERWISE, marks=pytest.mark.slow),
+    (3, (), {}),
     # 192 tokens: 1 / 192 is rounded
     pytest.param(3, ("--per-token-loss", "--clip", "0.05", "--count-zeros"), {}, marks=pytest.mark.slow),
     *[pytest.param(*case, marks=pytest.mark.night) for case in [
-        (2, (), {}), (3, ("--optimizer", "sgd", "--lr", "0.1"), {}), (3, ("--untied", "--clip", "0"), {}),
+        (2, (), {}), (2, ("--bf16",), OTHERWISE), (3, ("--optimizer", "sgd", "--lr", "0.1"), {}),
+        (3, ("--untied", "--clip", "0"), {}),
         (2, ("--bf16", "--grad-reduce-in-bf16", "--clip", "0.05"), {})]]])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options, data_parallel):
     arguments = {"pipelines": pipelines, "iterations": 5, "options": ("--dropout", "0", *options),

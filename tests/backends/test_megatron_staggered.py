@@ -31,7 +31,7 @@ def waiting(*options: str) -> dict[int, Result]:
     return calm_run(megatron_job.train, 4, arguments(*options, step="barrier"))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize("reading", [(), ("--log-every", "1")], ids=" ".join)
 def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(reading):
     """``reading``: one worker waits for each norm, and undoes its step, after the loop has set the next rate."""
@@ -47,7 +47,7 @@ def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(reading):
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "hold"), [
     (("--clip", "0.05", "--bf16"), Hold("0:1", "reduce", 3)),
-    (("--clip", "0", "--eval-every", "2"), Hold("1:0", "stepped", 1))], ids=str)
+    pytest.param(("--clip", "0", "--eval-every", "2"), Hold("1:0", "stepped", 1), marks=pytest.mark.night)], ids=str)
 def test_a_worker_killed_while_stages_are_a_step_apart(options, hold):
     with Job(megatron_job.train, 4, arguments(*options), [hold]) as job:
         job.wait_held()
@@ -76,7 +76,7 @@ def test_an_iteration_that_is_redone_when_the_script_has_turned_to_evaluation_is
         check_survivors(job, {hold.worker}, waiting(*options))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_tensor_parallel_parts_undo_their_steps_together():
     calm = calm_run(megatron_job.train, 8, arguments(*ALWAYS, step="barrier", tensor=2))
     hold = Hold("1:0.1", "stepped", 2)

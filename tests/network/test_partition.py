@@ -64,7 +64,7 @@ def check_gone(job: Job, host: int) -> None:
         assert job.results[rank].status not in (0, None), job.where()
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_host_whose_link_goes_down_is_one_decision(net: Hosts, undisturbed: dict[int, Result]):
     """Its workers see no error at all; they end when they have waited in vain for long enough."""
     hold = Hold("1:1", "backward", AT, 1)
@@ -78,7 +78,7 @@ def test_a_host_whose_link_goes_down_is_one_decision(net: Hosts, undisturbed: di
     assert resumed["ms"] < 2000 * TIMES["heartbeat_timeout"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_host_that_hears_and_is_not_heard_ends(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("0:0", "forward", AT, 1)
     with job_on(net, hold) as job:
@@ -89,7 +89,7 @@ def test_a_host_that_hears_and_is_not_heard_ends(net: Hosts, undisturbed: dict[i
         check_gone(job, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_host_that_is_heard_and_does_not_hear_ends(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("0:0", "reduce", AT)
     with job_on(net, hold) as job:
@@ -125,7 +125,7 @@ def test_of_two_halves_that_could_both_train_only_the_coordinators_does():
         assert all(job.results[rank].status not in (0, None) for rank in (2, 3, 6, 7))
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_link_that_flaps_costs_time_and_nobody(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("2:1", "forward", AT, 1)
     with job_on(net, hold) as job:
@@ -140,7 +140,7 @@ def test_a_link_that_flaps_costs_time_and_nobody(net: Hosts, undisturbed: dict[i
         assert not [event for event in job.events if event["event"] == "decided"]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_host_that_comes_back_after_it_was_declared_out_has_no_effect(net: Hosts, undisturbed: dict[int, Result]):
     hold = Hold("1:0", "forward", AT)
     with job_on(net, hold) as job:

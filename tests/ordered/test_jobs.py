@@ -29,8 +29,11 @@ def on_gloo() -> dict[int, Result]:
     return calm_run(gpt_job.train, 6, EXACT)
 
 
-@pytest.mark.parametrize("rules", [Rules(), Rules(eager=False)], ids=["one communicator", "pairs"])
-@pytest.mark.parametrize("hold", [Hold("1:1", "backward", 2, 1), Hold("0:0", "reduce", 2)], ids=str)
+@pytest.mark.parametrize("rules", [
+    pytest.param(Rules(), id="one communicator"),
+    pytest.param(Rules(eager=False), id="pairs", marks=pytest.mark.night)])
+@pytest.mark.parametrize("hold", [
+    Hold("1:1", "backward", 2, 1), pytest.param(Hold("0:0", "reduce", 2), marks=pytest.mark.night)], ids=str)
 def test_a_worker_killed_under_the_rules_leaves_gloos_bits(hold: Hold, rules: Rules, on_gloo: Mapping[int, Result]):
     with Job(train, 6, queued(EXACT, rules), [hold]) as job:
         job.wait_held()

@@ -74,6 +74,7 @@ def test_the_launcher_starts_a_dead_worker_again_and_it_joins(tmp_path: Path):
     assert "a bug of the first life" in log and "terminate called" not in log
 
 
+@pytest.mark.night
 def test_another_host_joins_by_the_run_folder_and_a_stranger_does_not(tmp_path: Path):
     run = start(tmp_path, "--nproc", "4", "--run-dir", str(tmp_path / "run"))
     try:

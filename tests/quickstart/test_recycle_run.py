@@ -71,7 +71,7 @@ def test_a_script_that_raises_on_one_rank_costs_that_rank_and_another_logs_on(tm
     assert not [rank for rank, log in logs.items() if "terminate called" in log]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT + 30)
 def test_under_torchrun_the_job_trains_and_one_line_names_recycle_run(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_under_torchrun_the_job_trains_and_one_line_names_recycle_run(tmp_path: 
     assert [event["iteration"] for event in events if event["event"] == "committed"] == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.processes
 @pytest.mark.timeout(LIMIT + 30)
 def test_the_json_file_can_switch_the_plugin_off(tmp_path: Path):
