@@ -205,7 +205,8 @@ class Session:
 
         Raises what ``run`` raises, unless that comes of a failure: the next iteration then begins with the recovery.
         """
-        self.settle()
+        if self.in_script:  # in another thread of the script's the training loop must not run a second time
+            self.settle()
         if self.catches_up:
             get_logger().info("megatron-recycle: %s is left out: the job did that before this worker came in", what)
             return otherwise

@@ -76,11 +76,11 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
     journal = Journal.reopen(path)
     told = _told(events)
     try:
-        state = restore(args.size, journal.records, told)
+        state = taken_up(restore(args.size, journal.records, told), journal.records,
+                         PlanFolder(args.run_dir / PLANS).load)
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"{path} cannot be read by this version of megatron-recycle (it lacks, or has another, "
                            f"{error}): a job goes on only with the version that has begun it. {RESTART}") from error
-    state = taken_up(state, journal.records, PlanFolder(args.run_dir / PLANS).load)
     return journal, Past(state, told, untold(journal.records, told))
 
 

@@ -46,7 +46,8 @@ class Obeying:
         self._starting.drop_move(command["rank"], command["move"])
 
     def _joined(self, command: Message) -> None:
-        if (worker := self._processes.mine(command["rank"], command["pid"])) is not None:
+        worker = self._processes.mine(command["rank"], command["pid"])
+        if worker is not None and worker.lives:  # told again after the coordinator's return, it may have died since
             self._starting.joined(worker)
 
     def _speaks(self, command: Message) -> None:

@@ -102,6 +102,9 @@ def test_who_was_out_for_a_while_passes_on_and_who_was_only_brought_back_does_no
 def test_what_needs_all_is_left_out_while_one_is_missing_and_is_no_error_when_cut_short(session, monkeypatch, caplog):
     worker = started(session)
     worker.members = worker.members[1:]
+    assert session.together("save()", pytest.fail, "nothing") == "nothing" and worker.done == []  # not in its thread
+    with session.call():
+        pass
     assert session.together("save()", pytest.fail, "nothing") == "nothing" and worker.done == ["settle"]
     assert "save() is left out while workers are missing (0:0); training goes on" in caplog.text
     session.together("it", pytest.fail, None, without="no checkpoint of 3: it needs those that are missing")
