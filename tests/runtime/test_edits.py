@@ -109,6 +109,15 @@ def test_what_is_written_by_way_of_data_is_found_in_every_type_and_shape(
     assert edits.found()
 
 
+def test_data_that_lies_another_way_in_the_same_memory_is_found():
+    stage = OneWeight()
+    stage.module.weight = nn.Parameter(torch.arange(4.0).view(2, 2))
+    edits = Edits(stage)
+    edits.leave(open_=True)
+    stage.module.weight.data = stage.module.weight.data.t()
+    assert edits.found()
+
+
 def test_only_the_scripts_changes_are_merged():
     before = {"groups": [{"lr": 1.0, "decay": 0.1}], "steps": 4, "mean": torch.zeros(1)}
     edited, now = copy.deepcopy(before), copy.deepcopy(before)

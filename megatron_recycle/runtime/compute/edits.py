@@ -37,7 +37,7 @@ class _Left:
 
     references: Mapping[str, Any]
     counters: Any
-    tensors: Mapping[str, tuple[int, int]]
+    tensors: Mapping[str, tuple[int, int, tuple[int, ...]]]
     sums: _Sums
     variables: Variables
 
@@ -134,8 +134,8 @@ class Edits:
         return self._words.sums()
 
 
-def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int]]:
-    return {name: (tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()}
+def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int, tuple[int, ...]]]:
+    return {name: (tensor.data_ptr(), tensor._version, tensor.stride()) for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
