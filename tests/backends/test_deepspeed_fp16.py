@@ -148,7 +148,6 @@ def test_a_worker_killed_about_an_overflow(clipping, hold):
 
 
 @pytest.mark.processes
-@pytest.mark.night
 def test_a_worker_that_hears_of_a_failure_before_it_has_read_the_verdict_skips_the_step_too():
     """It says what is said once, and does so while it has no handles: it is the first live worker."""
     dies, hears = Hold("1:2", "forward", 2), Hold("0:0", "forward", 2)

@@ -162,7 +162,6 @@ def test_when_the_last_of_a_stage_are_told_to_leave_the_job_ends_at_a_boundary_a
     assert f"last committed iteration: {BOUNDARY - 1}" in finished["message"]
 
 
-@pytest.mark.night
 def test_checkpoints_are_left_out_while_a_worker_is_missing_and_written_again_with_its_successor(undisturbed, tmp_path):
     """Also the script of the one that came in asks for those of the past; only the last one is one of all workers."""
     every = {"save_every": (str(tmp_path), 3)}

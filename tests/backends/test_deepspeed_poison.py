@@ -42,7 +42,6 @@ def test_a_sample_that_nobody_can_read_ends_the_job_with_its_text_and_stock_load
             assert all(np.array_equal(state[key], other[key]) for key in other)
 
 
-@pytest.mark.night
 @pytest.mark.processes
 def test_a_job_that_leaves_such_a_micro_batch_out_trains_what_stock_trains_without_it():
     # D = 2: the first worker that meets it is out, and the second one, its stage's last, goes on.

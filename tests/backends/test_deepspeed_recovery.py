@@ -140,7 +140,6 @@ def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipe
 # ---- the comparison itself can fail
 
 
-@pytest.mark.night
 def test_the_comparison_notices_another_order_of_additions(undisturbed):
     wrong = run(gpt_job.train, PIPELINES * STAGES, {**EXACT, "mistake": "order"})
     assert any(differences(wrong[rank], undisturbed[rank]) for rank in wrong)
