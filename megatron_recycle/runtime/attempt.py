@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -21,10 +20,10 @@ from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import per_token
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
-from megatron_recycle.runtime.compute.accumulate import Accumulators
 from megatron_recycle.runtime.compute.data import Batch, DataSource, digest
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
+from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.site import Site
@@ -48,13 +47,16 @@ def execute(site: Site, standing: Standing, actions: Sequence[Action], handlers:
 
 
 class Attempt:
-    """An attempt at the iteration after the last that was stepped. A context manager: left by an error, it discards
-    what it has computed.
+    """An attempt at the iteration after the last that was stepped. A context manager: however it is left, it discards
+    what it has computed; left by an error, what lies on the parameters too.
 
     Args:
         site: the worker's surroundings.
         stepper: makes the step.
         generation: in force.
+
+    Attributes:
+        computed: what it has computed so far.
     """
 
     def __init__(self, site: Site, stepper: Stepper, generation: Generation) -> None:
@@ -74,12 +76,8 @@ class Attempt:
             generation.transport.begin((iteration, standing.attempt))
         self._agreement = Agreement(site.trainable.trained, groups)
         site.memory.begin()
-        self.sums = Accumulators(site.trainable.layout, generation.reduction.place)
-        self.forwards: dict[Microbatch, Forward] = {}
-        self.queues: dict[Microbatch, WeightQueue] = {}
-        self._losses: dict[Microbatch, torch.Tensor] = {}
         self._digests: dict[Microbatch, int] = {}
-        self._reports: dict[Microbatch, tuple[float, ...]] = {}
+        self.computed = Computed(site.trainable.layout, generation.reduction.place)
         self._share_losses_if_complete()
 
     def __enter__(self) -> Attempt:
@@ -90,11 +88,7 @@ class Attempt:
         if kind is not None:
             self._stepper.standing.give_up()
             self._site.trainable.drop_gradients()
-        # The error's traceback may keep this attempt until the recovery has ended.
-        self.forwards.clear()
-        self.queues.clear()
-        self._losses.clear()
-        del self.sums
+        self.computed.discard()
 
     def run(self) -> None:
         """All actions. Raises GenerationOver, WrongGuess, DataError, and whatever the user's code raises."""
@@ -141,12 +135,9 @@ class Attempt:
         with (self._generation.groups.together(), layers, site.watch.measure("F"),
               site.memory.forward((pipeline, microbatch), inputs)):
             forward = site.stage.forward(inputs, batch)
-        if forward.loss is not None:
-            self._losses[pipeline, microbatch] = forward.loss.detach()
-            self._reports[pipeline, microbatch] = forward.report
         if not place.last:
             self._generation.transport.send(Message("F", pipeline, microbatch), forward.outputs)
-        self.forwards[pipeline, microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
+        self.computed.add((pipeline, microbatch), forward)
         self._share_losses_if_complete()
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
@@ -164,20 +155,21 @@ class Attempt:
         with (site.splitter.into(later, forward.roots), self._generation.groups.together(), site.watch.measure("B")):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, queue)
-        self.queues[pipeline, microbatch] = queue
+        self.computed.queues[pipeline, microbatch] = queue
 
     def _full_backward(self, action: Action) -> None:
         _, pipeline, microbatch = action
         forward, gradients = self._begin_backward(pipeline, microbatch)
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
-        with self._site.splitter.whole(), self._generation.groups.together(), self.sums.lent(pipeline, microbatch):
+        with (self._site.splitter.whole(), self._generation.groups.together(),
+              self.computed.sums.lent(pipeline, microbatch)):
             for_inputs = self._site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, WeightQueue())
         self._site.memory.weight((pipeline, microbatch))
 
     def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
         place, seed = self._site.place, self._site.config.seed
-        forward = self.forwards.pop((pipeline, microbatch))
+        forward = self.computed.forwards.pop((pipeline, microbatch))
         gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
         self._site.memory.begin_backward((pipeline, microbatch), gradients)
         at = (self._iteration, pipeline, microbatch, place.me.stage)
@@ -189,28 +181,14 @@ class Attempt:
     def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
         if not self._site.place.first:
             self._generation.transport.send(Message("B", pipeline, microbatch), for_inputs)
-        self._harvest(pipeline, microbatch, queue)
+        self.computed.harvest((pipeline, microbatch), queue)
         self._site.memory.end_backward((pipeline, microbatch), queue)
-
-    def _harvest(self, pipeline: int, microbatch: int, queue: WeightQueue) -> None:
-        """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
-        later = queue.identities()
-        now = []
-        for parameter in self._site.trainable.layout.parameters:
-            if parameter.grad is None:
-                continue
-            if id(parameter) in later:
-                queue.formed.append((parameter, parameter.grad))
-            else:
-                now.append((parameter, parameter.grad))
-            parameter.grad = None
-        self.sums.add(pipeline, microbatch, now)
 
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
-        queue = self.queues.pop((pipeline, microbatch))
+        queue = self.computed.queues.pop((pipeline, microbatch))
         with torch.no_grad(), self._site.watch.measure("W"):
-            self.sums.add(pipeline, microbatch, queue.contributions())
+            self.computed.sums.add(pipeline, microbatch, queue.contributions())
         self._site.memory.weight((pipeline, microbatch))
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.
@@ -219,8 +197,8 @@ class Attempt:
 
     def _share_losses_if_complete(self) -> None:
         """At the last stage, once its last forward has run: tell everybody the loss."""
-        if self._site.place.last and len(self._losses) == self._program.forwards:
-            self._relay.add(self._losses, self._reports)
+        if self._site.place.last and len(self.computed.losses) == self._program.forwards:
+            self._relay.add(self.computed.losses, self.computed.reports)
 
     # ---- reduce, commit, step
 
@@ -231,7 +209,7 @@ class Attempt:
         standing.check_complete(self._program.actions)
         with torch.no_grad(), site.phases.waiting(REDUCE), site.watch.measure("reduce"):
             self._agreement.check(iteration)
-            gradient = self._generation.reduction.gradient(self.sums, groups, stage.ties)
+            gradient = self._generation.reduction.gradient(self.computed.sums, groups, stage.ties)
         with site.phases.waiting("the loss"):
             loss, weight = self._relay.wait()
         if stage.averaging == "tokens":

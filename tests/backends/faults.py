@@ -174,8 +174,9 @@ def _show_data_loading() -> None:
 
     def read(self: DatasetSource, pipeline: int, number: int) -> Any:
         if reader:
-            assert reader[0]._phases._observer is not None
-            reader[0]._phases._observer.on("data", reader[0]._standing.iteration, None)
+            observer = reader[0]._site.phases._observer
+            assert observer is not None
+            observer.on("data", reader[0]._stepper.standing.iteration, None)
         return batch(self, pipeline, number)
 
     Attempt._micro_batch = remembered  # type: ignore[method-assign]
@@ -209,7 +210,7 @@ def _count_forwards() -> dict[tuple[int, int], int]:
     run = Attempt._micro_batch
 
     def counted(self: Attempt, action: Any) -> None:
-        key = self._standing.iteration, self._standing.attempt
+        key = self._stepper.standing.iteration, self._stepper.standing.attempt
         found[key] = found.get(key, 0) + (action.kind == "F")
         run(self, action)
 

@@ -138,7 +138,7 @@ class Alone:
         return self.attempt
 
     def sums(self) -> list[torch.Tensor]:
-        return list(self.layout.views(self.attempt.sums.sum(WHOLE)))
+        return list(self.layout.views(self.attempt.computed.sums.sum(WHOLE)))
 
 
 PROBLEM = Problem(Grid(2, (MICROBATCHES,) * PIPELINES), Costs.uniform(2, 1, 1, 1), full_backward=(0, 1))
@@ -182,8 +182,8 @@ def test_full_and_split_backwards_in_any_order_add_up_to_autograds_sums(seed):
     alone.use(order)
     with pytest.raises(GenerationOver), alone.run(order[:draw.randrange(len(order))]):
         raise GenerationOver
-    attempt = alone.run(order)
-    assert alone.memory.now == 0 and not attempt.queues and not attempt.forwards
+    computed = alone.run(order).computed
+    assert alone.memory.now == 0 and not computed.queues and not computed.forwards
     assert all(parameter.grad is None for parameter in alone.layout.parameters)
     assert 0 < len(full(order)) < PIPELINES * MICROBATCHES
     for found, expected in zip(alone.sums(), autograds(alone), strict=True):
@@ -197,7 +197,8 @@ def test_an_attempt_that_is_over_frees_its_memory_at_once():
     gc.disable()
     try:
         with pytest.raises(GenerationOver) as failure, alone.run(order[:len(order) // 2]) as attempt:
-            kept = [weakref.ref(attempt.sums), *map(weakref.ref, attempt.forwards.values())]
+            computed = attempt.computed
+            kept = [weakref.ref(computed.sums), *map(weakref.ref, computed.forwards.values())]
             raise GenerationOver
         assert failure.tb is not None and len(kept) > 1 and not any(ref() for ref in kept)
         alone.run(order)
