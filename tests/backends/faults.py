@@ -17,7 +17,7 @@ from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.comm import network, rendezvous
 from megatron_recycle.runtime.comm.abort import foreign
-from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.comm.sending import Sender
 from megatron_recycle.runtime.compute.data import DatasetSource
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.worker import StageWorker
@@ -107,14 +107,14 @@ class _Sent:
 
 
 def _swallow(worker: StageWorker) -> None:
-    start = Transport._start_send
+    start = Sender._start
 
-    def swallowed(self: Transport, target: Any, channel: Any, tensor: torch.Tensor) -> Any:
-        Transport._start_send = start  # type: ignore[method-assign]
+    def swallowed(self: Sender, target: Any, channel: Any, tensor: torch.Tensor) -> Any:
+        Sender._start = start  # type: ignore[method-assign]
         channel.number += 1
         return _Sent()
 
-    Transport._start_send = swallowed  # type: ignore[method-assign]
+    Sender._start = swallowed  # type: ignore[method-assign]
 
 
 def _flip(worker: StageWorker) -> None:
@@ -196,13 +196,13 @@ def _stretch_forwards(slow: Mapping[str, tuple[int, float]]) -> None:
 
 
 def _stretch_transfers(seconds: float) -> None:
-    send = Transport._start_send
+    send = Sender._start
 
-    def stretched(self: Transport, *arguments: Any) -> Any:
+    def stretched(self: Sender, *arguments: Any) -> Any:
         time.sleep(seconds)
         return send(self, *arguments)
 
-    Transport._start_send = stretched  # type: ignore[method-assign]
+    Sender._start = stretched  # type: ignore[method-assign]
 
 
 def _count_forwards() -> dict[tuple[int, int], int]:

@@ -209,6 +209,19 @@ def test_an_attempt_that_is_over_frees_its_memory_at_once():
         gc.enable()
 
 
+@pytest.mark.parametrize("kind", ["B", "FB"])
+def test_an_error_of_the_users_backward_keeps_no_sums(kind, monkeypatch):
+    """Its traceback goes through the action that it comes from."""
+    alone, order = Alone(), an_order(random.Random(0))
+    alone.use(order)
+    last = max(number for number, action in enumerate(order) if action.kind == kind)
+    with pytest.raises(RuntimeError) as failure, alone.run(order[:last]) as attempt:
+        sums = weakref.ref(attempt.computed.sums)
+        monkeypatch.setattr(alone.stage, "backward", MagicMock(side_effect=RuntimeError))
+        attempt.do(order[last])
+    assert failure.tb is not None and sums() is None
+
+
 def test_autograd_adds_full_backwards_to_the_sums(monkeypatch):
     """All but the gradient that a hook asks for."""
     alone, order, added = Alone(), an_order(random.Random(0)), {}

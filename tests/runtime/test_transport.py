@@ -27,9 +27,10 @@ from megatron_recycle.plan import (
     transfers,
 )
 from megatron_recycle.planner import quick
-from megatron_recycle.runtime.comm.activations import Transport, encode_header, meta_of
+from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.backend import Backend
 from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.messages import encode_header, meta_of
 from megatron_recycle.runtime.comm.tags import WORLD
 
 UP, DOWN = Worker(0, 0), Worker(0, 1)

@@ -1,0 +1,51 @@
+"""Messages between stages: the name of one, and the shapes of its tensors, as a channel's header tells them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from megatron_recycle.errors import UnsupportedError
+
+Message = tuple[str, int, int]
+"""("F" | "B", pipeline, micro-batch): an activation going down or a gradient coming up."""
+
+Meta = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+"""dtype and shape of each tensor of a message."""
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int16,
+           torch.int32, torch.int64, torch.bool)
+HEADER_SIZE = 128
+"""Numbers in a header."""
+
+
+def meta_of(tensors: Sequence[torch.Tensor]) -> Meta:
+    return tuple((tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
+
+
+def encode_header(meta: Meta) -> torch.Tensor:
+    """``meta`` as an int64 tensor of fixed size."""
+    numbers = [len(meta)]
+    for dtype, shape in meta:
+        numbers += [_DTYPES.index(dtype), len(shape), *shape]
+    if len(numbers) > HEADER_SIZE:
+        raise UnsupportedError(f"a stage boundary of {len(meta)} tensors is too large to announce; "
+                               "pass fewer tensors between layers")
+    return torch.tensor(numbers + [0] * (HEADER_SIZE - len(numbers)), dtype=torch.int64)
+
+
+def decode_header(header: torch.Tensor) -> Meta:
+    numbers = deque(header.tolist())
+    return tuple((_DTYPES[numbers.popleft()], tuple(numbers.popleft() for _ in range(numbers.popleft())))
+                 for _ in range(numbers.popleft()))
+
+
+def in_words(meta: Meta | None) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in meta or ())
+
+
+def wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every backend can move."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,0 +1,124 @@
+"""The receiving half of a worker's channels: what is posted ahead, and what has come."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_recycle.plan import AHEAD, Worker
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.messages import HEADER_SIZE, Message, Meta, decode_header, wire
+from megatron_recycle.runtime.comm.sending import Sender
+from megatron_recycle.runtime.comm.tags import ACTIVATIONS
+from megatron_recycle.runtime.compute.transfer_times import Lags
+
+
+@dataclass
+class _Channel:
+    """Receiving end of a channel: what is expected, what is posted, what has arrived."""
+
+    expected: tuple[Message, ...]
+    header: Pending | None = None
+    meta: Meta | None = None
+    posted: int = 0
+    pending: dict[Message, tuple[list[Pending], list[torch.Tensor]]] = field(default_factory=dict)
+    number: int = 0
+
+
+class Receiver:
+    """The receiving ends of one worker's channels in one generation.
+
+    Args:
+        groups: the generation's handles.
+        device: where received tensors live.
+        lags: told of every message.
+        sender: of the same worker: the gradients that come have the shapes of its activations.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, lags: Lags, sender: Sender) -> None:
+        self._groups, self._device, self._lags, self._sender = groups, device, lags, sender
+        self._channels: dict[Worker, _Channel] = {}
+        self._places: dict[Message, tuple[Worker, int]] = {}
+        """Whose channel each message comes by, and how many come by that before it."""
+        self._to_read: dict[str, list[tuple[Worker, int]]] = {"F": [], "B": []}
+        self._read = {"F": 0, "B": 0}
+
+    def use(self, channels: Mapping[Worker, Sequence[Message]], reads: Iterable[Message]) -> None:
+        """Adopt the messages of an iteration from each worker, in the order of sending, and ``reads``, the same in the
+        order of reading; message numbers run on."""
+        # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
+        self._channels = {source: _Channel((), meta=old.meta, number=old.number)
+                          for source, old in self._channels.items()}
+        for source, messages in channels.items():
+            self._channels.setdefault(source, _Channel(())).expected = tuple(messages)
+        self._places = {message: (source, number) for source, messages in channels.items()
+                        for number, message in enumerate(messages)}
+        self._to_read, self._read = {"F": [], "B": []}, {"F": 0, "B": 0}
+        for message in reads:
+            self._to_read[message[0]].append(self._places[message])
+
+    def begin(self) -> None:
+        """A new iteration: every channel starts over."""
+        self._read = {"F": 0, "B": 0}
+        for channel in self._channels.values():
+            channel.posted = 0
+            channel.pending.clear()
+
+    def receive(self, message: Message) -> list[torch.Tensor]:
+        """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
+        source, number = self._places[message]
+        channel = self._channels[source]
+        if message not in channel.pending:
+            self._post(source, channel, number + 1)
+        coming, tensors = channel.pending.pop(message)
+        self._read[message[0]] += 1
+        asked = time.monotonic()
+        for pending in coming:
+            pending.wait()
+        if self._groups.world.backend.host:  # elsewhere the thread is ahead of the device
+            self._lags.received(message, asked, time.monotonic())
+        return tensors
+
+    def post_next(self) -> None:
+        """Keep receives posted for the activations and gradients that are read next, where their shapes are known."""
+        for kind, row in self._to_read.items():
+            for source, number in row[self._read[kind]:self._read[kind] + AHEAD]:
+                channel = self._channels[source]
+                if channel.posted <= number and self._meta(source, channel, wait=False) is not None:
+                    self._post(source, channel, number + 1)
+
+    def post(self, message: Message) -> None:
+        """Have the receives of ``message`` and of those before it on its channel posted. Raises GenerationOver."""
+        source, number = self._places[message]
+        self._post(source, self._channels[source], number + 1)
+
+    def _post(self, source: Worker, channel: _Channel, upto: int) -> None:
+        while channel.posted < upto:
+            message = channel.expected[channel.posted]
+            meta = self._meta(source, channel, wait=True)
+            assert meta is not None
+            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in meta]
+            channel.pending[message] = [self._start(source, channel, wire(tensor)) for tensor in tensors], tensors
+            channel.posted += 1
+
+    def _meta(self, source: Worker, channel: _Channel, *, wait: bool) -> Meta | None:
+        """Shapes of the channel's messages; for activations told by its header, for gradients known."""
+        if channel.meta is None and channel.expected[0][0] == "B":
+            if self._sender.meta is not None:
+                channel.meta = tuple(item for item in self._sender.meta if item[0].is_floating_point)
+        elif channel.meta is None:
+            if channel.header is None:
+                header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
+                channel.header = self._start(source, channel, header)
+            if wait or channel.header.done():
+                channel.header.wait()
+                channel.meta = decode_header(channel.header.tensor)
+        return channel.meta
+
+    def _start(self, source: Worker, channel: _Channel, tensor: torch.Tensor) -> Pending:
+        channel.number += 1
+        return self._groups.world.receive(tensor, self._groups.rank(source), ACTIVATIONS[channel.number - 1])

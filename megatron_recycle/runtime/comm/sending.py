@@ -1,0 +1,113 @@
+"""The sending half of a worker's channels.
+
+A send that is let go of before it has ended is lost, and gloo says that it has to nobody who does not wait. So every
+send is kept until its message is known to have been read, or until the iteration after the next begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.comm import Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.messages import Message, Meta, encode_header, in_words, meta_of, wire
+from megatron_recycle.runtime.comm.tags import ACTIVATIONS
+from megatron_recycle.runtime.compute.transfer_times import Lags
+
+
+@dataclass
+class _Channel:
+    """Sending end of a channel: what is expected, whether its shapes have been told, how much of it has been sent."""
+
+    expected: tuple[Message, ...]
+    announced: bool = False
+    sent: int = 0
+    number: int = 0
+
+
+class Sender:
+    """The sending ends of one worker's channels in one generation.
+
+    Args:
+        groups: the generation's handles.
+        device: where tensors live.
+        lags: told of every message.
+
+    Attributes:
+        meta: of every activation that this worker sends; None before the first.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, lags: Lags) -> None:
+        self.meta: Meta | None = None
+        self._groups, self._device, self._lags = groups, device, lags
+        self._channels: dict[Worker, _Channel] = {}
+        self._targets: dict[Message, Worker] = {}
+        self._unread: dict[Message, list[Pending]] = {}
+        self._before: list[Pending] = []
+
+    def use(self, channels: Mapping[Worker, Sequence[Message]]) -> None:
+        """Adopt the messages of an iteration to each worker, in the order of sending; message numbers run on."""
+        # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
+        self._channels = {target: _Channel((), announced=was.announced, number=was.number)
+                          for target, was in self._channels.items()}
+        self._targets = {}
+        for target, messages in channels.items():
+            self._channels.setdefault(target, _Channel(())).expected = tuple(messages)
+            self._targets.update(dict.fromkeys(messages, target))
+
+    def begin(self) -> None:
+        """A new iteration: every channel starts over; what was sent in the last but one has been read."""
+        _let_go(self._before)
+        self._before = [send for sends in self._unread.values() for send in sends]
+        self._unread = {}
+        for channel in self._channels.values():
+            channel.sent = 0
+
+    def target(self, message: Message) -> Worker:
+        """The worker that ``message`` goes to, as the next one."""
+        target = self._targets[message]
+        channel = self._channels[target]
+        expected = channel.expected[channel.sent]
+        if expected != message:
+            raise AssertionError(f"{self._groups.me} sends {message} to {target}, the plan has {expected} next")
+        return target
+
+    def send(self, message: Message, target: Worker, tensors: Sequence[torch.Tensor]) -> None:
+        """Start sending ``tensors`` to ``target``; never waits for it."""
+        channel = self._channels[target]
+        channel.sent += 1
+        payload = [tensor.detach().contiguous() for tensor in tensors]
+        if message[0] == "F":
+            meta = meta_of(payload)
+            if self.meta not in (None, meta):
+                raise UnsupportedError(
+                    f"worker {self._groups.me} has {in_words(meta)} to send after {in_words(self.meta)}; "
+                    "all micro-batches must have the same shapes: pad them, and if a dataset's last micro-batch is "
+                    "smaller, drop it (DeepSpeed: \"dataloader_drop_last\": true)")
+            self.meta = meta
+            if not channel.announced:
+                channel.announced = True
+                payload = [encode_header(meta).to(self._device), *payload]
+        self._lags.sent(message, time.monotonic())
+        self._unread[message] = [self._start(target, channel, wire(tensor)) for tensor in payload]
+
+    def read(self, messages: Iterable[Message]) -> None:
+        """``messages`` have been read, as far as they have been sent: they are not kept any longer."""
+        for message in messages:
+            _let_go(self._unread.pop(message, ()))
+
+    def _start(self, target: Worker, channel: _Channel, tensor: torch.Tensor) -> Pending:
+        channel.number += 1
+        return self._groups.world.send(tensor, self._groups.rank(target), ACTIVATIONS[channel.number - 1])
+
+
+def _let_go(sends: Iterable[Pending]) -> None:
+    """Forget ``sends`` that have been read."""
+    for pending in sends:
+        pending.wait(read=True)
