@@ -223,3 +223,13 @@ def test_what_a_checkpoint_finds_amid_an_action_is_what_the_script_has_left():
             assert torch.initial_seed() == 8
     with generators.kept(), generators.of_script():
         assert torch.equal(torch.get_rng_state(), left[0])
+
+
+def test_a_parameter_that_is_a_key_is_not_written_out():
+    """An optimizer's state has parameters as keys, whose text is all of their numbers."""
+    class Weight(nn.Parameter):
+        def __repr__(self) -> str:
+            raise AssertionError("on a GPU this waits for it")
+
+    held = {Weight(torch.zeros(2)): random.Random(1), "rate": random.Random(2), 3: random.Random(3)}
+    assert sorted(name for name, _ in generators_in(held)) == ["3", "Weight 0", "rate"]

@@ -66,7 +66,7 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
             yield from ((str(index), part) for index, part in enumerate(thing))
     elif isinstance(thing, dict):
         if len(thing) <= _LONGEST:
-            yield from ((str(key), part) for key, part in thing.items())
+            yield from ((_named(key, index), part) for index, (key, part) in enumerate(thing.items()))
     elif isinstance(thing, functools.partial):
         yield from (("function", thing.func), ("arguments", thing.args), ("keywords", thing.keywords))
     elif isinstance(thing, MethodType):
@@ -76,6 +76,11 @@ def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
         yield from _of_function(thing)
     elif not isinstance(thing, (ModuleType, type, torch.Tensor)) and hasattr(thing, "__dict__"):
         yield from _of_object(thing)
+
+
+def _named(key: Any, index: int) -> str:
+    """A dictionary's key by itself where it is short; a parameter's text would be all of its numbers."""
+    return str(key) if isinstance(key, (str, int, float)) else f"{type(key).__name__} {index}"
 
 
 def _of_function(function: FunctionType) -> Iterator[tuple[str, Any]]:
