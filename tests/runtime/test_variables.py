@@ -76,6 +76,14 @@ CHANGES: dict[str, Callable[[Scaled, list[float], Subset], Any]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def globals_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests change them; whichever comes next in this process finds them as they are written here."""
+    monkeypatch.setitem(globals(), "BETA", 1.0)
+    monkeypatch.setattr(ARGUMENTS, "beta", 1.0)
+    monkeypatch.setattr(Scaled, "factor", 1.0)
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_results_depend_on_is_put_back_and_made_again(change):
     model, box, data = Scaled(), [1.0], Subset(Samples(), [0, 1])
