@@ -123,6 +123,13 @@ def test_others_that_meet_the_error_meanwhile_stay_and_a_member_that_is_lost_is_
     assert "is saved in" in endings(saves(cluster, "0:0"))[0].message
 
 
+def test_who_is_lost_when_the_last_generation_cannot_be_begun_again_is_told_like_any_other():
+    cluster = closing()
+    cluster.exit("0:1"), cluster.exit("1:1")
+    decisions = cluster.exit("2:1")
+    assert endings(decisions) and [event["worker"] for event in events(decisions, "suspected")] == ["2:1"]
+
+
 def test_a_worker_that_cannot_wait_is_no_member_and_a_stage_that_is_empty_without_it_saves_nothing():
     ends = Fault("KeyError", "'x'", 5)
     cluster = training()

@@ -30,6 +30,7 @@ from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
+from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.generation import Current, Program
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
@@ -207,6 +208,16 @@ def test_an_attempt_that_is_over_frees_its_memory_at_once():
         assert over() is None
     finally:
         gc.enable()
+
+
+def test_outputs_that_have_been_sent_are_not_kept_until_their_backward():
+    """Only a reference to them: a stage's ``saved`` has what its backward needs."""
+    computed = Computed(Alone().layout, lambda pipeline, microbatch: (WHOLE, 0))
+    output = torch.zeros(2)
+    sent = weakref.ref(output)
+    computed.add((0, 0), Forward((), (output,), None))
+    del output
+    assert sent() is None
 
 
 @pytest.mark.parametrize("kind", ["B", "FB"])
