@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,7 +138,7 @@ def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, 
         set_link(net.names[1], True)
         for name in ("2:0", "0:1"):
             several.job.event("waiting", worker=name)
-        several.job.paused(1)
+        let_go(several.job, until=lambda: (several.job.folder / "paused-1").exists())
         several.job.go_on(1)
         assert several.statuses() == [0, 0, 0], several.where()
         assert {event["worker"] for event in several.job.events if event["event"] == "joined"} == {"2:0", "0:1"}
@@ -167,11 +167,17 @@ def chaos(job: Running, *words: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def let_go(job: Running) -> None:
-    """Rank 0 goes on to the end, however often it pauses."""
+def let_go(job: Running, until: Callable[[], bool] | None = None) -> None:
+    """Rank 0 goes on until then (default: to the end), however often it pauses.
+
+    A survivor that hears of the stop late has computed the iteration and others not: it is made again, pause and all.
+    """
 
     def finished() -> bool:
-        (job.folder / "paused-0").unlink(missing_ok=True)
         return any(event["event"] == "finished" for event in job.events)
 
-    job.until(finished, "end")
+    def reached() -> bool:
+        (job.folder / "paused-0").unlink(missing_ok=True)
+        return (until or finished)()
+
+    job.until(reached, "end of rank 0's pauses")
