@@ -80,6 +80,7 @@ class Agent:
         """Whether this process is no member (any more) and waits to be taken in; see `wait_taken_in`. So does a part of
         a worker that has lost another part, until there is one again."""
         self._heard = self._errors = self._answered = 0
+        self._noted: tuple[int, str] | None = None
         self._leave_asked = self._leave_told = False
         self._identity = {
             "type": "hello",
@@ -245,6 +246,15 @@ class Agent:
         self._send_kept({"type": "saved", "generation": generation, "place": place, "error": error})
         self._wait(lambda: self.stop_generation > generation, None, "the end of the job")
 
+    def written(self, generation: int, iteration: int, place: str) -> bool:
+        """All parts of the checkpoint at ``place``, of the state after ``iteration``, are there. Returns whether the
+        coordinator has noted that, as soon as it has; not if another generation comes instead. Raises JobEnded."""
+        self._noted = None
+        self._send_kept({"type": "written", "generation": generation, "iteration": iteration, "place": place})
+        noted = generation, place
+        self._wait(lambda: self._noted == noted or self.stop_generation > generation, None, "the manifest")
+        return self._noted == noted
+
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
         message = {"type": "adopted", "generation": generation, "iteration": iteration, "digest": digest}
@@ -325,6 +335,10 @@ class Agent:
         elif kind == "answer":
             with self._changed:
                 self._answered = message["number"]
+                self._changed.notify_all()
+        elif kind == "noted":
+            with self._changed:
+                self._noted = message["generation"], message["place"]
                 self._changed.notify_all()
         elif kind == "end":
             self._end(Ended(message["status"], message["message"]))

@@ -200,6 +200,16 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Written:
+    """All members have written their parts of the checkpoint at ``place``, of the state after ``iteration``."""
+
+    incarnation: str
+    generation: int
+    iteration: int
+    place: str
+
+
+@dataclass(frozen=True)
 class SavedLate:
     generation: int
 
@@ -261,6 +271,7 @@ Input = (
     | Raised
     | Saved
     | SavedLate
+    | Written
     | NoLoss
     | Stuck
     | Restarted

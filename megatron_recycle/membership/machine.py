@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_recycle.membership import (
     boundary,
+    checkpoints,
     closing,
     ending,
     failing,
@@ -94,6 +95,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.Boundary: boundary.stands,
     inputs.Saved: closing.saved,
     inputs.SavedLate: closing.late,
+    inputs.Written: checkpoints.written,
     inputs.Finished: ending.finished,
     inputs.Interrupted: ending.interrupted,
 }

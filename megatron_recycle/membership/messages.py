@@ -59,6 +59,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "leave": {},
     "speaks": {"offset": int},
     "saved": {"generation": int, "place": str, "error": str},
+    "written": {"generation": int, "iteration": int, "place": str},
     "ending": {"fault": (dict, type(None)), "t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }
@@ -90,6 +91,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "tries": int,
     },
     "answer": {"number": int},
+    "noted": {"generation": int, "place": str},
     "offer": {"generation": int, "number": int, "plan": (dict, type(None))},
     "end": {"status": int, "message": str},
 }

@@ -83,6 +83,7 @@ OTHERWISE: Mapping[str, str] = {
     "since": "the record of the generation, unless training has resumed since (`taken_up`)",
     "offers": "the records of offers: no number is used twice",
     "ended": "the record of the end",
+    "checkpoint": "the record of the last one",
 }
 """Fields that follow from more than one record, or from one of another kind, and from which."""
 
@@ -167,6 +168,11 @@ def _of_generation(state: State, kind: str, events: Events, needed: bool = True,
     return Record({"kind": kind, "generation": state.generation, **fields, "events": list(events)}, needed)
 
 
+def checkpoint(state: State, written: Message, event: Message) -> Record:
+    """A checkpoint is whole."""
+    return _of_generation(state, "checkpoint", (event,), needed=False, checkpoint=dict(written))
+
+
 def learnt(state: State) -> Record:
     """By rank, all that the processes of the start were told by others before training began. A process that is to
     join asks for its rank's, before its script begins."""
@@ -200,6 +206,8 @@ def restore(size: int, records: Sequence[Json], told: Sequence[Json] = ()) -> St
         resume = Resume.from_json(record["resume"])
         before = resume.target if record["generation"] == 1 else -1  # a checkpoint's iterations are not of this run
         state = state.with_(resume=resume, committed=max(state.committed, before))
+    if (record := _last(records, "checkpoint")) is not None:
+        state = state.with_(checkpoint=record["checkpoint"])
     if (record := _last(records, "end")) is not None:
         state = state.with_(phase=Phase.ENDED, ended=(record["status"], record["message"]))
     return state

@@ -87,8 +87,8 @@ class Standing:
         verdict, before: of the last two committed iterations, as far as this worker was there.
         entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
         verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
-        passes: of evaluation that the script has asked for; `evaluated`: those that are done everywhere, as far as
-            this worker knows.
+        passes: of evaluation, and checkpoints, that the script has asked for; `evaluated`: those that are done
+            everywhere, as far as this worker knows.
         promises: what this worker has promised in the generation.
     """
 

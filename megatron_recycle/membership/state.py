@@ -171,6 +171,8 @@ class State:
     """Errors of scripts, the latest ones, in their order."""
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
+    checkpoint: Message | None = None
+    """The newest checkpoint that is whole: ``place``, and the ``iteration`` whose end it is of."""
     closing: Closing | None = field(default=None, metadata=_OF_GENERATION)
     """The end that this generation is for, if it does not train."""
 

@@ -27,6 +27,10 @@ class Phase(str, Enum):
     STEPPED = "stepped"
     EVALUATE = "evaluate"
     """A forward of an evaluation; comes with the action."""
+    SAVE = "save"
+    """A checkpoint is about to be written."""
+    SAVED = "saved"
+    """All parts of a checkpoint are there; its name is not."""
     BOUNDARY = "boundary"
     """The worker stands between two iterations and waits for those who come in or leave."""
     RECOVERING = "recovering"
@@ -37,7 +41,7 @@ OF_ACTION = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.WEIGHT, "FB": P
 """The phase that an action of a kind begins. A full backward is a backward, and has no weight phase."""
 
 _STEP = (Phase.REDUCE, Phase.REDUCED, Phase.STEP)  # phases in which an error is the step's
-_NO_WORK = (Phase.RECOVERING, Phase.JOINING, Phase.BOUNDARY, Phase.STEP, Phase.STEPPED)
+_NO_WORK = (Phase.RECOVERING, Phase.JOINING, Phase.BOUNDARY, Phase.STEP, Phase.STEPPED, Phase.SAVE, Phase.SAVED)
 """Phases that are no work, or whose work has a block of its own."""
 
 

@@ -34,6 +34,7 @@ from megatron_recycle.runtime.generation import Current, Generation
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.saving import Write, save
 from megatron_recycle.runtime.setup_record import SetUp
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Stage
@@ -144,6 +145,22 @@ class StageWorker:
             self.standing.passes += 1
             self._through_failures(run)
         return self.site.evaluations.table
+
+    def save(self, iteration: int, write: Write) -> None:
+        """Write a checkpoint together with all workers that are left, before ``iteration`` is trained, through any
+        failures. Does nothing where that was done before this worker came in.
+
+        Raises JobEnded if the job cannot go on, and what ``write`` raises.
+        """
+        def run() -> None:
+            while self.standing.evaluated < self.standing.passes:
+                save(self.site, self.standing, self.site.current.get(), write)
+
+        with self._inside():
+            self.begin(iteration)
+            self.settle()
+            self.standing.passes += 1
+            self._through_failures(run)
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""

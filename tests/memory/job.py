@@ -25,10 +25,12 @@ from megatron_recycle.errors import JobEnded
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
 from megatron_recycle.runtime.comm.memory import Killed as Gone
+from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.memory_budget import profile
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
@@ -55,6 +57,7 @@ class Shape:
     tied: bool = False
     overflows: tuple[tuple[int, int], ...] = ()
     evaluate: tuple[int, ...] = ()
+    save: tuple[int, ...] = ()
     settings: tuple[tuple[str, Any], ...] = (("reduction", "exact"),)
 
     @property
@@ -92,6 +95,8 @@ class Result:
     evaluated: list[list[float]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     counters: Any = None
+    checkpoints: Mapping[int, Any] = field(default_factory=dict)
+    """What is on disk at its end, as `Disk.named`."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """What `runtime.memory_budget.profile` finds."""
 
@@ -107,6 +112,30 @@ class Process:
     result: Result
     network: MemoryNetwork
     worker: StageWorker | None = None
+
+
+class Disk:
+    """Checkpoints, as a file system would have them; any worker may write at any time.
+
+    Attributes:
+        named: the states of all stages, by the iteration before which they were written.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+        self._parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+
+    def write(self, save: Save, iteration: int, state: Mapping[str, torch.Tensor]) -> None:
+        """As `runtime.saving.Write`."""
+        groups = save.generation.groups
+        of_try = self._parts.setdefault(f"{save.name} {iteration}", {})
+        if groups.me == groups.peers(groups.me.stage)[-1]:
+            save.check()
+            of_try[groups.me.stage] = {name: tensor.clone() for name, tensor in state.items()}
+        count(groups.control, True)
+        if groups.me == groups.members[0]:
+            save.whole(f"iteration {iteration}")
+            self.named[iteration] = of_try
 
 
 class Job:
@@ -127,6 +156,7 @@ class Job:
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
         self.at = at
+        self.disk = Disk()
         self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
         self.ranks = {worker: (worker.stage * shape.pipelines + worker.pipeline,) for worker in self.grid.workers()}
         self.fabric = Fabric(seed, limit=LIMIT, ordered=bool(seed % 2))
@@ -218,10 +248,13 @@ class Job:
         for iteration in range(shape.iterations):
             if iteration in shape.evaluate:
                 result.evaluated.append(made.evaluate(iteration, Data(), 500 + iteration).flatten().tolist())
+            if iteration in shape.save:
+                made.save(iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage.state()))
             result.losses.append(made.train(iteration))
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
         result.counters = stage.counters()["own"]
+        result.checkpoints = self.disk.named
         result.memory = profile(made.site, made.plan, made.stepper.undo.nbytes)
         made.finish()
 
@@ -307,6 +340,9 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
         found = differences(result, reference[rank], within)
         found -= {"losses", "evaluated"} if name in came else set()
         assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
+    noted = [event["place"] for event in job.control.events if event["event"] == "checkpoint"]
+    assert [*dict.fromkeys(noted)] == [f"iteration {iteration}" for iteration in job.shape.save], noted
+    assert _alike_checkpoints(job, reference, within), f"checkpoints differ\n{job.where()}"
     committed = [event["iteration"] for event in job.control.events if event["event"] == "committed"]
     assert committed == list(range(job.shape.iterations)), f"committed {committed}\n{job.where()}"
 
@@ -318,6 +354,15 @@ def differences(one: Result, other: Result, within: float = 0.0) -> set[str]:
     found |= one.state.keys() ^ other.state.keys()
     return found | {name for name in one.state.keys() & other.state.keys()
                     if not _alike(one.state[name], other.state[name], within)}
+
+
+def _alike_checkpoints(job: Job, reference: Mapping[int, Result], within: float) -> bool:
+    """Whether each checkpoint of ``job`` holds what the undisturbed job's state was when it was to be written."""
+    named, expected = job.disk.named, reference[0].checkpoints
+    return named.keys() == expected.keys() and all(
+        named[at].keys() == expected[at].keys() and named[at][stage].keys() == expected[at][stage].keys()
+        and all(_alike(tensor, expected[at][stage][name], within) for name, tensor in named[at][stage].items())
+        for at in expected for stage in expected[at])
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, within: float) -> bool:

@@ -21,6 +21,7 @@ SHAPES = {
     "overflows": Shape(3, 2, 2, 4, scale=64.0, overflows=((1, 1), (0, 2))),
     "tied": Shape(3, 2, 2, 3, tied=True),
     "evaluates": Shape(3, 2, 2, 3, evaluate=(1, 2)),
+    "saves": Shape(3, 2, 2, 3, evaluate=(1,), save=(0, 1, 2)),
     "waits": Shape(3, 2, 2, 3).with_settings(step="barrier"),
     "waits, clipped": Shape(2, 3, 2, 3, clipping=0.05).with_settings(step="barrier"),
 }
@@ -81,7 +82,8 @@ class Draw:
         last = shape.iterations - 1 if last is None else last
         # Others have nothing left to do in the last iteration: it gets a fifth of all.
         iteration = last if self.random.random() < 0.2 else self.random.randint(first, last)
-        phases = PHASES + (("evaluate",) if iteration + 1 in shape.evaluate else ())
+        phases = (PHASES + (("evaluate",) if iteration + 1 in shape.evaluate else ())
+                  + (("save",) if iteration + 1 in shape.save else ()))
         phase = self.random.choice(phases)
         return Moment(worker, phase, iteration, self.random.randrange(
             shape.microbatches) if phase in PER_MICROBATCH else 0)
@@ -118,7 +120,8 @@ class Draw:
         one, other = self.pair(shape)
         first = Moment(one, "forward", self.random.randrange(1, shape.iterations))
         held = self.moment(shape, other, first.iteration - (shape.step == "staggered"), first.iteration)
-        if shape.clipping and held.iteration < first.iteration:  # after wrong guesses they wait for each other
+        together = first.iteration in shape.evaluate + shape.save
+        if (shape.clipping or together) and held.iteration < first.iteration:  # after wrong guesses they wait as well
             held = replace(held, iteration=first.iteration)
         if held.iteration < first.iteration:  # stages are never more than one step apart
             held = Moment(other, self.random.choice(["reduced", "step", "stepped"]), held.iteration)

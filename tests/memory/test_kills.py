@@ -41,6 +41,25 @@ def test_a_worker_killed_in_an_evaluation(worker):
         Scene("evaluates", SHAPES["evaluates"], [Moment(worker, "evaluate", 1, nth)], out={worker}, sure=True).run(nth)
 
 
+@pytest.mark.parametrize("worker", SHAPES["saves"].workers)
+@pytest.mark.parametrize("phase", ["save", "saved"])
+def test_a_worker_killed_in_a_checkpoint(worker, phase):
+    """Before its part is written, and when all parts are there but not the name, which the first worker gives."""
+    for iteration in range(1, 3):
+        Scene("saves", SHAPES["saves"], [Moment(worker, phase, iteration - 1)], out={worker},
+              sure=phase == "save" or worker == "0:0").run(iteration)
+
+
+@pytest.mark.parametrize("phase", ["save", "saved"])
+def test_another_worker_killed_while_the_checkpoint_is_written_again(phase):
+    """The second one has written all of its stage: the third writes it."""
+    shape = SHAPES["saves"]
+    first = [Moment(worker, phase, 0) for worker in ("0:0",)]
+    second = [Moment("1:0", "save", 0, 1), Moment("1:0", "recovering", 0)]
+    for later in second:
+        Scene("saves", shape, [*first, later], out={"0:0", "1:0"}).run(0)
+
+
 def test_the_fast_reduction_agrees_to_rounding():
     shape = SHAPE.with_settings(reduction="fast")
     for worker in shape.workers:

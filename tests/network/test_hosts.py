@@ -138,7 +138,7 @@ def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, 
         set_link(net.names[1], True)
         for name in ("2:0", "0:1"):
             several.job.event("waiting", worker=name)
-        let_go(several.job, until=lambda: (several.job.folder / "paused-1").exists())
+        let_go(several.job, until=(several.job.folder / "paused-1").exists)
         several.job.go_on(1)
         assert several.statuses() == [0, 0, 0], several.where()
         assert {event["worker"] for event in several.job.events if event["event"] == "joined"} == {"2:0", "0:1"}

@@ -1,0 +1,45 @@
+"""The manifest of checkpoints, on paper: noted is what the members of the generation in force have written."""
+
+from __future__ import annotations
+
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import Loss
+from tests.membership.cluster import Cluster, events, told
+
+PLACE = "/runs/global_step6"
+
+
+def written(cluster: Cluster, name: str = "0:0", generation: int = 1, iteration: int = 5) -> list[do.Decision]:
+    return cluster.feed(inputs.Written(f"{name}/0", generation, iteration, PLACE))
+
+
+def training() -> Cluster:
+    cluster = Cluster(2)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name)
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    return cluster
+
+
+def test_it_is_recorded_before_its_writer_hears_of_it_and_once_however_often_it_is_told():
+    cluster = training()
+    decisions = written(cluster)
+    record, emit, tell = decisions
+    assert isinstance(record, do.Record) and not record.needed and isinstance(emit, do.Emit)
+    assert told([tell], "noted") == [({"0:0"}, {"type": "noted", "generation": 1, "place": PLACE})]
+    assert cluster.state.checkpoint == {"iteration": 5, "place": PLACE}
+    assert written(cluster) == [tell], "after a reconnect"
+    assert events(decisions, "checkpoint")[0]["iteration"] == 5
+
+
+def test_who_was_declared_out_and_who_is_a_generation_behind_is_not_heard():
+    cluster = training()
+    cluster.feed(inputs.Lost((Loss("0:0/0", FailureKind.FROZEN),), cluster.now))
+    assert not written(cluster) and not written(cluster, generation=2), "it woke up in the midst of a checkpoint"
+    assert not written(cluster, "1:0"), "the others write it again, with another name"
+    assert cluster.state.checkpoint is None
+    assert written(cluster, "1:0", generation=2)
