@@ -43,16 +43,6 @@ def done(job: Running) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (job.folder / "chaos.jsonl").read_text().splitlines()]
 
 
-def go_on_for_good(job: Running) -> None:
-    """Let rank 0 go on to the end: a stop has woken it, and it may pause a second time after that."""
-
-    def finished() -> bool:
-        (job.folder / "paused-0").unlink(missing_ok=True)
-        return any(event["event"] == "finished" for event in job.events)
-
-    job.until(finished, "end")
-
-
 def ended_well(job: Running, out: dict[str, str], iterations: int) -> None:
     assert job.wait() == 0, job.where()
     assert job.event("finished").get("out", {}) == out
@@ -81,7 +71,6 @@ def test_without_listening_workers_an_iteration_is_told_from_the_events(tmp_path
         assert "committed already" in past.communicate(timeout=LIMIT)[1]
         assert past.returncode == 1
         chaos(job, "kill", "1:1", "--at-iteration", "3")
-        go_on_for_good(job)
         ended_well(job, {"1:1": "exit"}, 40)
         assert [act["event"] for act in done(job)] == ["missed", "kill"]
 
@@ -94,7 +83,6 @@ def test_a_frozen_worker_is_found_and_one_thawed_in_time_stays(tmp_path: Path):
         chaos(job, "freeze", "0:1", "--for", "0.2")
         chaos(job, "freeze", "2:1")
         assert job.event("suspected")["worker"] == "2:1"
-        go_on_for_good(job)
         ended_well(job, {"2:1": "frozen"}, 40)
         assert [(act["event"], act["worker"]) for act in done(job)] == [
             ("freeze", "0:1"), ("thaw", "0:1"), ("freeze", "2:1")]

@@ -4,8 +4,9 @@ Where it stands is kept by a `Standing`, as in a real worker. Workers agree thro
 real job does through its groups: a worker holds k when all members have computed it, and steps k when all members hold
 it. Told what to do by RECYCLE_FAKE (JSON):
 `iterations`; `pause`: {rank: iteration} and `pause_report`: {rank: generation}, where a worker says so in a file
-and waits for it to go away; `mute`: ranks that never report; `fail_at_start`: ranks; `fail_when_connected`: ranks;
-`patience`: seconds that a waiting one bears a coordinator out of reach; `marks`: a folder for these files.
+and waits for it to go away, once: an iteration that is made again has no pause; `mute`: ranks that never report;
+`fail_at_start`: ranks; `fail_when_connected`: ranks; `patience`: seconds that a waiting one bears a coordinator
+out of reach; `marks`: a folder for these files.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ class FakeWorker:
             joining=os.environ.get("RECYCLE_JOIN") == "1",
         )
         self.waits_since: float | None = None
+        self.paused: set[str] = set()
         if "patience" in self.orders:
             self.agent.doing = self.doing
         self.description = {
@@ -182,16 +184,22 @@ class FakeWorker:
 
     def pause(self, before: str, number: int) -> None:
         """Stand still before this iteration or report, if a test wants it, until the file goes away or a stop
-        comes."""
+        comes.
+
+        Whether an iteration has to be made again after a stop depends on who heard of it when. So the second time there
+        is no pause, and the job goes on in any case.
+        """
         wanted = self.orders.get("pause" if before == "iteration" else "pause_report", {})
-        if wanted.get(str(self.rank)) != number:
+        if wanted.get(str(self.rank)) != number or before in self.paused:
             return
+        self.paused.add(before)
         stop = self.agent.stop_generation
         file = self.folder / f"paused-{self.rank}"
         file.write_text(str(os.getpid()))
         self.agent.event("paused", rank=self.rank, before=before, number=number)
         while file.exists() and self.agent.stop_generation == stop and self.agent.ended is None:
             time.sleep(0.002)
+        file.unlink(missing_ok=True)
 
 
 def verdict(iteration: int) -> Verdict:

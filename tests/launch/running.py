@@ -66,7 +66,7 @@ class Running:
 
     def go_on(self, *ranks: int) -> None:
         for rank in ranks:
-            (self.folder / f"paused-{rank}").unlink()
+            (self.folder / f"paused-{rank}").unlink(missing_ok=True)  # a stop wakes them, too
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> float:
         """Send a signal to workers that stand still; returns the time."""

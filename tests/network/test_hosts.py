@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,8 +108,6 @@ def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_p
         moment = time.time()
         several.launchers[2].kill()  # its workers are tied to it
         assert several.job.event("decided")["t"] - moment < 15, "their connections have ended: not heartbeat_timeout"
-        several.job.paused(0)
-        let_go(several.job)
         assert several.statuses() == [0, 0, -signal.SIGKILL], several.where()
         decided = [event for event in several.job.events if event["event"] == "decided"]
         assert [event["out"] for event in decided] == [{"1:1": "unreachable", "2:1": "unreachable"}]
@@ -122,7 +120,6 @@ def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
         several.job.paused(0)
         chaos(several.job, "partition", net.names[1], "--link")
         assert several.job.event("decided")["out"] == {"2:0": "unreachable", "0:1": "unreachable"}
-        let_go(several.job)
         statuses = several.statuses()
         assert (statuses[0], statuses[2]) == (0, 0), several.where()
         assert statuses[1] != 0
@@ -138,7 +135,7 @@ def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, 
         set_link(net.names[1], True)
         for name in ("2:0", "0:1"):
             several.job.event("waiting", worker=name)
-        let_go(several.job, until=(several.job.folder / "paused-1").exists)
+        several.job.paused(1)
         several.job.go_on(1)
         assert several.statuses() == [0, 0, 0], several.where()
         assert {event["worker"] for event in several.job.events if event["event"] == "joined"} == {"2:0", "0:1"}
@@ -153,7 +150,7 @@ def test_a_host_that_is_cut_off_for_a_moment_stays(net: Hosts, tmp_path: Path):
         chaos(several.job, "heal", net.names[2])
         for name in net.names:
             assert "PERMANENT" not in ip("-n", name, "neighbour").stdout
-        let_go(several.job)
+        several.job.go_on(0)
         assert several.statuses() == [0, 0, 0], several.where()
         assert not [event for event in several.job.events if event["event"] == "suspected"]
     acts = [json.loads(line)["event"] for line in (tmp_path / "run" / "chaos.jsonl").read_text().splitlines()]
@@ -165,19 +162,3 @@ def chaos(job: Running, *words: str) -> None:
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
                           timeout=60)
     assert done.returncode == 0, done.stderr
-
-
-def let_go(job: Running, until: Callable[[], bool] | None = None) -> None:
-    """Rank 0 goes on until then (default: to the end), however often it pauses.
-
-    A survivor that hears of the stop late has computed the iteration and others not: it is made again, pause and all.
-    """
-
-    def finished() -> bool:
-        return any(event["event"] == "finished" for event in job.events)
-
-    def reached() -> bool:
-        (job.folder / "paused-0").unlink(missing_ok=True)
-        return (until or finished)()
-
-    job.until(reached, "end of rank 0's pauses")
