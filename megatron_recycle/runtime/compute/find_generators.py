@@ -19,6 +19,7 @@ Found = tuple[str, Any]
 _DEPTH = 6  # attributes of attributes
 _LONGEST = 1000  # elements of a container that is looked into: samples lie in longer ones
 _MOST = 20_000  # objects that are looked at
+_WITHOUT_TRACKERS = {*sys.stdlib_module_names, "torch", "numpy", "sympy"}
 
 
 def generators_in(holder: Any) -> Iterator[Found]:
@@ -43,21 +44,35 @@ def generators_in(holder: Any) -> Iterator[Found]:
 
 
 def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:
-    """Objects with `get_states`, `set_states` and `fork`, as Megatron's RNG tracker, that modules keep."""
-    kinds: dict[type, bool] = {}
+    """Objects with `get_states`, `set_states` and `fork`, as Megatron's RNG tracker, that modules keep; those of torch,
+    numpy and Python themselves, which are most, are left out."""
+    known: set[type] = set()
+    trackers: set[type] = set()
     for module_name, module in list(modules.items()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            kind = type(value)
-            if kind not in kinds:
-                kinds[kind] = all(callable(getattr(kind, part, None)) for part in ("get_states", "set_states", "fork"))
-            if kinds[kind]:
-                yield f"{module_name}.{name}", value
+        if module_name.partition(".")[0] in _WITHOUT_TRACKERS:
+            continue
+        values = getattr(module, "__dict__", {}).copy()
+        kinds = set(map(type, values.values()))
+        trackers.update(kind for kind in kinds - known if _tracks(kind))
+        known |= kinds
+        if not trackers.isdisjoint(kinds):
+            yield from ((f"{module_name}.{name}", value) for name, value in values.items() if type(value) in trackers)
+
+
+def _tracks(kind: type) -> bool:
+    return all(callable(getattr(kind, part, None)) for part in ("get_states", "set_states", "fork"))
 
 
 def _is_generator(thing: Any) -> bool:
+    return _generates(type(thing))
+
+
+@functools.lru_cache(maxsize=1000)
+def _generates(kind: type) -> bool:
+    """Asked once for each class: torch's own answers in Python."""
     numpy = sys.modules.get("numpy.random")
     kinds = (torch.Generator, random.Random, *((numpy.Generator, numpy.RandomState) if numpy is not None else ()))
-    return isinstance(thing, kinds) and not isinstance(thing, random.SystemRandom)
+    return issubclass(kind, kinds) and not issubclass(kind, random.SystemRandom)
 
 
 def _parts(thing: Any) -> Iterator[tuple[str, Any]]:
