@@ -64,7 +64,7 @@ def _tracks(kind: type) -> bool:
 
 
 def _is_generator(thing: Any) -> bool:
-    return _generates(type(thing))
+    return _generates(type(thing))  # type: ignore[arg-type]  # a type is hashable
 
 
 @functools.lru_cache(maxsize=1000)
