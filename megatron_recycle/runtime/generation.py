@@ -158,7 +158,7 @@ class Current:
         """
         with self._lock:
             current = self._in_force
-        if current is not None and current.groups.generation < generation:
+        if current is not None and current.epoch.generation < generation:
             current.groups.abort()
 
 

@@ -54,3 +54,27 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading
             comm.backend.destroy(comm.group)
 
     threads.start("recycle-retire", destroy, _LONGEST_RETIRE)
+
+
+class Ending:
+    """The end of the communicators of one owner: aborted once, by whichever thread comes first, then torn down.
+
+    Attributes:
+        threads: those that abort and tear down.
+    """
+
+    def __init__(self, threads: Threads) -> None:
+        self.threads = threads
+        self._lock = threading.Lock()
+        self._aborting: list[threading.Thread] | None = None
+
+    def abort(self, comms: Sequence[Comm]) -> None:
+        """As `abort`, unless that is done; waits for a thread that is about it."""
+        with self._lock:
+            if self._aborting is None:
+                self._aborting = abort(comms, self.threads)
+
+    def retire(self, comms: Sequence[Comm]) -> None:
+        """As `retire`, after `abort`."""
+        self.abort(comms)
+        retire(comms, self.threads, self._aborting or ())

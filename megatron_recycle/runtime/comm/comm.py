@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.runtime.comm.backend import Backend, Group, Work
+from megatron_recycle.runtime.comm.backend import Backend, Work
 from megatron_recycle.runtime.comm.tags import Table
 
 _ABORT_WAITS = 1.0
@@ -120,7 +120,7 @@ class Comm:
 
     Attributes:
         group: for frameworks that want torch's own process group.
-        rank, size: this worker's number here, and how many there are.
+        rank: this worker's number here.
         aborted: whether `abort` has been called.
     """
 
@@ -131,13 +131,16 @@ class Comm:
         self.table = table
         self.of = of
         self.rank: int = group.rank()
-        self.size: int = group.size()
-        self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(self.size))
+        self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(group.size()))
         self.aborted = False
-        self._group: Group = group
         self._closed = False
         self._posting = threading.RLock()
         self._batch: list[tuple[Pending, Work]] | None = None
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.names)
 
     @cached_property
     def limit(self) -> timedelta | None:
@@ -146,7 +149,7 @@ class Comm:
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         """Start sending ``tensor``, contiguous, to member ``to``. It must not be written to before that has ended."""
-        return self._start(Pending(self, "send", tensor, to, tag), lambda: self._group.send([tensor], to, tag))
+        return self._start(Pending(self, "send", tensor, to, tag), lambda: self.group.send([tensor], to, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving what member ``source`` sends with ``tag`` into ``tensor``, contiguous and of the same size.
@@ -154,13 +157,13 @@ class Comm:
         Among several with the same tag the first one posted gets the tensor that was sent first.
         """
         return self._start(Pending(self, "receive", tensor, source, tag),
-                           lambda: self._group.recv([tensor], source, tag))
+                           lambda: self.group.recv([tensor], source, tag))
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start adding up ``tensor`` over all members, in place, the same bits everywhere. All members come to their
         sums here in the same order."""
         pending = Pending(self, "sum", tensor, self.rank, 0)
-        return pending if self.size == 1 else self._start(pending, lambda: self._group.allreduce([tensor]))
+        return pending if self.size == 1 else self._start(pending, lambda: self.group.allreduce([tensor]))
 
     @contextmanager
     def batch(self) -> Iterator[None]:

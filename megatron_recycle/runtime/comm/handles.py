@@ -7,15 +7,14 @@ generation still sends can reach anybody (promise P6).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.abort import abort, retire
+from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
-from megatron_recycle.runtime.comm.threads import Threads
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class Groups:
     and so on: a part meets its siblings in ``siblings`` and ``control`` only.
 
     Attributes:
-        generation: membership epoch these handles belong to; 0 before the first one.
         members: live workers in ascending order; a worker's index is its rank in ``world``.
         world: all members; activations and gradients travel here.
         stage: the members of this worker's stage; gradients are reduced here.
@@ -48,11 +46,9 @@ class Groups:
         stage_control: the same members as ``stage``, for tensors in CPU memory; the same communicator if that can.
         everybody: all ranks of the job, after a failure and once all positions are filled again, else None; for what
             is done over all ranks between iterations.
-        threads: those that abort and tear down.
+        ending: how they are aborted and torn down.
     """
 
-    generation: int
-    me: Worker
     members: tuple[Worker, ...]
     world: Comm
     stage: Comm
@@ -61,12 +57,23 @@ class Groups:
     control: Comm
     control_ranks: Mapping[Worker, int]
     stage_control: Comm
-    everybody: Comm | None = None
-    part: int = 0
-    parts: int = 1
-    threads: Threads = field(default_factory=Threads)
-    _aborting: list[threading.Thread] | None = None
-    _abort_lock: threading.Lock = field(default_factory=threading.Lock)
+    everybody: Comm | None
+    ending: Ending
+
+    @cached_property
+    def me(self) -> Worker:
+        """This process's worker."""
+        return self.members[self.world.rank]
+
+    @property
+    def part(self) -> int:
+        """Number of this process among the parts of its worker."""
+        return 0 if self.siblings is None else self.siblings.rank
+
+    @property
+    def parts(self) -> int:
+        """How many parts each worker has."""
+        return 1 if self.siblings is None else self.siblings.size
 
     def peers(self, stage: int) -> tuple[Worker, ...]:
         """Live workers of ``stage``, ascending; their index is their rank in that stage's group."""
@@ -85,13 +92,11 @@ class Groups:
     def abort(self) -> None:
         """Free whoever waits on these handles, from any thread. On return no result of theirs counts any more, and
         libraries that are quick about it have freed everybody, whichever thread began it."""
-        with self._abort_lock:
-            if self._aborting is None:
-                self._aborting = abort(self.all(), self.threads)
+        self.ending.abort(self.all())
 
     def abort_transfers(self) -> None:
         """Free every thread that waits for an activation, a gradient, or a sibling that waits for one; no other."""
-        abort([self.world] if self.siblings is None else [self.world, self.siblings], self.threads)
+        abort([self.world] if self.siblings is None else [self.world, self.siblings], self.ending.threads)
 
     def together(self) -> AbstractContextManager[None]:
         """Inside the block this worker's parts compute together: that one of them is gone ends the generation, as a
@@ -104,5 +109,4 @@ class Groups:
 
     def retire(self) -> None:
         """Abort the handles, unless that is done, and tear them down in the background."""
-        self.abort()
-        retire(self.all(), self.threads, self._aborting or ())
+        self.ending.retire(self.all())

@@ -21,6 +21,71 @@ from megatron_recycle.runtime.comm.tags import LOSSES
 _ATTEMPTS = 256  # attempts at an iteration that have tags of their own
 
 
+class _Addition:
+    """The peers of the last stage add up the losses and reports of their micro-batches. It ends by itself.
+
+    Args:
+        groups, reduction: as of `LossRelay`.
+        losses: a worker's own.
+        reports: (total micro-batches, width), of its own micro-batches, zeros elsewhere; becomes that of all.
+    """
+
+    def __init__(self, groups: Groups, reduction: Reduction, losses: Mapping[tuple[int, int], torch.Tensor],
+                 reports: torch.Tensor) -> None:
+        self._reduction, self._reports = reduction, reports
+        self._sum = reduction.losses(losses)
+        addends = [self._sum, reports] if reports.numel() else [self._sum]
+        self._pending = [groups.stage_control.sum(addend) for addend in addends]
+
+    def done(self) -> bool:
+        return all(pending.done() for pending in self._pending)
+
+    def wait(self) -> tuple[float, float]:
+        """The mean loss, and the sum of the first number reported. Raises GenerationOver."""
+        for pending in self._pending:
+            pending.wait()
+        weight = sum(self._reports[:, 0].tolist()) if self._reports.numel() else 0.0
+        return self._reduction.mean_loss(self._sum), weight
+
+
+class _Line:
+    """The line that one worker's copy of the numbers travels on: from whom it gets them, or to whom it tells them.
+
+    Args:
+        groups: as of `LossRelay`.
+        stage: the last one.
+        tag: of the messages.
+    """
+
+    def __init__(self, groups: Groups, stage: int, tag: int) -> None:
+        last = groups.peers(stage)
+        others = [worker for worker in groups.members if worker not in last]
+        self._groups, self._tag = groups, tag
+        self._numbers = torch.zeros(2, dtype=torch.float64)
+        self._receiving: Pending | None = None
+        self._targets: list[int] = []
+        self._sending: list[Pending] = []
+        ranks = groups.control_ranks
+        if groups.me in last:
+            self._targets = [ranks[worker] for index, worker in enumerate(others)
+                             if last[index % len(last)] == groups.me]
+        else:
+            source = last[others.index(groups.me) % len(last)]
+            self._receiving = groups.control.receive(self._numbers, ranks[source], tag)
+
+    def tell(self, known: tuple[float, float]) -> None:
+        """Send the numbers to the workers that this one is responsible for."""
+        self._numbers.copy_(torch.tensor(known, dtype=torch.float64))
+        self._sending = [self._groups.control.send(self._numbers, target, self._tag) for target in self._targets]
+
+    def hear(self) -> tuple[float, float]:
+        """The numbers, once they have come. Raises GenerationOver."""
+        assert self._receiving is not None
+        self._receiving.wait()
+        loss, weight = self._numbers.tolist()
+        return loss, weight
+
+
 class LossRelay:
     """One worker's part in sharing the losses of one attempt at an iteration.
 
@@ -31,69 +96,48 @@ class LossRelay:
         reduction: how the losses become one.
         iteration, attempt: name the messages.
         left_out: micro-batches that this iteration goes without; the mean is of those that run.
+
+    Attributes:
+        reports: (total micro-batches, width), at the last stage, once `wait` has returned.
     """
 
     def __init__(self, groups: Groups, grid: Grid, width: int, reduction: Reduction, iteration: int,
                  attempt: int, left_out: int = 0) -> None:
-        self._groups = groups
-        self._grid = grid
-        self._reduction = reduction
-        self._tag = LOSSES[iteration * _ATTEMPTS + attempt % _ATTEMPTS]
+        self._groups, self._grid, self._reduction = groups, grid, reduction
         self._share = grid.total / (grid.total - left_out) if left_out < grid.total else math.nan
-        self._value = torch.zeros(2, dtype=torch.float64)
-        self._adding: list[Pending] = []
-        self._sum: torch.Tensor | None = None
-        self._receiving: Pending | None = None
-        self._sending: list[Pending] = []
+        self._line = _Line(groups, grid.stages - 1, LOSSES[iteration * _ATTEMPTS + attempt % _ATTEMPTS])
+        self._addition: _Addition | None = None
         self._known: tuple[float, float] | None = None
         self.reports = torch.zeros(grid.total, width, dtype=torch.float64)
-        """(total micro-batches, width), at the last stage, once `wait` has returned."""
-        last = groups.peers(grid.stages - 1)
-        self._at_last = groups.me in last
-        others = [worker for worker in groups.members if worker not in last]
-        self._targets = [worker for index, worker in enumerate(others) if last[index % len(last)] == groups.me]
-        if not self._at_last:
-            source = last[others.index(groups.me) % len(last)]
-            self._receiving = groups.control.receive(self._value, groups.control_ranks[source], self._tag)
 
     def add(self, losses: Mapping[tuple[int, int], torch.Tensor],
             reports: Mapping[tuple[int, int], Sequence[float]]) -> None:
         """At the last stage, once its last forward has run: losses and reports of the micro-batches run here."""
-        self._sum = self._reduction.losses(losses)
-        self._adding.append(self._groups.stage_control.sum(self._sum))
         if self.reports.numel():
             index = {place: position for position, place in enumerate(self._grid.items())}
             for place, numbers in reports.items():
                 self.reports[index[place]] = torch.tensor(numbers, dtype=torch.float64)
-            self._adding.append(self._groups.stage_control.sum(self.reports))
+        self._addition = _Addition(self._groups, self._reduction, losses, self.reports)
         self.poll()
 
     def poll(self) -> None:
         """Pass the loss on if the peers' sums are complete."""
-        if self._sum is not None and self._known is None and all(pending.done() for pending in self._adding):
-            self._finish()
+        if self._known is None and self._addition is not None and self._addition.done():
+            self._tell(self._addition)
 
     def wait(self) -> tuple[float, float]:
         """The mean loss, and the global batch's sum of the first number reported (0 for none).
 
         Raises GenerationOver when the generation ends before they are known.
         """
-        if self._known is None and self._at_last:
-            self._finish()
-        elif self._known is None:
-            assert self._receiving is not None
-            self._receiving.wait()
-            loss, weight = self._value.tolist()
-            self._known = loss, weight
-        assert self._known is not None
+        if self._known is None:
+            if self._addition is not None:
+                return self._tell(self._addition)
+            self._known = self._line.hear()
         return self._known
 
-    def _finish(self) -> None:
-        assert self._sum is not None
-        for pending in self._adding:
-            pending.wait()
-        weight = sum(self.reports[:, 0].tolist()) if self.reports.numel() else 0.0
-        self._known = self._reduction.mean_loss(self._sum) * self._share, weight
-        self._value.copy_(torch.tensor(self._known, dtype=torch.float64))
-        control, ranks = self._groups.control, self._groups.control_ranks
-        self._sending = [control.send(self._value, ranks[worker], self._tag) for worker in self._targets]
+    def _tell(self, addition: _Addition) -> tuple[float, float]:
+        mean, weight = addition.wait()
+        self._known = mean * self._share, weight
+        self._line.tell(self._known)
+        return self._known

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.abort import abort, retire
+from megatron_recycle.runtime.comm.abort import Ending, abort, retire
 from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends
 from megatron_recycle.runtime.comm.default_group import World
@@ -102,14 +102,14 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
     again_whole = generation > 1 and len(members) == len(ranks)
     stage = make(f"stage{me.stage}.{part}", peers, STAGE)
     return Groups(
-        generation=generation, me=me, part=part, parts=place.parts, members=ordered, stage=stage,
+        members=ordered, stage=stage,
         world=make(f"world.{part}", list(own.values()), WORLD), pipeline=make(f"pipeline{me.pipeline}.{part}", line),
         siblings=make(f"worker{me}", ranks[me]) if place.parts > 1 else None,
         control=make("control", everyone, CONTROL, host=True),
         everybody=make("everybody", everyone) if again_whole else None,
         control_ranks={worker: everyone.index(rank) for worker, rank in own.items()},
         stage_control=stage if stage.backend.host else make(f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
-        threads=threads)
+        ending=Ending(threads))
 
 
 def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,

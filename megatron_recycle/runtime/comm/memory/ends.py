@@ -94,10 +94,10 @@ class Together:
 
 
 class Board:
-    """The state that the members of a communicator share."""
+    """The state that the members of a communicator share; ``ordered``: it is one with NCCL's rules."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name, self.size = name, size
+    def __init__(self, name: str, size: int, ordered: bool) -> None:
+        self.name, self.size, self.ordered = name, size, ordered
         self.ends: dict[int, End] = {}
         self.posted: dict[Any, deque[Callable[[], Operation | None]]] = defaultdict(deque)
         """By kind, sender, receiver and tag: what has no counterpart yet."""
@@ -116,8 +116,8 @@ class End:
         sums: how many sums have been begun.
     """
 
-    def __init__(self, rules: Rules, process: Host, board: Board, rank: int, table: Table, ordered: bool) -> None:
-        self.rules, self.process, self.board, self.table, self.ordered = rules, process, board, table, ordered
+    def __init__(self, rules: Rules, process: Host, board: Board, rank: int, table: Table) -> None:
+        self.rules, self.process, self.board, self.table = rules, process, board, table
         self._rank = rank
         self.aborted = False
         self.closed: set[int] = set()
@@ -168,7 +168,7 @@ class InMemory(Backend):
         pass
 
     def begin_batch(self, group: End) -> None:
-        if group.ordered:
+        if self.ordered:
             group.batch = []
 
     def end_batch(self, group: End) -> Work | None:

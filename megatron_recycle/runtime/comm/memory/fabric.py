@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import weakref
 from collections import defaultdict
@@ -34,6 +33,7 @@ class Fabric:
     def __init__(self, seed: int = 0, *, ordered: bool = False, limit: float = 30.0) -> None:
         self.ordered = ordered
         self._time = Schedule(seed, limit, self._report)
+        self._flights = self._time.flights
         self._boards: dict[tuple[str, str], Board] = {}
         self._meetings: dict[str, dict[int, Host]] = defaultdict(dict)
         self.run = self._time.run
@@ -49,8 +49,8 @@ class Fabric:
         ordered = self.ordered and not host
         with self._time.lock:
             process.check()
-            board = self._boards.setdefault(key, Board(key[1], size))
-            end = board.ends[rank] = End(self, process, board, rank, table, ordered)
+            board = self._boards.setdefault(key, Board(key[1], size, ordered))
+            end = board.ends[rank] = End(self, process, board, rank, table)
             if not ordered:
                 end.closed.update(rank for rank, other in board.ends.items() if other.process.dead or other.aborted)
             process.ends.append(end)
@@ -75,16 +75,14 @@ class Fabric:
         with self._time.lock:
             if process.dead:
                 return
-            flights = self._time.flights
-            for flight in sorted(flights):
+            for flight in self._flights:
                 carried = [each for get in flight.of if (each := get()) is not None]
                 if any(each.end.process is process and each.kind == "send" for each in carried):
-                    flights.remove(flight)
-                    if self._time.draw(process.rank, flight.number) % 2:
+                    self._flights.take(flight)
+                    if self._flights.draw(process.rank, flight.number) % 2:
                         flight.arrive()
                     else:
                         _strand(*flight.of)
-            heapq.heapify(flights)
             process.dead = True
             for end in process.ends:
                 if not end.aborted:
@@ -116,7 +114,7 @@ class Fabric:
                     self._time.block(f"rank {process.rank}", operation)
                     process.check()
             finally:
-                if self._time.flights:  # somebody else has to see to them from now on
+                if self._flights:  # somebody else has to see to them from now on
                     self._time.wake_one()
 
     def poll(self, operation: Operation) -> None:
@@ -130,7 +128,7 @@ class Fabric:
                 return
             end.aborted = True
             for operation in self._pending(end):
-                self._end(operation, None if end.ordered else "the communicator was aborted")
+                self._end(operation, None if end.board.ordered else "the communicator was aborted")
             if not end.process.dead:
                 self._hang_up(end, "connection closed by peer: it has aborted")
 
@@ -140,9 +138,9 @@ class Fabric:
         end = batch[0].end
         if end.aborted:
             raise RuntimeError("the communicator was aborted")
-        if end.ordered:
+        if end.board.ordered:
             end.queue.append(batch)
-        if not end.ordered or len(end.queue) == 1:
+        if not end.board.ordered or len(end.queue) == 1:
             self._begin(batch)
         self._time.tick()
         self._time.wake_one()
@@ -160,16 +158,16 @@ class Fabric:
             self._end(operation, "connection closed by peer")
             return
         sender, receiver = (end.rank(), operation.peer) if sends else (operation.peer, end.rank())
-        channel = sender, receiver, None if end.ordered else operation.tag
+        channel = sender, receiver, None if end.board.ordered else operation.tag
         # NCCL keeps what was posted; gloo drops what nobody has any more.
-        own: _Get = partial(_itself, operation) if end.ordered else weakref.ref(operation)
+        own: _Get = partial(_itself, operation) if end.board.ordered else weakref.ref(operation)
         waiting = end.board.posted["receive" if sends else "send", channel]
         while waiting:
             other = waiting.popleft()
             partner = other()
             if partner is not None and not partner.over:
                 send, receive = (own, other) if sends else (other, own)
-                self._time.fly((end.board.name, channel), partial(self._transfer, send, receive), send, receive)
+                self._flights.fly((end.board.name, channel), partial(self._transfer, send, receive), send, receive)
                 return
         end.board.posted[operation.kind, channel].append(own)
 
@@ -206,7 +204,7 @@ class Fabric:
         for rank in range(1, board.size):
             total += row[rank].tensor.detach()
         for rank, each in row.items():
-            self._time.fly((board.name, rank, "sum"), partial(self._sum, each, total), partial(_itself, each))
+            self._flights.fly((board.name, rank, "sum"), partial(self._sum, each, total), partial(_itself, each))
 
     def _sum(self, operation: Operation, total: torch.Tensor) -> None:
         if not operation.over and operation.end.process.reachable:
@@ -218,7 +216,7 @@ class Fabric:
             return
         end = operation.end
         operation.over, operation.error = True, error
-        if end.aborted and end.ordered and operation.kind != "send" and operation.tensor.is_floating_point():
+        if end.aborted and end.board.ordered and operation.kind != "send" and operation.tensor.is_floating_point():
             operation.tensor.detach().fill_(math.nan)
         while end.queue and all(each.over for each in end.queue[0]):
             end.queue.popleft()
@@ -228,9 +226,9 @@ class Fabric:
 
     def _hang_up(self, end: End, why: str) -> None:
         """The others notice, one after the other, that ``end`` has closed its connections; not with NCCL's rules."""
-        for rank, other in [] if end.ordered else end.board.ends.items():
+        for rank, other in [] if end.board.ordered else end.board.ends.items():
             if other is not end and not end.process.cut and not other.process.cut:
-                self._time.fly((end.board.name, end.rank(), rank), partial(self._notice, other, end.rank(), why))
+                self._flights.fly((end.board.name, end.rank(), rank), partial(self._notice, other, end.rank(), why))
         self._time.wake_one()
 
     def _notice(self, end: End, gone: int, why: str) -> None:
@@ -244,7 +242,7 @@ class Fabric:
         """The operations that ``end`` has posted and that are not over."""
         found: list[Operation | None] = [each for batch in end.queue for each in batch]
         found += [get() for waiting in end.board.posted.values() for get in waiting]
-        found += [get() for flight in self._time.flights for get in flight.of]
+        found += [get() for flight in self._flights for get in flight.of]
         found += [each for row in end.board.sums.values() for each in row.values()]
         return [each for each in dict.fromkeys(found) if each is not None and each.end is end and not each.over]
 

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +49,55 @@ class _Waiting:
     what: object
 
 
+class Flights:
+    """Everything that is under way, and how many events have been. Used under the network's lock.
+
+    Args:
+        seed: decides how late messages are.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._heap: list[Flight] = []
+        self._now = 0
+        self._numbers = itertools.count()
+        self._last: dict[Hashable, int] = defaultdict(int)
+
+    def __iter__(self) -> Iterator[Flight]:
+        """In the order in which they arrive."""
+        return iter(sorted(self._heap))
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def draw(self, *of: object) -> int:
+        """A number that depends on the seed and on ``of`` only."""
+        return int.from_bytes(hashlib.blake2b(repr((self._seed, of)).encode(), digest_size=4).digest(), "big")
+
+    def fly(self, channel: Hashable, arrive: Callable[[], None], *of: Callable[[], Any]) -> None:
+        """Call ``arrive()`` some events later, after what was given before for ``channel``."""
+        number = next(self._numbers)
+        delay = _DELAYS[self.draw(channel, self._last[channel]) % len(_DELAYS)]
+        due = self._last[channel] = max(self._now + delay, self._last[channel] + 1)
+        heapq.heappush(self._heap, Flight(due, number, arrive, of))
+
+    def take(self, flight: Flight) -> None:
+        """``flight`` does not arrive by itself any more."""
+        self._heap.remove(flight)
+        heapq.heapify(self._heap)
+
+    def tick(self) -> None:
+        """One more event: what is due arrives."""
+        self._now += 1
+        while self._heap and self._heap[0].due <= self._now:
+            heapq.heappop(self._heap).arrive()
+
+    def jump(self) -> None:
+        """As many events as it takes until the next one arrives."""
+        self._now = max(self._now, self._heap[0].due - 1)
+        self.tick()
+
+
 class Schedule:
     """All that is under way, and all threads that wait.
 
@@ -61,12 +110,8 @@ class Schedule:
     def __init__(self, seed: int, limit: float, report: Callable[[], str]) -> None:
         self.lock = threading.Lock()
         """The lock of everything in the network."""
-        self.flights: list[Flight] = []
-        self.seed = seed
+        self.flights = Flights(seed)
         self._limit, self._report = limit, report
-        self._now = 0
-        self._numbers = itertools.count()
-        self._last: dict[Hashable, int] = defaultdict(int)
         self._own = threading.local()
         self._waiting: dict[threading.Thread, _Waiting] = {}
         self._running: set[threading.Thread] = set()
@@ -108,24 +153,11 @@ class Schedule:
 
     # ---- under the lock
 
-    def draw(self, *of: object) -> int:
-        """A number that depends on the seed and on ``of`` only."""
-        return int.from_bytes(hashlib.blake2b(repr((self.seed, of)).encode(), digest_size=4).digest(), "big")
-
-    def fly(self, channel: Hashable, arrive: Callable[[], None], *of: Callable[[], Any]) -> None:
-        """Call ``arrive()`` some events later, after what was given before for ``channel``."""
-        number = next(self._numbers)
-        delay = _DELAYS[self.draw(channel, self._last[channel]) % len(_DELAYS)]
-        due = self._last[channel] = max(self._now + delay, self._last[channel] + 1)
-        heapq.heappush(self.flights, Flight(due, number, arrive, of))
-
     def tick(self) -> None:
         """One more event: what is due arrives."""
         self._notice_stranger()
-        self._now += 1
         self._last_event = time.monotonic()
-        while self.flights and self.flights[0].due <= self._now:
-            heapq.heappop(self.flights).arrive()
+        self.flights.tick()
 
     def block(self, who: str, what: object, seconds: float = math.inf) -> None:
         """Wait for something to happen; look again afterwards. Raises Stuck."""
@@ -188,8 +220,9 @@ class Schedule:
     def _jump(self) -> None:
         """Nobody else has anything to do: the next message comes, or nobody ever goes on."""
         if self.flights:
-            self._now = max(self._now, self.flights[0].due - 1)
-            self.tick()
+            self._notice_stranger()
+            self._last_event = time.monotonic()
+            self.flights.jump()
         else:
             self.give_up(f"nobody can go on:\n{self.standing()}\n{self._report()}")
 
