@@ -99,12 +99,13 @@ def _train(row: Row, rank: int, plugin: bool) -> Any:
         # Stock would start loader processes; the same order without them.
         sampler = DistributedSampler(data, PIPELINES, engine.grid.get_data_parallel_id(), shuffle=False)
         engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(data, data_sampler=sampler, num_local_io_workers=0)))
+    engine.points = data
     memo: dict[str, Any] = {}
     losses = []
     try:
         for iteration in range(row.iterations):
             row.script(engine, iteration, memo)
-            losses.append(engine.train_batch())
+            losses.append(engine.train_batch(getattr(engine, "data_iter", None)))
         row.script(engine, row.iterations, memo)
         if plugin:
             engine.settle()

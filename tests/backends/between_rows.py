@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineError
+from deepspeed.utils import RepeatingLoader
 from torch import nn
 from torch.optim import swa_utils
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 WIDTH = 8
 ALWAYS, NEVER = 0.05, 50.0
@@ -402,6 +405,35 @@ def harmless(engine: Any) -> None:
     engine.set_train_micro_batch_size(2)
 
 
+def loader_of(engine: Any, shuffle: bool = True) -> DataLoader:
+    """Three micro-batches for each pipeline."""
+    data = Subset(engine.points, range(12))
+    sampler = DistributedSampler(data, engine.dp_world_size, engine.grid.get_data_parallel_id(), shuffle=shuffle)
+    return DataLoader(data, 2, sampler=sampler)
+
+
+def epochs_of(engine: Any) -> Iterator[Any]:
+    loader = loader_of(engine)
+    for epoch in itertools.count():
+        loader.sampler.set_epoch(epoch)
+        yield from loader
+
+
+def given(iterator: Callable[[Any], Iterator[Any]]) -> Script:
+    """As `train_batch(iterator)` for each iteration."""
+    def script(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+        if iteration == 0:
+            memo["iterator"] = iterator(engine)
+        engine.data_iter = memo["iterator"]
+    return script
+
+
+def given_each_epoch(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    loader = loader_of(engine)
+    loader.sampler.set_epoch(iteration)
+    engine.data_iter = iter(loader)
+
+
 def evaluate(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
     torch.manual_seed(iteration)
     size = 2 + iteration
@@ -509,10 +541,19 @@ ROWS: list[Row] = [
         refused="train_micro_batch_size_per_gpu cannot become 1: it was 2"),
     Row("changes such a number in the configuration", at(1, set_steps),
         refused="gradient_accumulation_steps cannot become 1: it was 2"),
-    Row("calls `set_dataloader()`", at(1, lambda engine: engine.set_dataloader([])),
-        refused="set_dataloader() takes what only"),
-    Row("calls `set_dataiterator()`", at(1, lambda engine: engine.set_dataiterator(iter([]))),
-        refused="set_dataiterator() takes what only"),
+    Row("gives `train_batch()` an `itertools.cycle` of a DataLoader", given(lambda engine: itertools.cycle(
+        loader_of(engine)))),
+    Row("gives it a generator over a DataLoader that shuffles each epoch otherwise", given(epochs_of)),
+    Row("gives it another iterator for each epoch", given_each_epoch),
+    Row("gives it a generator that changes what the loader gives", given(
+        lambda engine: ((2 * x, y) for x, y in loader_of(engine))),
+        refused="other micro-batches than its data loader's sampler names"),
+    Row("gives it a DataLoader whose sampler knows no pipelines", given(lambda engine: iter(
+        DataLoader(engine.points, 2))), refused="has no attribute data_parallel_rank or rank"),
+    Row("gives it something else than a DataLoader",
+        given(lambda engine: itertools.repeat((torch.ones(2, WIDTH),) * 2)),
+        refused="took no batches from torch DataLoaders"),
+    Row("calls `set_dataloader()`", at(0, lambda engine: engine.set_dataloader(RepeatingLoader(loader_of(engine))))),
     Row("calls `load_checkpoint()`", at(1, lambda engine: engine.load_checkpoint("nowhere")),
         refused="load_checkpoint() after the first train_batch() is not supported"),
     Row("has a dataset whose last micro-batch is smaller", nothing, samples=2 * 2 * 4 + 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from deepspeed.runtime.dataloader import RepeatingLoader
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
@@ -161,7 +162,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
-          evaluate: Sequence[int] = (), annealed: bool = False,
+          evaluate: Sequence[int] = (), annealed: bool = False, loader: bool = False,
           raises: int | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
@@ -180,6 +181,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         evaluate: iterations before which it evaluates.
         annealed: whether the script sets a variable that the loss is computed with, before each iteration; with the
             plugin only.
+        loader: whether `train_batch()` gets an iterator over a DataLoader, which gives the same as the dataset.
         raises: iteration before which the script fails, on all ranks; with the plugin only.
     """
     if mistake and mistake not in ("apart", "data"):
@@ -221,7 +223,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda self: True
     data = Text(rank if mistake == "data" else 0, corrupt, noise) if plugin else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
-                                      training_data=data)
+                                      training_data=None if loader else data)
     if mistake == "apart" and rank == 1:
         next(engine.module.parameters()).data[0] += 1
     if not plugin:
@@ -234,6 +236,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         lambda gradient: gradient * torch.inf if (stage, engine.global_steps) in overflows else gradient)
     if load:
         engine.load_checkpoint(load[0], **load[1])
+    iterator = None
+    if loader:
+        sampler = DistributedSampler(data, pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
+        iterator = itertools.cycle(DataLoader(data, BATCH, sampler=sampler)) if stage in (0, stages - 1) else None
     losses, evaluated, begun = [], [], engine.global_steps
     while len(losses) < iterations:
         if by_hand:
@@ -246,9 +252,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             anneal(begun + len(losses))
             observer.on("annealed", begun + len(losses), None)
         if len(losses) in evaluate:
-            unseen = torch.utils.data.DataLoader(Text(5000), batch_size=BATCH)
+            unseen = DataLoader(Text(5000), batch_size=BATCH)
             evaluated.append(engine.eval_batch(iter(unseen)).item())
-        losses.append(engine.train_batch().item())
+        losses.append(engine.train_batch(iterator).item())
         if save and len(losses) == save[1]:
             engine.save_checkpoint(save[0])
         if save_every and len(losses) % save_every[1] == 0:

@@ -66,8 +66,9 @@ def lose_one(job: Job) -> None:
 
 
 def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(undisturbed):
-    """Evaluations, too: stock tells the shapes of its messages once, which the new one has not heard."""
-    evaluating = {**EXACT, "evaluate": (1, ITERATIONS - 1)}
+    """Evaluations, too: stock tells the shapes of its messages once, which the new one has not heard. The script gives
+    an iterator over a data loader."""
+    evaluating = {**EXACT, "evaluate": (1, ITERATIONS - 1), "loader": True}
     with Job(gpt_job.train, SIZE, evaluating, [FIRST, LATE], limit=LIMIT) as job:
         lose_one(job)
         job.rejoin(rank_of("1:1"))

@@ -39,13 +39,6 @@ def refuse_other_sizes(engine: PipelineEngine, before: Mapping[str, int]) -> Non
         refuse_another(name, now, before[name])
 
 
-def refuse_loader(call: str) -> None:
-    """Raises UnsupportedError."""
-    raise UnsupportedError(f"{call} takes what only this worker can read, and not a dead one's peers. Give the dataset "
-                           "to deepspeed.initialize(training_data=...), or call megatron_recycle.enable(data=factory); "
-                           "to go on with other data, begin a new job from a checkpoint")
-
-
 def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:
     """Call ``settle()`` before anybody reads or writes parameters by way of ``model`` or a part of it, or the state of
     either."""

@@ -22,13 +22,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from megatron_recycle.backends.deepspeed.between import (
     check_data,
     refuse_another,
-    refuse_loader,
     refuse_other_sizes,
     settle_when_asked,
     sizes,
 )
 from megatron_recycle.backends.deepspeed.config import read_config, say_before_compiling
 from megatron_recycle.backends.deepspeed.evaluation import Taken
+from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.last import LastCheckpoint
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
@@ -36,13 +36,14 @@ from megatron_recycle.backends.deepspeed.support import check_supported, torch_o
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.errors import DataError, UnsupportedError
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource, FactorySource, Mapped
+from megatron_recycle.runtime.compute.loader_passes import watch_loaders
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.place import Place
 
@@ -71,6 +72,7 @@ def install(options: Options) -> None:
         finally:
             deepspeed.PipelineEngine = plain
 
+    watch_loaders()
     setattr(initialize, _STOCK, stock)
     deepspeed.initialize = initialize
 
@@ -78,12 +80,13 @@ def install(options: Options) -> None:
 class RecyclePipelineEngine(PipelineEngine):
     """`PipelineEngine` that goes on training when workers fail.
 
-    Differences a user can see: `train_batch()` takes no bare iterator (see DataError's message), and while a
+    Differences a user can see: `train_batch()` takes an iterator only over a torch DataLoader, and while a
     worker is missing `eval_batch()` and `save_checkpoint()` are refused.
     """
 
     def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
         self._dataset = keywords.get("training_data")
+        self._given: Any = None  # an iterator that the script has set for the next train_batch()
         self.masters: MasterWeightOptimizer | None = None
         """The optimizer, if it has fp32 copies of 16-bit parameters."""
         super().__init__(*args, **keywords)
@@ -106,31 +109,36 @@ class RecyclePipelineEngine(PipelineEngine):
     # ---- training
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """As stock, with the data taken from `training_data` or the factory given to `enable(data=...)`.
+        """As stock, with the data taken from ``data_iter``, `training_data` or the factory given to `enable(data=...)`.
 
         Raises:
-            DataError: a bare iterator was given, or none of the above was.
+            DataError: none of them was given, or the iterator cannot be read for other workers (see `LoaderSource`).
             SystemExit: the job cannot go on; the message says why and what to do.
         """
         with self.session.call():
             return self._train_batch(data_iter)
 
     def _train_batch(self, data_iter: Any) -> torch.Tensor:
-        if data_iter is not None and self._options.data is None:
-            raise DataError(
-                "train_batch(data_iter) takes a bare iterator, which cannot give a dead worker's micro-batches to "
-                "another worker. Give the dataset to deepspeed.initialize(training_data=...) and call train_batch(), "
-                "or call megatron_recycle.enable(data=factory) with factory(pipeline) -> an iterator that gives "
-                "that pipeline's micro-batches in the same order each time it is called")
-        if not self.session.started:
-            self._source = self._data_source()
+        given = self._take_given(data_iter)
+        first = not self.session.started
+        if first:
+            self._source = self._data_source(given is not None)
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                save_last=lambda groups, _: self._last.write(groups))
+        if given is not None:
+            take_iterator(self._plain, given, (self.session.iteration + 1) * self.micro_batches)
+        if first:
+            compare_iterators(self._plain, self.session, self._options.setup)
         begin = time.monotonic()
         loss = self._train_iteration()
         self._seconds += time.monotonic() - begin
         self._log_as_rank_zero(loss)
         return loss
+
+    def _take_given(self, data_iter: Any) -> Any:
+        """The script's iterator for the next iteration, if it has given one now."""
+        given, self._given = data_iter if data_iter is not None else self._given, None
+        return given
 
     def _train_iteration(self) -> torch.Tensor:
         """The iteration that the script asks for. An iteration that the job had done before this worker came in is over
@@ -194,28 +202,30 @@ class RecyclePipelineEngine(PipelineEngine):
         refuse_another(name, micro_batch_size, self._started_with[name])
 
     def set_dataloader(self, loader: Any) -> None:
-        """Raises UnsupportedError: nobody but this worker could read it."""
-        refuse_loader("set_dataloader()")
+        """As stock: the next `train_batch()` begins a pass over ``loader``."""
+        self.training_dataloader = loader
+        self._given = iter(loader)
 
     def set_dataiterator(self, iterator: Any) -> None:
-        """For `eval_batch()`. Raises UnsupportedError if the script calls it: nobody but this worker could read it."""
-        if not self.session.busy:
-            refuse_loader("set_dataiterator()")
-        super().set_dataiterator(iterator)
+        """As stock: the next `train_batch()` reads ``iterator``; used by `eval_batch()` as well."""
+        if self.session.busy:
+            super().set_dataiterator(iterator)
+        else:
+            self._given = iterator
 
-    def _data_source(self) -> DataSource:
+    def _data_source(self, iterator: bool) -> DataSource:
         """Where micro-batches are read; what `set_batch_fn` was given is part of the reading, so that first and last
         stage see the same, also where it draws random numbers."""
-        self._plain = self._plain_source()
+        self._plain = self._plain_source(iterator)
         return Mapped(self._plain, lambda: self.batch_fn, self.session.seeds("batch_fn"))
 
-    def _plain_source(self) -> DataSource:
+    def _plain_source(self, iterator: bool) -> DataSource:
+        """``iterator``: whether the script has given one."""
         seeds = self.session.seeds()
         if self._options.data is not None:
             return FactorySource(self._options.data, seeds)
-        if self._dataset is None:
-            raise DataError("there is no training data: give a dataset to deepspeed.initialize(training_data=...), or "
-                            "call megatron_recycle.enable(data=factory) with factory(pipeline) -> iterator")
+        if iterator or self._dataset is None:
+            return iterator_source(self, iterator, self.session.place, seeds)
         source = DatasetSource(self._dataset, self.grid.data_parallel_size, self.micro_batch_size, self.collate_fn,
                                self.dataloader_drop_last(), seeds)
         if source.short is not None and self.num_stages > 1 and self.global_rank == 0:
