@@ -19,14 +19,15 @@ RUN_DIR = "RECYCLE_RUN_DIR"
 HOST = "RECYCLE_HOST"
 JOINING = "RECYCLE_JOIN"
 CHAOS = "RECYCLE_CHAOS"
+MICROBATCHES = "RECYCLE_MICROBATCHES"
 
-HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, JOINING, CHAOS})
+HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, JOINING, CHAOS, MICROBATCHES})
 """Variables that only `recycle run` sets; none of them is a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """A worker's start, as its launcher describes it. A launcher that is not ours leaves the first six as they are.
+    """A worker's start, as its launcher describes it. A launcher that is not ours leaves the first seven as they are.
 
     Attributes:
         control: "host:port" of the coordinator; None under torchrun and the like, which start none.
@@ -35,6 +36,7 @@ class Launched:
         host: the name by which the coordinator tells hosts apart.
         joining: whether this process joins a job that runs already.
         chaos: whether `recycle chaos` may hold this process at precise moments.
+        microbatches: those of an iteration over all pipelines, if the job was started again and has to keep them.
         rank, size, local_rank: torch's RANK, WORLD_SIZE and LOCAL_RANK.
         store: host and port of torch's store; None for a job whose processes met in another way.
     """
@@ -45,6 +47,7 @@ class Launched:
     host: str | None = None
     joining: bool = False
     chaos: bool = False
+    microbatches: int | None = None
     rank: int | None = None
     size: int | None = None
     local_rank: int | None = None
@@ -62,6 +65,7 @@ class Launched:
             host=environ.get(HOST),
             joining=environ.get(JOINING) == "1",
             chaos=bool(environ.get(CHAOS)),
+            microbatches=_number(environ, MICROBATCHES),
             rank=_number(environ, "RANK"),
             size=_number(environ, "WORLD_SIZE"),
             local_rank=_number(environ, "LOCAL_RANK"),
@@ -76,7 +80,8 @@ class Launched:
     def variables(self) -> dict[str, str]:
         """The variables of `recycle run` that `read` finds again. torch's are the launcher's to add."""
         given = {COORDINATOR: self.control, TOKEN: self.token, RUN_DIR: self.run_dir, HOST: self.host,
-                 JOINING: "1" if self.joining else None, CHAOS: "1" if self.chaos else None}
+                 JOINING: "1" if self.joining else None, CHAOS: "1" if self.chaos else None,
+                 MICROBATCHES: None if self.microbatches is None else str(self.microbatches)}
         return {name: text for name, text in given.items() if text}
 
 

@@ -177,7 +177,11 @@ def train(args: argparse.Namespace) -> None:
         read_in_process(engine, windows)
     initial = {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
     losses, times = [], []
-    for _ in range(args.iterations):
+    if args.checkpoints is not None:
+        engine.load_checkpoint(str(args.checkpoints))  # the latest one; DeepSpeed warns if there is none yet
+    for iteration in range(engine.global_steps, args.iterations):
+        if args.checkpoints is not None and iteration and iteration % args.save_every == 0:
+            engine.save_checkpoint(str(args.checkpoints))
         wall, processor = time.perf_counter(), time.process_time()
         losses.append(float(engine.train_batch()))
         times.append((time.perf_counter() - wall, time.process_time() - processor))
@@ -289,6 +293,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--in-process-data", action="store_true", help="stock engine only: no loader processes"
     )
     parser.add_argument("--dump", type=Path, help="folder for each worker's final state")
+    parser.add_argument(
+        "--checkpoints", type=Path, metavar="DIR", help="take up the latest checkpoint in it, if any, and save there"
+    )
+    parser.add_argument("--save-every", type=int, default=10, help="iterations between two checkpoints")
     parser.add_argument(
         "--validate", type=Path, metavar="DIR", help="only print the validation loss of a dump"
     )

@@ -9,8 +9,10 @@ from megatron_recycle.control.memory import Memory
 from megatron_recycle.control.searches import Searches
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.telling import Telling
+from megatron_recycle.control.wire import Message
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership.inputs import NoLoss, ReportsLate, SavedLate
+from megatron_recycle.membership.next_life import NextLife, Shape, node_of, plan_life
 from megatron_recycle.membership.state import State
 
 
@@ -19,7 +21,7 @@ class AsyncioExecutor:
     cut off."""
 
     def __init__(self, server: Server, clocks: Clocks, searches: Searches, telling: Telling, memory: Memory,
-                 state: State) -> None:
+                 state: State, restarts: bool) -> None:
         self._ended: asyncio.Future[do.End] | None = None
         self._server = server
         self._clocks = clocks
@@ -27,6 +29,8 @@ class AsyncioExecutor:
         self._telling = telling
         self._memory = memory
         self._state = state
+        self._restarts = restarts
+        self.last_word: Message = {}
 
     @property
     def ended(self) -> asyncio.Future[do.End]:
@@ -75,7 +79,26 @@ class AsyncioExecutor:
         self._searches.find_moves(decision)
 
     def end(self, decision: do.End) -> None:
+        """Where the script is to be started again, nobody finds this coordinator in place of the next one."""
         self._searches.cancel()
-        self._server.tell_launchers({"type": "end", "status": decision.status, "message": decision.message})
+        self.last_word = {"type": "end", "status": decision.status, "message": decision.message}
+        if decision.again and self._restarts:
+            following = self._next_life()
+            if isinstance(following, str):
+                self.last_word["message"] += f" It cannot be started again: {following}."
+            else:
+                self._server.stop_listening()
+                self.last_word["next_life"] = following.to_json()
+        self._server.tell_launchers(self.last_word)
         if not self.ended.done():
             self.ended.set_result(decision)
+
+    def _next_life(self) -> NextLife | str:
+        """On all hosts whose launchers are there. One that has been silent for as long as a failure takes to be found,
+        while others were heard, is not."""
+        heard = {connection: connection.heard for connection in self._server.launchers}
+        late = max(heard.values(), default=0.0) - self._clocks.timeouts.heartbeat_timeout
+        places = {str(one.host): one.places for one, moment in heard.items() if one.places and moment > late}
+        before = self._state.shape
+        shape = before if self._state.description is None else Shape.of(self._state.description)
+        return plan_life(dict(sorted(places.items(), key=lambda item: node_of(item[0]))), shape, self._state.size)

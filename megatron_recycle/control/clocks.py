@@ -97,4 +97,4 @@ class Clocks:
         ready = {member.rank for member in state.known.values() if member.worker in state.descriptions}
         missing = ", ".join(str(rank) for rank in range(state.size) if rank not in ready)
         limit = f"{self.timeouts.start_timeout:.0f} s"
-        self._feed(Interrupted(1, f"not ready within {limit}: rank {missing}; see their logs"))
+        self._feed(Interrupted(1, f"not ready within {limit}: rank {missing}; see their logs", again=True))

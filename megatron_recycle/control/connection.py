@@ -7,6 +7,7 @@ closed. No message of a connection is acted on before all of the frame has been 
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Protocol
 
 from megatron_recycle.control.sockets import watch_peer
@@ -36,13 +37,16 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """`role` is "worker", "launcher" or "newcomer" once the peer has said hello; `incarnation` (a worker's) and `host`
-    (a launcher's) are set by the owner."""
+    """`role` is "worker", "launcher" or "newcomer" once the peer has said hello; `incarnation` (a worker's), `host` and
+    `places` (a launcher's: the processes that its host can start in the job's next life) are set by the owner. `heard`
+    is when something last came in (monotonic)."""
 
     def __init__(self, owner: Owner) -> None:
         self.role: str | None = None
         self.incarnation: str | None = None
         self.host: str | None = None
+        self.places = 0
+        self.heard = time.monotonic()
         self.source = "?"
         self._owner = owner
         self._session = Session.server(owner.token)
@@ -62,6 +66,7 @@ class Connection(asyncio.Protocol):
         self._owner.connected(self)
 
     def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
         try:
             for message in self._session.feed(data):
                 self._accept(message)

@@ -30,6 +30,7 @@ from megatron_recycle.membership import commands, messages, moving
 from megatron_recycle.membership.decisions import End, Improve
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Input, Interrupted, Loss, Lost, Restarted, StaysOut
+from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
 
@@ -55,6 +56,8 @@ class Coordinator:
         state: what `records.restore` has read from the journal of a coordinator that has died.
         told: the events it has told.
         host: where this is, as workers there name their host.
+        shape: what the job has in common with its life before this one.
+        restarts: whether the script is started again if the grid cannot go on.
     """
 
     def __init__(
@@ -75,9 +78,11 @@ class Coordinator:
         offered: Offered | None = None,
         told: Iterable[Mapping[str, Any]] = (),
         host: str = "",
+        shape: Shape | None = None,
+        restarts: bool = False,
     ) -> None:
         timeouts = timeouts or Timeouts()
-        state = (State(size=size) if state is None else state).with_(host=host)
+        state = (State(size=size) if state is None else state).with_(host=host, shape=shape)
         memory = Memory(journal)
         self.server = Server(size, token, timeouts.hello_timeout, self)
         self._listener = listener
@@ -88,7 +93,8 @@ class Coordinator:
         self._telling = Telling(emit, self.server, told)
         self._clocks = Clocks(timeouts, self.feed, lambda: self.state)
         self._searches = Searches(Plans(plan, improve, moves), self.feed, lambda: self.state)
-        self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state)
+        self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state,
+                                        restarts)
         self._leader = Leader(state, memory, self._executor)
         self._closed = False
 
@@ -195,7 +201,7 @@ class Coordinator:
         for command in commands.in_force(self.state, host):
             connection.send(dict(command.message))
         if self._executor.ended.done():
-            connection.send({"type": "end", **vars(self._executor.ended.result())})
+            connection.send(self._executor.last_word)
         self._clocks.watch.launcher_beat(host, time.monotonic())
 
     def launcher_gone(self, host: str) -> None:

@@ -15,6 +15,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_recycle.control.measured import Profiles
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import listen
+from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import State
@@ -48,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
     made.add_argument("--store-port", type=int, default=-1, help="of torch's store, for hosts that join; -1: none")
     made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
+    made.add_argument("--life", default="null", help="the job's life, in JSON; null: it has one only")
     made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
     return made
 
@@ -98,11 +101,15 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     events = args.run_dir / "events.jsonl"
     journal, past = open_journal(args, events)
     log = EventLog(events)
+    life = json.loads(args.life) or {}
 
     def emit(event: Mapping[str, Any]) -> None:
         fields = dict(event)
         log.emit(fields.pop("event"), **fields)
 
+    if life.get("number") and not args.resume:
+        emit({"event": "started_again", "t": time.time(), "restart": life["number"], "of": life["most"],
+              "workers": args.size, "reason": life["reason"]})
     for event in past.untold:
         emit(event)
     planning = Planning(PlanFolder(args.run_dir / PLANS).keep)
@@ -126,6 +133,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         offered=offered,
         told=(*past.told, *past.untold),
         host=socket.gethostname() + ("" if args.embedded else "/0"),
+        shape=Shape(**life["shape"]) if life.get("shape") else None,
+        restarts=life.get("restarts", False),
     )
     control = await coordinator.start()
     with starter:

@@ -73,10 +73,14 @@ class Server:
         except asyncio.TimeoutError:
             log.info("recycle: %d connections are still open", len(self._connections))
 
-    async def close(self) -> None:
-        """Stop listening, and end all connections once what is queued has been sent."""
+    def stop_listening(self) -> None:
+        """Whoever comes now is refused; those that are connected stay so."""
         if self._server is not None:
             self._server.close()
+
+    async def close(self) -> None:
+        """Stop listening, and end all connections once what is queued has been sent."""
+        self.stop_listening()
         for connection in tuple(self._connections):
             connection.close()
         await asyncio.sleep(0)  # the connections notice
@@ -139,7 +143,7 @@ class Server:
 
     def _from_launcher(self, connection: Connection, message: Message) -> None:
         if message["type"] == "hello":
-            connection.host = message["host"]
+            connection.host, connection.places = message["host"], message["places"]
             self.launchers.add(connection)
             self._hearer.launcher_came(connection, message["host"])
         else:

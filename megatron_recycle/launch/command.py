@@ -18,6 +18,7 @@ from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm
 from megatron_recycle.launch.chaos_script import check_script, hurting
 from megatron_recycle.launch.launcher import Launcher
+from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.network import (
     await_coordinator,
@@ -100,6 +101,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--token-file", type=Path, metavar="FILE", help="where the job's token stands (default: RECYCLE_TOKEN, or any)"
     )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often the script is started again, on the hosts that are left, when the grid cannot go on (default: "
+        "0); it must take up its last checkpoint by itself, and the number of pipelines from WORLD_SIZE",
+    )
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
 
@@ -130,39 +139,54 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     hosts = _hosts(args, token)
     nproc = args.nproc or default_nproc(os.environ)
     run_dir = _run_dir(args, config, hosts.folder)
+    token = token or (tokens.new() if hosts.rank == 0 else None)
+    life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
+                             hosts.count, most=args.restarts)
+    while life is not None:
+        launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, store, say)
+        _tell(launcher)
+        if (life := launcher.next_life(life)) is not None:
+            say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
+    return status
+
+
+def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
+          command: list[str], config: RecycleConfig, store: bool, say: Callable[[str], None]) -> tuple[Launcher, int]:
+    """One life of the job on this host: its launcher, which has ended, and its status."""
     coordinator: service.Service | None = None
     kept: TorchStore | None = None
     try:
         if hosts.rank == 0:
-            found, coordinator, kept = _lead(args, config, hosts, run_dir, token or tokens.new(), nproc, store)
+            assert token is not None, "the first host has made one"
+            found, coordinator, kept = _lead(args, config, hosts, run_dir, token, nproc, store, life)
         else:
-            found = _follow(args, hosts, run_dir, token, nproc, say)
-        environ = torchrun_environment(not_handed_over(os.environ), found.host, max(found.store_port, 0), hosts.count,
-                                       hosts.rank)
+            found = _follow(args, hosts, run_dir, token, nproc, say, life)
+        environ = torchrun_environment(not_handed_over(os.environ), found.host, max(found.store_port, 0), life.nodes,
+                                       life.node) | life.variables()
         environ |= Launched(control=found.control, token=found.token, run_dir=str(run_dir),
-                            chaos=args.chaos is not None).variables()
+                            chaos=args.chaos is not None,
+                            microbatches=None if life.shape is None else life.shape.microbatches).variables()
         if hosts.count > 1 and (interface := interface_towards(found.host)) is not None:
             environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         job = Job(
             command=command,
             environ=environ,
             run_dir=run_dir,
-            ranks=range(nproc * hosts.rank, nproc * (hosts.rank + 1)),
-            size=nproc * hosts.count,
+            ranks=life.ranks,
+            size=life.size,
             show=args.show,
             heartbeat_interval=config.heartbeat_interval,
             grace=_grace(config),
             leader=hosts.rank == 0,
+            places=nproc,
         )
-        say(f"recycle: {nproc} workers, control at {found.control}, logs and events in {run_dir}")
+        say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
         launcher = Launcher(job, found.control, found.token, say, coordinator, kept)
-        with hurting(args.chaos if hosts.rank == 0 else None, run_dir):
-            status = launcher.run()
+        with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir):
+            return launcher, launcher.run()
     finally:
         if coordinator is not None:
             meeting.withdraw(run_dir)
-    _tell(launcher)
-    return status
 
 
 def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
@@ -193,7 +217,8 @@ def _run_dir(args: argparse.Namespace, config: RecycleConfig, folder: str | None
 
 
 def _lead(
-    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, store: bool
+    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, store: bool,
+    life: Life,
 ) -> tuple[Meeting, service.Service, TorchStore | None]:
     """Start torch's store and the coordinator, and write their addresses into the run folder.
 
@@ -219,22 +244,27 @@ def _lead(
         if store:
             kept = keep_store(host, args.master_port + 1 if args.master_port else 0, environ, run_dir)
         store_at = -1 if kept is None else kept.port
-        spec = service.CoordinatorSpec(nproc * hosts.count, run_dir, token, host, environ, args.master_port, store_at)
+        spec = service.CoordinatorSpec(life.size, run_dir, token, host, environ, args.master_port, store_at,
+                                       life=life.told())
         coordinator = service.start(spec)
     except RecycleError as error:
         if kept is not None:
             kept.end()
         if hosts.name:
-            meeting.publish(run_dir, Meeting(hosts.name, refusal=str(error)))
+            meeting.publish(run_dir, Meeting(_name(hosts, life), refusal=str(error)))
         raise
-    found = Meeting(hosts.name, coordinator.control, token, store_at, nproc)
+    found = Meeting(_name(hosts, life), coordinator.control, token, store_at, nproc)
     meeting.publish(run_dir, found)
     return found, coordinator, kept
 
 
-def _follow(
-    args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str | None, nproc: int, say: Callable[[str], None]
-) -> Meeting:
+def _name(hosts: Hosts, life: Life) -> str:
+    """Tells this life of a job that meets by its run folder from the others."""
+    return f"{hosts.name}.life{life.number}" if hosts.name and life.number else hosts.name
+
+
+def _follow(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
+            say: Callable[[str], None], life: Life) -> Meeting:
     """Wait for the first host.
 
     Raises:
@@ -249,7 +279,7 @@ def _follow(
         return Meeting(hosts.name, control, token, args.master_port + 1, nproc)
     make(run_dir)
     say(f"recycle: node {hosts.rank} of {hosts.count} waits for the first one, in {run_dir}")
-    found = meeting.await_first(run_dir, hosts.name, _START_LIMIT, say)
+    found = meeting.await_first(run_dir, _name(hosts, life), _START_LIMIT, say)
     if found.nproc != nproc:
         why = (f"the first host starts {found.nproc} workers and this one {nproc}: give the same --nproc on every "
                "host, and ask Slurm for the same GPUs on every node")
@@ -319,6 +349,10 @@ def _check(args: argparse.Namespace) -> None:
     if args.join_timeout is not None and args.join is None:
         raise ConfigError("--join-timeout is how long --join waits for a place: give --join RUN_DIR or HOST:PORT with "
                           "it, or leave it out")
+    if args.restarts < 0:
+        raise ConfigError(f"--restarts is {args.restarts}; give how often the script may be started again, 0 or more")
+    if args.restarts and args.join is not None:
+        raise ConfigError("--restarts is the job's, and --join takes the job as it is: give it where that was started")
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

@@ -27,7 +27,7 @@ _TOLD_LINES = 5
 @dataclass(frozen=True)
 class CoordinatorSpec:
     """A coordinator to be started. `port` 0 is any; `store_port` is where torch's store is, for hosts that join; -1:
-    there is none of ours.
+    there is none of ours. `life`: which of the job's lives this is, in JSON.
 
     `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits.
     """
@@ -42,11 +42,12 @@ class CoordinatorSpec:
     tied: bool = True
     embedded: bool = False
     resume: bool = False
+    life: str = "null"
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "megatron_recycle.control.process"]
         command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
-        command += ["--port", str(self.port), "--store-port", str(self.store_port)]
+        command += ["--port", str(self.port), "--store-port", str(self.store_port), "--life", self.life]
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
 
 

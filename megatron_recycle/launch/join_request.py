@@ -66,7 +66,8 @@ def call_off(control: str, token: str, why: str) -> None:
 def _visit(control: str, token: str, message: Message) -> Iterator[tuple[queue.SimpleQueue[Message], Link]]:
     """A connection as a launcher without workers that says this; and what is answered."""
     answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
-    hello: list[Message] = [{"type": "hello", "role": "launcher", "host": socket.gethostname(), "ranks": []}, message]
+    hello: list[Message] = [{"type": "hello", "role": "launcher", "host": socket.gethostname(), "ranks": [],
+                             "places": 0}, message]
     link = Link(
         control,
         token,

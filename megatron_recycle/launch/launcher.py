@@ -20,6 +20,7 @@ from megatron_recycle.control.wire import Message
 from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.ending import Ending
 from megatron_recycle.launch.last_words import last_words
+from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.log_tail import Follower
 from megatron_recycle.launch.obeying import Obeying
 from megatron_recycle.launch.processes import NOT_JOINED, Job, Processes, WorkerProcess
@@ -115,6 +116,11 @@ class Launcher:
             self.services.end()
             self._selector.close()
         return self._status()
+
+    def next_life(self, life: Life) -> Life | None:
+        """The one after ``life``, which this launcher has led its host through; None if the job is over, here or
+        everywhere."""
+        return None if self.ending.interrupted else life.after(self.ending.end, self.processes.host)
 
     @property
     def informed(self) -> bool:
@@ -272,7 +278,8 @@ class Launcher:
     def _hello(self) -> list[Message]:
         hello = {"type": "hello", "role": "launcher", "host": self.processes.host}
         staying = [_stays_out(rank) for rank in sorted(self.restarts.given_up)]
-        return [{**hello, "ranks": list(self.job.ranks)}, *self._told, *staying]
+        places = 0 if self.job.joining else self.job.places
+        return [{**hello, "ranks": list(self.job.ranks), "places": places}, *self._told, *staying]
 
     def _heard(self, message: Message) -> None:
         self._inbox.put(message)

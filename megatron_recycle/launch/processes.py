@@ -77,6 +77,8 @@ class Job:
     heartbeat_interval: float = 0.5
     grace: Grace = field(default_factory=Grace)
     leader: bool = True
+    places: int = 0
+    """Processes that this host can start in the job's next life."""
 
 
 class Processes:

@@ -44,9 +44,9 @@ def switch(state: State, now: float) -> Step:
         return state, ()
     leavers = _going(state)
     if (text := _stage_left(state, leavers)) and closing.wanted(state):
-        return ending.leave(state, Closing(text), now)
+        return ending.leave(state, Closing(text, again=True), now)
     if text:
-        return closing.end(state, 1, text, now)
+        return closing.end(state, 1, text, now, again=True)
     return failing.next_generation(state, leavers, now, now, joined=_entering(state))
 
 

@@ -23,10 +23,14 @@ LAST = "the job ends after a last checkpoint"
 """Why there is a generation that does not train."""
 
 
-def end(state: State, status: int, message: str, now: float) -> Step:
-    """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none."""
+def end(state: State, status: int, message: str, now: float, again: bool = False) -> Step:
+    """The job is over. In a generation that is for a last checkpoint ``message`` says why there is none.
+
+    Args:
+        again: whether the script may do better if it is started again.
+    """
     if state.closing is not None:
-        status = state.closing.status
+        status, again = state.closing.status, state.closing.again
         message = f"{sentence(state.closing.message)} No checkpoint was written: {sentence(message)} {last(state)}"
     told = tuple(incarnation for incarnation in state.known if incarnation not in state.fenced)
     event = {
@@ -38,9 +42,9 @@ def end(state: State, status: int, message: str, now: float) -> Step:
         "message": message,
         "out": dict(state.out),
     }
-    record = records.ended(status, message, event)
-    decisions = (record, Emit(event), messages.end(told, status, message), End(status, message))
-    return state.with_(phase=Phase.ENDED, ended=(status, message)), decisions
+    record = records.ended(status, message, again, event)
+    decisions = (record, Emit(event), messages.end(told, status, message), End(status, message, again))
+    return state.with_(phase=Phase.ENDED, ended=(status, message, again)), decisions
 
 
 def sentence(text: str) -> str:
@@ -110,7 +114,7 @@ def saved(state: State, happened: Saved, now: float) -> Step:
     iteration, status = state.resume.target, closing.status
     event = {"event": "saved", "t": now, "generation": state.generation, "iteration": iteration, "place": place}
     message = f"{sentence(closing.message)} The state after iteration {iteration} is saved in {place}."
-    state, ending = end(state.with_(closing=None), status, message, now)
+    state, ending = end(state.with_(closing=None), status, message, now, closing.again)
     return state, (Emit(event), *ending)
 
 

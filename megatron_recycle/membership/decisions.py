@@ -102,10 +102,12 @@ class Emit:
 
 @dataclass(frozen=True)
 class End:
-    """The job is over; `status` is the launcher's exit status."""
+    """The job is over; `status` is the launcher's exit status. `again`: the script may do better if it is started
+    again."""
 
     status: int
     message: str
+    again: bool = False
 
 
 Decision = Record | Note | Tell | Command | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End

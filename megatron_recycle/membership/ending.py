@@ -35,7 +35,7 @@ def interrupted(state: State, happened: Interrupted, now: float) -> Step:
     if leaves and state.closing is not None:
         return state, ()
     if not leaves or not closing.wanted(state):
-        return closing.end(state, happened.status, happened.message, now)
+        return closing.end(state, happened.status, happened.message, now, happened.again)
     return leave(state, Closing(happened.message, happened.status), now)
 
 

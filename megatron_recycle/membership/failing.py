@@ -160,7 +160,7 @@ def next_generation(
     record = records.decided(state, events)
     state, commits = training.committed_by_all(state, now)
     if (text := stage_gone(state)) is not None:
-        state, ending = closing.end(state, 1, text, now)
+        state, ending = closing.end(state, 1, text, now, again=True)
         return state, (record, *told, *commits, *ending)
     return state, (record, *announce, *told, *commits)
 
@@ -263,7 +263,8 @@ def plan_failed(state: State, happened: PlanFailed, now: float) -> Step:
     if state.phase is not Phase.RECOVERING or happened.generation != state.generation:
         return state, ()
     out = ", ".join(in_order(state.out)) or "nobody"
-    return closing.end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now)
+    return closing.end(state, 1, f"no plan for the grid with {out} out: {happened.error}. {RESTART}", now,
+                       again=True)
 
 
 def _all_reported(state: State) -> bool:
@@ -280,7 +281,7 @@ def _go(state: State, now: float) -> Step:
     announced = None if last is None else (last.next, last.attempt)
     resume = decide(state.stages, holding, state.reports, announced=announced)
     if isinstance(resume, DeadEnd):
-        return closing.end(state, 1, resume.message, now)
+        return closing.end(state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
     go = {
         "type": "go",

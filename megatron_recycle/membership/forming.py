@@ -11,6 +11,7 @@ from megatron_recycle.membership.decisions import Emit, MakePlan, Step
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
 from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.survival import judge
@@ -97,6 +98,8 @@ def _form(state: State, now: float) -> Step:
             f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
         )
         return closing.end(state, 1, text, now)
+    if state.shape is not None and grid.total != state.shape.microbatches:
+        return closing.end(state, 1, _another_batch(grid, state.shape), now)
     state = state.with_(
         phase=Phase.RECOVERING,
         generation=1,
@@ -127,11 +130,22 @@ def _form(state: State, now: float) -> Step:
     return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset()))
 
 
+def _another_batch(grid: Grid, shape: Shape) -> str:
+    """Why a life whose script has not followed the smaller grid does not train."""
+    pipelines = "1 pipeline" if grid.pipelines == 1 else f"{grid.pipelines} pipelines"
+    return (f"the script was started again with {pipelines}, and its global batch has {grid.total} micro-batches now "
+            f"and had {shape.microbatches} before: that would be another training. Let the script derive the "
+            f"micro-batches of a pipeline from WORLD_SIZE ({shape.microbatches} divided by the number of pipelines), "
+            "or fix the global batch (DeepSpeed: train_batch_size; Megatron: --global-batch-size)")
+
+
 def exited_early(state: State, member: Member | None, happened: Exited, now: float) -> Step:
     """An exit before generation 1 ends the job, unless nobody uses the plugin and all end well."""
     well = not happened.status and not happened.said and (member is None or member.worker in state.finished)
     if not well or (member is None and state.known):
-        return closing.end(state, 1, _left_early(happened.rank, happened.status, happened.log, happened.said), now)
+        text = _left_early(happened.rank, happened.status, happened.log, happened.said)
+        killed = not happened.said and (happened.status is None or happened.status < 0)
+        return closing.end(state, 1, text, now, again=killed)
     state = state.with_(gone=state.gone | {happened.rank})
     if len(state.gone) < state.size:
         return state, ()

@@ -242,10 +242,12 @@ class Restarted:
 
 @dataclass(frozen=True)
 class Interrupted:
-    """Somebody outside (a signal, a limit of time, the launcher) ends the job."""
+    """Somebody outside (a signal, a limit of time, the launcher) ends the job. `again`: the script may do better if it
+    is started again."""
 
     status: int
     message: str
+    again: bool = False
 
 
 Input = (

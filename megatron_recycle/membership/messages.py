@@ -64,7 +64,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }
 FROM_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
-    "hello": {"host": str, "ranks": list},
+    "hello": {"host": str, "ranks": list, "places": int},
     "heartbeat": {"progress": (dict, type(None))},
     "exit": {"rank": int, "pid": int, "status": (int, type(None)), "t": _NUMBER, "log": str, "move": int},
     "interrupt": {"status": int, "message": str},
@@ -262,7 +262,7 @@ def end(to: tuple[str, ...], status: int, message: str) -> Tell:
 
 def ended(state: State, incarnation: str) -> Tell:
     """The end of the job, told to a process that comes too late."""
-    status, message = state.ended or (1, "the job has ended")
+    status, message, _ = state.ended or (1, "the job has ended", False)
     return end((incarnation,), status, message)
 
 

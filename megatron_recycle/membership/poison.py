@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import Process, in_order, siblings
@@ -56,6 +57,12 @@ def fatal(state: State, member: Member, fault: Fault) -> str | None:
             return (f"{member.worker}, the last worker of stage {stage}, has failed {fault.where}: {fault}{before}. "
                     f"{RESTART}")
     return None
+
+
+def may_go_well(state: State, member: Member, fault: Fault) -> bool:
+    """Whether a job that ends with this error of a member may do better if the script is started again: nobody else has
+    met it, and it is no refusal. Peers that differ are equal again after a restart from a checkpoint."""
+    return fault.error == VerificationError.__name__ or (not fault.refused and _twin(state, member, fault) is None)
 
 
 def left_out(state: State, fault: Fault) -> bool:

@@ -46,7 +46,7 @@ def stuck(state: State, happened: Stuck, now: float) -> Step:
 def _again(state: State, reason: str, since: float, now: float, ended: str = "") -> Step:
     """A new generation with the same members, for this reason."""
     if _worn_out(state):
-        return closing.end(state, 1, _given_up(state, reason, ended), now)
+        return closing.end(state, 1, _given_up(state, reason, ended), now, again=True)
     return failing.next_generation(state.with_(mended=state.mended + 1), {}, since, now, reason=reason)
 
 

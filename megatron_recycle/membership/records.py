@@ -57,7 +57,7 @@ DECIDED: Mapping[str, Form] = {
     "committed": _PLAIN,
     "description": Form(lambda told: dict(told or {}), _PLAIN.read),
     "left_out": Form(lambda pairs: [list(pair) for pair in pairs], lambda pairs: tuple(map(tuple, pairs))),
-    "closing": Form(lambda one: one and {"message": one.message, "status": one.status}, _closing),
+    "closing": Form(lambda one: one and {"message": one.message, "status": one.status, "again": one.again}, _closing),
     "faults": Form(lambda faults: [{**vars(said), "fault": said.fault.to_json()} for said in faults],
                    lambda faults: tuple(map(_said, faults))),
 }
@@ -93,6 +93,7 @@ _OFFERED = "it is offered again, with another number"
 TRANSIENT: Mapping[str, str] = {
     "size": "the command line of the coordinator",
     "host": "where this coordinator is",
+    "shape": "the command line of the coordinator",
     "joiners": _AGAIN,
     "prepared": _AGAIN,
     "leaving": _AGAIN,
@@ -185,9 +186,10 @@ def committed(iteration: int) -> Note:
     return Note({"kind": "committed", "iteration": iteration})
 
 
-def ended(status: int, message: str, event: Message) -> Record:
-    """The end of the job."""
-    return Record({"kind": "end", "status": status, "message": message, "events": [event]}, needed=False)
+def ended(status: int, message: str, again: bool, event: Message) -> Record:
+    """The end of the job, or of this life of it."""
+    return Record({"kind": "end", "status": status, "message": message, "again": again, "events": [event]},
+                  needed=False)
 
 
 # Reading
@@ -209,7 +211,7 @@ def restore(size: int, records: Sequence[Json], told: Sequence[Json] = ()) -> St
     if (record := _last(records, "checkpoint")) is not None:
         state = state.with_(checkpoint=record["checkpoint"])
     if (record := _last(records, "end")) is not None:
-        state = state.with_(phase=Phase.ENDED, ended=(record["status"], record["message"]))
+        state = state.with_(phase=Phase.ENDED, ended=(record["status"], record["message"], record["again"]))
     return state
 
 

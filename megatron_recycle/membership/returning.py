@@ -34,7 +34,7 @@ def coordinator(state: State, happened: Restarted, now: float) -> Step:
         return state, ()
     restarted = Emit({"event": "restarted", "t": now, "generation": state.generation})
     if (text := failing.stage_gone(state)) is not None:  # decided, but the end was not written down any more
-        state, ending = closing.end(state, 1, text, now)
+        state, ending = closing.end(state, 1, text, now, again=True)
         return state, (restarted, *ending)
     return state, (restarted,) if state.closing is None else (restarted, AwaitSaved(state.generation))
 

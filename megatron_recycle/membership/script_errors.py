@@ -51,15 +51,16 @@ def _end_with(state: State, member: Member, happened: Raised, text: str, now: fl
     lost = {} if fault.whole else {member.worker: FailureKind.EXIT}
     stays = failing.suspected(state, member, FailureKind.EXIT, happened.since, now, removed=False)
     told = () if fault.refused else (Emit(stays),)
+    again = poison.may_go_well(state, member, fault)
     why_not = "" if fault.refused and not fault.whole else closing.why_not(state, lost)
     if why_not is not None:
         if why_not or not fault.refused:
             none = f" No checkpoint was written: {why_not}." if why_not else ""
             text = f"{closing.sentence(text)}{none} {closing.last(state)}"
-        state, ending = closing.end(state, 1, text, now)
+        state, ending = closing.end(state, 1, text, now, again)
         return state, (*told, *ending)
     state, decisions = failing.next_generation(
-        state, lost, happened.since, now, reason=closing.LAST, to_close=Closing(text))
+        state, lost, happened.since, now, reason=closing.LAST, to_close=Closing(text, again=again))
     return state, (*decisions, *((closing.answer(member, happened.number), *told) if fault.whole else ()))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.names import in_order, workers_of
+from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.resume import Resume
 
 Message = Mapping[str, Any]
@@ -62,6 +63,8 @@ class Closing:
 
     message: str
     status: int = 1
+    again: bool = False
+    """Whether the script may do better if it is started again."""
     saved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """By member where its part of the checkpoint is, and why it is not written, if it is not."""
 
@@ -76,6 +79,8 @@ class State:
     size: int
     host: str = ""
     """The host that the coordinator is on, as its members would name it; empty: nobody knows."""
+    shape: Shape | None = None
+    """What this life of the job has to have in common with the one before; None: it is the first."""
     phase: Phase = Phase.FORMING
     generation: int = 0
     known: Mapping[str, Member] = field(default_factory=dict)
@@ -142,8 +147,8 @@ class State:
     """The last resume point that was announced."""
     returned: frozenset[str] = field(default=frozenset(), metadata=_OF_GENERATION)
     """RETURNING: members that have said they are in the current generation."""
-    ended: tuple[int, str] | None = None
-    """Status and message of the end."""
+    ended: tuple[int, str, bool] | None = None
+    """Status and message of the end, and whether the script may do better if it is started again."""
     since: float | None = None
     """When the failure happened that is being recovered from; of several, the first."""
     resumed: Mapping[str, float] = field(default_factory=dict, metadata=_OF_GENERATION)

@@ -207,7 +207,7 @@ async def launcher(address: tuple[str, int]) -> Any:
     reader, writer = await asyncio.open_connection(*address)
     while not session.open:
         session.feed(await reader.read(1 << 16))
-    writer.write(session.seal({"type": "hello", "role": "launcher", "host": "host0", "ranks": []}))
+    writer.write(session.seal({"type": "hello", "role": "launcher", "host": "host0", "ranks": [], "places": 0}))
 
     async def drain() -> None:
         while await reader.read(1 << 20):

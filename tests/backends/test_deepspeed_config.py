@@ -13,7 +13,8 @@ import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
 from megatron_recycle.backends.deepspeed import engine as backend
-from megatron_recycle.backends.deepspeed.config import read_config, say_before_compiling
+from megatron_recycle.backends.deepspeed.config import keep_batch, read_config, say_before_compiling, with_config
+from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Worker
 
 SETTINGS = {"recycle": {"reduction": "exact"}, "note": "x" * 300}
@@ -46,6 +47,25 @@ def test_a_configuration_is_read_as_deepspeed_reads_it(written, given, tmp_path)
     else:
         keywords = {given: config}
     assert read_config(deepspeed.initialize, *arguments, **keywords) == SETTINGS
+
+
+@pytest.mark.parametrize("config", [
+    {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
+    {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
+    {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4},
+    {"train_batch_size": 24, "gradient_accumulation_steps": 3},
+])
+def test_a_job_that_starts_again_with_half_its_pipelines_keeps_its_batch(config, tmp_path):
+    """Two pipelines with 3 micro-batches of 4 samples have become one. The configuration may be anywhere."""
+    kept = keep_batch(config, microbatches=6, pipelines=1)
+    assert (kept["gradient_accumulation_steps"], kept["train_micro_batch_size_per_gpu"]) == (6, 4)
+    assert kept.get("train_batch_size", 24) == 24
+    args = Namespace(deepspeed_config=str(tmp_path))
+    call = with_config(deepspeed.initialize, kept, args, "model", config_params=config, training_data="data")
+    assert (call["config"], call["config_params"], call["args"].deepspeed_config) == (kept, None, None)
+    assert (call["model"], call["training_data"], args.deepspeed_config) == ("model", "data", str(tmp_path))
+    with pytest.raises(ConfigError, match="makes 4 pipelines, which cannot share the 6 micro-batches"):
+        keep_batch(config, microbatches=6, pipelines=4)
 
 
 @pytest.mark.parametrize("config", [None, "no/such/file.json", "x" * 5000, b"\xff".decode("latin1"), 7])

@@ -238,3 +238,14 @@ def test_an_iterator_without_places_is_refused():
 
     with pytest.raises(DataError, match="data_parallel_rank"):
         source_of(iter([1, 2, 3]), 0, SEEDS)
+
+
+def test_a_job_that_starts_again_with_fewer_pipelines_keeps_megatrons_global_batch():
+    """Without --global-batch-size Megatron takes one micro-batch of each pipeline."""
+    from megatron_recycle.backends.megatron.training import keep_batch
+
+    arguments = SimpleNamespace(micro_batch_size=2, global_batch_size=2)
+    assert keep_batch(arguments, None) == [] and arguments.global_batch_size == 2
+    (line,) = keep_batch(arguments, 4)
+    assert arguments.global_batch_size == 8 and "is 8 and not 2" in line
+    assert keep_batch(arguments, 4) == []

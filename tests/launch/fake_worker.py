@@ -58,8 +58,13 @@ class FakeWorker:
         self.paused: set[str] = set()
         if "patience" in self.orders:
             self.agent.doing = self.doing
+        launched, life = Launched.read(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        batch = launched.microbatches or 2 * pipelines
+        if life:  # what was ordered has been done
+            self.orders = {name: order for name, order in self.orders.items() if name in ("iterations", "description")}
+            self.marks = self.marks.with_name(f"marks-{life}")
         self.description = {
-            "grid": {"stages": STAGES, "microbatches": [2] * pipelines},
+            "grid": {"stages": STAGES, "microbatches": [batch // pipelines] * pipelines},
             "block": 1,
             "reduction": "exact",
             "cap": None,

@@ -31,6 +31,8 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
         (["--master-addr", "1.2.3.4", SCRIPT], {}, "nobody can listen on 1.2.3.4"),
         (["--master-port", "99999", SCRIPT], {}, "--master-port is 99999"),
         (["--master-port", "-5", SCRIPT], {}, "--master-port is -5"),
+        (["--restarts", "-1", SCRIPT], {}, "--restarts is -1; give how often the script may be started again"),
+        (["--restarts", "1", "--join", "127.0.0.1:1", SCRIPT], {"RECYCLE_TOKEN": TOKEN}, "--restarts is the job's"),
         (["--nnodes", "0", SCRIPT], {}, "--nnodes is 0; give 1 or more"),
         ([SCRIPT], {"RECYCLE_INTERFACE": ""}, "every address"),
         (["--master-addr", "no.such.host.invalid", SCRIPT], {}, "nobody can listen on no.such.host.invalid"),

@@ -134,7 +134,7 @@ def test_whichever_write_fails_what_is_on_disk_what_was_told_and_the_end_agree(t
 
     async def all_of_them() -> None:
         job, journal = await lives(float("inf"))
-        assert job.state.ended == (0, "the job has finished") and job.state.generation == 3
+        assert job.state.ended == (0, "the job has finished", False) and job.state.generation == 3
         ends = []
         for writes in range(len(journal.records)):
             job, journal = await lives(writes)

@@ -73,10 +73,11 @@ def test_what_follows_from_other_records() -> None:
     assert (after.resume, after.offers, after.unproven, after.move) == (resume, 9, {}, 5)
     assert (after.learnt, after.plan, after.since) == ({"1": [{"what": "broadcast"}]}, {"plan": 1}, 5.0)
     more = [records.adopted(state, "sha256:2", event), records.resumed(state, event), records.committed(14),
-            records.checkpoint(state, {"iteration": 13, "place": "/here"}, event), records.ended(1, "over", event)]
+            records.checkpoint(state, {"iteration": 13, "place": "/here"}, event),
+            records.ended(1, "over", True, event)]
     journal += json.loads(json.dumps([one.record for one in more]))
     after = records.taken_up(records.restore(2, journal), journal, {"sha256:2": {"plan": 2}}.get)
-    assert (after.plan, after.since, after.committed, after.ended) == ({"plan": 2}, None, 14, (1, "over"))
+    assert (after.plan, after.since, after.committed, after.ended) == ({"plan": 2}, None, 14, (1, "over", True))
     assert after.phase is Phase.ENDED and after.checkpoint == {"iteration": 13, "place": "/here"}
 
 

@@ -100,6 +100,28 @@ def test_hosts_train_together_and_their_launchers_all_end_well(net: Hosts, tmp_p
         assert [event["iteration"] for event in several.job.events if event["event"] == "committed"] == [*range(8)]
 
 
+@pytest.mark.night
+def test_a_job_whose_grid_cannot_go_on_starts_again_on_the_hosts_that_are_left(net: Hosts, tmp_path: Path):
+    """Ranks 3, 4 and 5 are stage 1; host 2 has the last two of them."""
+    command, environ = fake({"pause": {"3": 2, "4": 2, "5": 2}})
+    options = ("--nproc", "2", "--restarts", "2", str(FAKE_WORKER))
+    with launched_on(net, tmp_path / "run", command, environ, *options) as several:
+        several.job.paused(4, 5)
+        several.launchers[2].kill()
+        several.job.kill(3)
+        again = several.job.event("started_again")
+        assert (again["restart"], again["of"], again["workers"]) == (1, 2, 4)
+        assert again["reason"].startswith("stage 1 has lost its last worker")
+        assert several.statuses()[:2] == [0, 0], several.where()
+        started = several.job.event("started")
+        assert started["grid"] == {"stages": 2, "microbatches": [3, 3]} and len(set(started["hosts"].values())) == 2
+        assert [event["iteration"] for event in several.job.events if event["event"] == "committed"] == [*range(8)]
+    told = several.outputs[0].read_text()
+    assert "recycle: restart 1 of 2: the script starts again with 4 workers (2 pipelines, 3 micro-batches" in told
+    (before,) = (tmp_path / "run").glob("before-*")
+    assert (before / "journal.jsonl").exists() and (before / "worker-0.log").exists()
+
+
 def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_path: Path):
     command, environ = fake({"pause": {"0": 3}})
     patient = {**environ, "RECYCLE_HEARTBEAT_TIMEOUT": "30", "RECYCLE_REPORT_TIMEOUT": "40"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -11,8 +12,10 @@ from typing import Any
 import hjson
 from deepspeed.accelerator import get_accelerator
 
+from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.log import get_logger
 
+_GLOBAL, _SIZE, _ACCUMULATION = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _COMPILED = {"adam": "FusedAdam", "adamw": "FusedAdam", "lamb": "FusedLamb", "lion": "FusedLion"}
 """DeepSpeed's own optimizers by their name in a configuration."""
 
@@ -32,6 +35,32 @@ def read_config(initialize: Callable[..., Any], *arguments: Any, **keywords: Any
         return hjson.loads(base64.urlsafe_b64decode(os.fspath(config)).decode())
     except (OSError, ValueError):
         return {}
+
+
+def keep_batch(config: Mapping[str, Any], microbatches: int, pipelines: int) -> dict[str, Any]:
+    """``config`` for a job that was started again with another number of pipelines: an iteration has as many
+    ``microbatches`` in all as before, of the same size.
+
+    Raises ConfigError if the pipelines cannot share them.
+    """
+    if microbatches % pipelines:
+        raise ConfigError(f"the script was started again and makes {pipelines} pipelines, which cannot share the "
+                          f"{microbatches} micro-batches of an iteration: let their number follow WORLD_SIZE")
+    kept = {**config, _ACCUMULATION: microbatches // pipelines}
+    if config.get(_SIZE) is None and config.get(_GLOBAL) is not None:
+        kept[_SIZE] = config[_GLOBAL] // microbatches
+    return kept
+
+
+def with_config(initialize: Callable[..., Any], kept: Mapping[str, Any], /, *arguments: Any,
+                **keywords: Any) -> dict[str, Any]:
+    """The keywords of a call of ``initialize`` with the configuration ``kept`` in place of the one it would find."""
+    given = dict(inspect.signature(initialize).bind_partial(*arguments, **keywords).arguments)
+    args = given.get("args")
+    if getattr(args, "deepspeed_config", None) is not None:
+        given["args"] = copy.copy(args)
+        given["args"].deepspeed_config = None
+    return {**given, "config": dict(kept), "config_params": None}
 
 
 def say_before_compiling(config: Mapping[str, Any], client_optimizer: Any) -> None:

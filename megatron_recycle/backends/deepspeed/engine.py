@@ -26,7 +26,12 @@ from megatron_recycle.backends.deepspeed.between import (
     settle_when_asked,
     sizes,
 )
-from megatron_recycle.backends.deepspeed.config import read_config, say_before_compiling
+from megatron_recycle.backends.deepspeed.config import (
+    keep_batch,
+    read_config,
+    say_before_compiling,
+    with_config,
+)
 from megatron_recycle.backends.deepspeed.evaluation import Taken
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.last import LastCheckpoint
@@ -36,6 +41,7 @@ from megatron_recycle.backends.deepspeed.support import check_supported, torch_o
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
@@ -68,6 +74,9 @@ def install(options: Options) -> None:
         # The name that stock initialize() looks up when it builds the engine of a PipelineModule.
         plain, deepspeed.PipelineEngine = deepspeed.PipelineEngine, engine_class
         try:
+            if (microbatches := Launched.read().microbatches) is not None:
+                kept = keep_batch(config, microbatches, model.topology().get_dim("data"))
+                return stock(**with_config(stock, kept, args, model, *rest, **keywords))
             return stock(args, model, *rest, **keywords)
         finally:
             deepspeed.PipelineEngine = plain

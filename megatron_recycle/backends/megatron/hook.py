@@ -73,12 +73,12 @@ def watch_arguments(options: Options) -> None:
 
 
 def _judge(arguments: Any) -> None:
-    from megatron_recycle.backends.megatron.training import check_arguments
+    from megatron_recycle.backends.megatron.training import check_arguments, keep_batch
     from megatron_recycle.backends.megatron.version import check_version
     launched = Launched.read()
     try:
         check_version()
-        lines = check_arguments(arguments)
+        lines = check_arguments(arguments) + keep_batch(arguments, launched.microbatches)
     except UnsupportedError as error:
         if launched.run_dir is not None or not launched.local_rank:
             print(error, file=sys.stderr, flush=True)

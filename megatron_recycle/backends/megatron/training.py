@@ -47,6 +47,16 @@ def check_arguments(arguments: Any) -> list[str]:
     return changed
 
 
+def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
+    """Keep the global batch of a job that was started again with another number of pipelines, where the script leaves
+    it to Megatron (one micro-batch for each); returns the line on that. ``microbatches``: of an iteration; None: it was
+    not started again."""
+    if microbatches is None or (wanted := microbatches * arguments.micro_batch_size) == arguments.global_batch_size:
+        return []
+    before, arguments.global_batch_size = arguments.global_batch_size, wanted
+    return [f"global_batch_size is {wanted} and not {before}: the job was started again, and keeps its batch"]
+
+
 def backend() -> str | None:
     """The process groups' backend that Megatron-LM's arguments ask for; None if its loop is not loaded."""
     return None if LOOP not in sys.modules else str(sys.modules[LOOP].get_args().distributed_backend)

@@ -1,0 +1,56 @@
+"""The lives of a job, as one host takes part in them: the script is started again where a grid cannot go on
+(`--restarts`), with the variables that it would find after a restart of torchrun."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from megatron_recycle.control.wire import Message
+from megatron_recycle.membership.next_life import NextLife, Shape
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of the job. `number` counts the restarts before it, at most `most`.
+
+    `node` of `nodes` is this host (a spare has a number beyond them), `ranks` are those of this host, and `size` is the
+    number of all. `shape` is what the life before has in common with it, `reason` how that one has ended.
+    """
+
+    size: int
+    ranks: range
+    node: int = 0
+    nodes: int = 1
+    number: int = 0
+    most: int = 0
+    shape: Shape | None = None
+    reason: str = ""
+
+    def after(self, end: Message | None, host: str) -> Life | None:
+        """The next one, if the coordinator's last word, ``end``, says that there is one with the host of this name."""
+        if end is None or end.get("next_life") is None:
+            return None
+        there = NextLife.from_json(end["next_life"])
+        share = there.shares.get(host)
+        if share is None:
+            return None
+        return Life(there.size, range(share.first, share.first + share.count), share.node, there.nodes, self.number + 1,
+                    self.most, there.shape, end["message"])
+
+    def told(self) -> str:
+        """For the coordinator's command line."""
+        return json.dumps({"restarts": self.number < self.most, "number": self.number, "most": self.most,
+                           "reason": self.reason, "shape": None if self.shape is None else vars(self.shape)})
+
+    def variables(self) -> dict[str, str]:
+        """As torchrun sets them."""
+        return {"TORCHELASTIC_RESTART_COUNT": str(self.number), "TORCHELASTIC_MAX_RESTARTS": str(self.most)}
+
+    def __str__(self) -> str:
+        grid = ""
+        if self.shape is not None:
+            pipelines = self.size // self.shape.unit
+            each = self.shape.microbatches // pipelines
+            grid = f" ({pipelines} pipeline{'s' * (pipelines > 1)}, {each} micro-batches of each)"
+        return f"restart {self.number} of {self.most}: the script starts again with {self.size} workers{grid}"

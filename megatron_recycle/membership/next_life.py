@@ -1,0 +1,92 @@
+"""The next life of a job whose grid cannot go on: the script starts again, on the largest grid of whole pipelines that
+the hosts which are left carry. Pure, like `machine`.
+
+The global batch stays: an iteration has as many micro-batches as before, so that each pipeline of a smaller grid gets
+more of them. A number of pipelines that does not divide them is passed over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What all lives of a job have in common: the number of processes of one pipeline (`unit`), and the micro-batches
+    of an iteration over all pipelines."""
+
+    unit: int
+    microbatches: int
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> Shape:
+        """Of the job with this description."""
+        grid = description["grid"]
+        return cls(grid["stages"] * description.get("parts", 1), sum(grid["microbatches"]))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A host's part of a life: its number among the hosts, its first rank, and how many ranks it has; none where the
+    host is a spare."""
+
+    node: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class NextLife:
+    """`size` processes on these hosts; `nodes` of the hosts have a share of them. Without a `shape` nobody knows it
+    yet: the life before ended before its grid was known."""
+
+    size: int
+    nodes: int
+    shares: Mapping[str, Share]
+    shape: Shape | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"size": self.size, "nodes": self.nodes, "shape": None if self.shape is None else vars(self.shape),
+                "shares": {host: vars(share) for host, share in self.shares.items()}}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> NextLife:
+        """Raises KeyError or TypeError for anything else."""
+        shape = data["shape"]
+        return cls(data["size"], data["nodes"], {host: Share(**share) for host, share in data["shares"].items()},
+                   None if shape is None else Shape(**shape))
+
+
+def node_of(host: str) -> int:
+    """The number that a launcher has put behind its host's name."""
+    return int(host.rpartition("/")[2])
+
+
+def plan_life(places: Mapping[str, int], shape: Shape | None, size: int) -> NextLife | str:
+    """The next life on hosts that have so many ``places`` for processes each; or why there can be none.
+
+    Args:
+        places: by host, the first one first.
+        shape: of the life before, if it got as far as that.
+        size: processes of the life before.
+    """
+    there = sum(places.values())
+    if shape is None:
+        wanted = size
+        if there < size:
+            return f"the hosts that are left have {there} places, and a job whose grid is not known needs all {size}"
+    else:
+        pipelines = next((n for n in range(there // shape.unit, 0, -1) if shape.microbatches % n == 0), 0)
+        wanted = pipelines * shape.unit
+        if not pipelines:
+            return f"the hosts that are left have {there} places, and a pipeline takes {shape.unit}"
+    shares: dict[str, Share] = {}
+    first = 0
+    used = [host for host, count in places.items() if count]
+    for host in (*used, *(host for host in places if host not in used)):
+        count = min(places[host], wanted - first)
+        shares[host] = Share(len(shares), first, count)
+        first += count
+    return NextLife(wanted, sum(share.count > 0 for share in shares.values()), shares, shape)
