@@ -33,6 +33,7 @@ from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
+from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.start import connect
 from megatron_recycle.runtime.worker import StageWorker
@@ -100,10 +101,11 @@ class Session:
         """
         self.iteration = first - 1
         self._worker = StageWorker(
-            place=self.place, stage=stage, splitter=splitter, data=data, agent=self.agent, generators=self.generators,
-            config=self.settings, observer=self._options.observer, setup=self._options.setup,
-            network=self.network, save_last=None if save_last is None else lambda: save_last(
-                self.worker.current_groups(), self.worker.standing.committed))
+            place=self.place, agent=self.agent, config=self.settings, observer=self._options.observer,
+            network=self.network, framework=Framework(
+                stage=stage, splitter=splitter, data=data, generators=self.generators, setup=self._options.setup,
+                save_last=None if save_last is None else lambda: save_last(
+                    self.worker.current_groups(), self.worker.standing.committed)))
 
     @property
     def started(self) -> bool:

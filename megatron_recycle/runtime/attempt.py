@@ -75,7 +75,7 @@ class Attempt:
         with site.phases.waiting("the last messages"):
             generation.transport.begin((iteration, standing.attempt))
         self._agreement = Agreement(site.trainable.trained, groups)
-        site.memory.begin()
+        site.meters.memory.begin()
         self._digests: dict[Microbatch, int] = {}
         self.computed = Computed(site.trainable.layout, generation.reduction.place)
         self._share_losses_if_complete()
@@ -123,17 +123,17 @@ class Attempt:
         batch = None
         if place.first or place.last:
             with self._site.phases.working("data"):
-                batch = batch_of(site, site.data, self._iteration, pipeline, microbatch)
+                batch = batch_of(site, site.framework.data, self._iteration, pipeline, microbatch)
             if batch is not None:
                 self._digests[pipeline, microbatch] = digest(batch)
         inputs = None
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(Message("F", pipeline, microbatch)))
-        layers = site.splitter.whole() if action in self._program.full else nullcontext()
-        site.generators.seed(seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.me.stage))
-        with (self._generation.groups.together(), layers, site.watch.measure("F"),
-              site.memory.forward((pipeline, microbatch), inputs)):
+        layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
+        site.framework.generators.seed(seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.me.stage))
+        with (self._generation.groups.together(), layers, site.meters.watch.measure("F"),
+              site.meters.memory.forward((pipeline, microbatch), inputs)):
             forward = site.stage.forward(inputs, batch)
         if not place.last:
             self._generation.transport.send(Message("F", pipeline, microbatch), forward.outputs)
@@ -152,7 +152,8 @@ class Attempt:
         forward, gradients = self._begin_backward(pipeline, microbatch)
         queue = WeightQueue()
         later = queue if self._program.plan.problem.split_backward else None
-        with (site.splitter.into(later, forward.roots), self._generation.groups.together(), site.watch.measure("B")):
+        with (site.framework.splitter.into(later, forward.roots), self._generation.groups.together(),
+              site.meters.watch.measure("B")):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, queue)
         self.computed.queues[pipeline, microbatch] = queue
@@ -161,35 +162,35 @@ class Attempt:
         _, pipeline, microbatch = action
         forward, gradients = self._begin_backward(pipeline, microbatch)
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
-        with (self._site.splitter.whole(), self._generation.groups.together(),
+        with (self._site.framework.splitter.whole(), self._generation.groups.together(),
               self.computed.sums.lent(pipeline, microbatch)):
             for_inputs = self._site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, WeightQueue())
-        self._site.memory.weight((pipeline, microbatch))
+        self._site.meters.memory.weight((pipeline, microbatch))
 
     def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
         place, seed = self._site.place, self._site.config.seed
         forward = self.computed.forwards.pop((pipeline, microbatch))
         gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
-        self._site.memory.begin_backward((pipeline, microbatch), gradients)
+        self._site.meters.memory.begin_backward((pipeline, microbatch), gradients)
         at = (self._iteration, pipeline, microbatch, place.me.stage)
         # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
         # where their forward began, so that at least a single checkpoint draws the same numbers again.
-        self._site.generators.seed(seed_of(seed, *at), first=seed_of(seed, *at, "backward"))
+        self._site.framework.generators.seed(seed_of(seed, *at), first=seed_of(seed, *at, "backward"))
         return forward, gradients
 
     def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
         if not self._site.place.first:
             self._generation.transport.send(Message("B", pipeline, microbatch), for_inputs)
         self.computed.harvest((pipeline, microbatch), queue)
-        self._site.memory.end_backward((pipeline, microbatch), queue)
+        self._site.meters.memory.end_backward((pipeline, microbatch), queue)
 
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
         queue = self.computed.queues.pop((pipeline, microbatch))
-        with torch.no_grad(), self._site.watch.measure("W"):
+        with torch.no_grad(), self._site.meters.watch.measure("W"):
             self.computed.sums.add(pipeline, microbatch, queue.contributions())
-        self._site.memory.weight((pipeline, microbatch))
+        self._site.meters.memory.weight((pipeline, microbatch))
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.
     _COMPUTES: Mapping[str, Callable[[Attempt, Action], None]] = {
@@ -207,7 +208,7 @@ class Attempt:
         groups, standing = self._generation.groups, self._stepper.standing
         self._stepper.wait()
         standing.check_complete(self._program.actions)
-        with torch.no_grad(), site.phases.waiting(REDUCE), site.watch.measure("reduce"):
+        with torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"):
             self._agreement.check(iteration)
             gradient = self._generation.reduction.gradient(self.computed.sums, groups, stage.ties)
         with site.phases.waiting("the loss"):
@@ -243,7 +244,8 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
             with site.phases.waiting("an activation"):
                 inputs = tuple(transport.receive(Message("F", pipeline, microbatch)))
         site.phases.activity.work("evaluate")
-        site.generators.seed(seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage))
+        seed = seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage)
+        site.framework.generators.seed(seed)
         with generation.groups.together():
             made = site.stage.forward(inputs, batch)
         if place.last:

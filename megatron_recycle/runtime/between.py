@@ -23,8 +23,8 @@ class Between:
 
     def find_generators(self) -> None:
         """Raises UnsupportedError."""
-        self._site.generators.adopt("the model", self._site.stage.module)
-        self._site.generators.adopt_trackers()
+        self._site.framework.generators.adopt("the model", self._site.stage.module)
+        self._site.framework.generators.adopt_trackers()
 
     def take_in(self, settle: Callable[[], None]) -> None:
         """Take in what the script has changed since the last iteration, before the next one is trained; ``settle``

@@ -28,5 +28,5 @@ def description(site: Site) -> dict[str, Any]:
             "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
             "move_cost": config.move_cost, "horizon": config.horizon,
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
-            "emergency": None if site.save_last is None else config.emergency_checkpoint != "none",
+            "emergency": None if site.framework.save_last is None else config.emergency_checkpoint != "none",
             "poison": config.poison, "backend": place.backend, "torch": torch.__version__}

@@ -79,7 +79,7 @@ def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
     that was held at a time and the plan's own number, bytes left for activations (``room``), bytes used otherwise
     (``kept``).
     """
-    memory, me = site.memory, site.place.me
+    memory, me = site.meters.memory, site.place.me
     stages = plan.problem.grid.stages
     weighed = replace(plan.problem, before_b=(memory.before_b,) * stages, after_b=(memory.after_b,) * stages)
     held = {"before_b": memory.before_b, "after_b": memory.after_b, "message": memory.message, "peak": memory.peak,
@@ -108,4 +108,4 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
     gradient = site.trainable.layout.numel * site.trainable.layout.dtype.itemsize
     return kept_bytes(site.stage.state().values(), undo, gradient,
                       pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
-                      plan.problem.receives(me.stage) * site.memory.message)
+                      plan.problem.receives(me.stage) * site.meters.memory.message)

@@ -27,7 +27,7 @@ class Profiling:
         """``iteration`` is final, which was trained in ``generation``, or before it; ``undo``: bytes of the copy to
         undo a step."""
         self._commits += 1
-        medians = {kind: round(median(seconds), 7) for kind, seconds in site.watch.take().items()}
+        medians = {kind: round(median(seconds), 7) for kind, seconds in site.meters.watch.take().items()}
         if self._commits > 1:  # the first has much in it that comes once: memory, threads, caches
             self._untold.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:

@@ -40,7 +40,7 @@ _LONGEST_ABSENCE = 3.0  # of the coordinator, in times that any failure takes to
 def join(site: Site, stepper: Stepper) -> Generation:
     """Take part in the first generation: say that the model is built, and wait for all others. A worker that joins a
     running job waits to be taken in."""
-    learnt = site.setup.close() if site.setup is not None else ()
+    learnt = site.framework.setup.close() if site.framework.setup is not None else ()
     if site.agent.outside:
         return _follow(site, stepper, enter(site, stepper.standing))
     site.agent.ready(description(site), stepper.standing.report(), learnt)
@@ -257,7 +257,7 @@ def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]
         site.forget_data(iteration - 1)
         number = iteration * site.place.grid.microbatches[pipeline] + microbatch
         try:
-            text = None if digest(site.data.batch(pipeline, number)) == theirs else (
+            text = None if digest(site.framework.data.batch(pipeline, number)) == theirs else (
                 f"it reads other data than the job for iteration {iteration}, pipeline {pipeline}, micro-batch "
                 f"{microbatch}")
         except NotReadHere:
@@ -290,8 +290,8 @@ def close_down(site: Site, go: Go) -> NoReturn:
     place = error = ""
     with _copying(site):
         try:
-            assert site.save_last is not None, "this worker has said that it can save"
-            place = site.save_last()
+            assert site.framework.save_last is not None, "this worker has said that it can save"
+            place = site.framework.save_last()
         except GenerationOver:
             raise
         except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job

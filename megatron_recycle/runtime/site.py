@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.membership import Standing
@@ -25,53 +27,80 @@ from megatron_recycle.runtime.trainable import Trainable
 
 
 @dataclass(frozen=True)
-class Site:
-    """A worker's surroundings: what it is given, and what it measures and tells itself with.
+class Framework:
+    """The script's framework, as a backend shows it to its worker.
 
     Attributes:
-        place: position, grid, ranks.
-        config: settings.
-        stage: the framework's side.
+        stage: the model's part, and its optimizer.
         splitter: defers weight gradients of the stage's linear layers.
         data: micro-batches by place.
-        agent: this process's link to the coordinator.
         generators: what the user's code may draw random numbers from.
-        network: builds each generation's communicators.
-        phases: hears of everything that the training thread does.
-        trainable: the stage's parameters that are trained.
-        memory: what micro-batches hold.
-        watch: how long they take.
-        evaluations: what the last pass of an evaluation has reported.
-        current: the generation in force.
         save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
             part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
             raise anything. None: there is no such thing.
         setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
     """
 
-    place: Place
-    config: RecycleConfig
     stage: Stage
     splitter: Deferring
     data: DataSource
-    agent: Agent
     generators: Generators
+    save_last: Callable[[], str] | None = None
+    setup: SetUp | None = None
+
+
+class Meters:
+    """The measurements that plans are made from.
+
+    Attributes:
+        memory: what micro-batches hold on ``device``.
+        watch: how long actions take there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = ActivationMemory(device)
+        self.watch = Stopwatch(device)
+
+
+@dataclass(frozen=True)
+class Site:
+    """A worker's surroundings: what it is given, and what it measures and tells itself with.
+
+    Attributes:
+        place: position, grid, ranks.
+        config: settings.
+        framework: what is trained, and on what.
+        agent: this process's link to the coordinator.
+        network: builds each generation's communicators.
+        phases: hears of everything that the training thread does.
+        trainable: the stage's parameters that are trained.
+        meters: what micro-batches hold, and how long they take.
+        evaluations: what the last pass of an evaluation has reported.
+        current: the generation in force.
+    """
+
+    place: Place
+    config: RecycleConfig
+    framework: Framework
+    agent: Agent
     network: Network
     phases: Phases
     trainable: Trainable
-    memory: ActivationMemory
-    watch: Stopwatch
+    meters: Meters
     evaluations: Evaluations
     current: Current
-    save_last: Callable[[], str] | None = None
-    setup: SetUp | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """The framework's part of the model."""
+        return self.framework.stage
 
     @cached_property
     def may_be_full(self) -> bool:
         """Whether the plan may have full backwards (FB) here, as the worker says when it begins. They are faster where
         splitting costs something and autograd can add to the sums itself; but their gradients may differ in the last
         bit from a B's and a W's, so never where bits have to be the same whoever computes them."""
-        return not self.exact and self.splitter.deferring_costs and self.trainable.layout.sums_in_place
+        return not self.exact and self.framework.splitter.deferring_costs and self.trainable.layout.sums_in_place
 
     @property
     def exact(self) -> bool:
@@ -85,4 +114,4 @@ class Site:
     def forget_data(self, iteration: int) -> None:
         """``iteration`` and all before it are final: their data is not read again."""
         for pipeline, count in enumerate(self.place.grid.microbatches):
-            self.data.forget(pipeline, (iteration + 1) * count)
+            self.framework.data.forget(pipeline, (iteration + 1) * count)

@@ -169,7 +169,7 @@ class Stepper:
             views = self._site.trainable.layout.views(self.held.gradient)
             if coefficient != 1.0 and self.pending is not None and self.standing.early:
                 views = [view.clone() for view in views]  # the raw gradient may be needed again
-            with torch.no_grad(), self._site.watch.measure("step"):
+            with torch.no_grad(), self._site.meters.watch.measure("step"):
                 self._site.stage.step(views, coefficient)
             self.standing.step(coefficient)
             self._site.phases.enter(Phase.STEPPED, iteration)
@@ -181,7 +181,7 @@ class Stepper:
         again."""
         site = self._site
         number = seed_of(site.config.seed, "step", iteration, site.place.me.stage)
-        with site.phases.working("step"), site.generators.at(number):
+        with site.phases.working("step"), site.framework.generators.at(number):
             yield
 
     def remake(self) -> None:

@@ -24,10 +24,6 @@ from megatron_recycle.runtime.between import Between
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.compute.data import DataSource
-from megatron_recycle.runtime.compute.memory import ActivationMemory
-from megatron_recycle.runtime.compute.random_state import Generators
-from megatron_recycle.runtime.compute.split import Deferring
-from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.equality import verify_boundary
 from megatron_recycle.runtime.evaluation import Evaluations
 from megatron_recycle.runtime.generation import Current, Generation
@@ -35,9 +31,7 @@ from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Write, save
-from megatron_recycle.runtime.setup_record import SetUp
-from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.site import Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.trainable import Trainable
 
@@ -52,7 +46,7 @@ class StageWorker:
     """Trains one stage of the model together with all other workers.
 
     Args:
-        place, stage, splitter, data, agent, generators, config, save_last, setup: as in `Site`.
+        place, framework, agent, config: as in `Site`.
         observer: told of every phase; None for nobody.
         network: builds each generation's communicators; None: torch's.
 
@@ -62,24 +56,20 @@ class StageWorker:
         stepper: makes steps and commits.
     """
 
-    def __init__(self, *, place: Place, stage: Stage, splitter: Deferring, data: DataSource, agent: Agent,
-                 generators: Generators, config: RecycleConfig, observer: Observer | None = None,
-                 save_last: Callable[[], str] | None = None, setup: SetUp | None = None,
-                 network: Network | None = None) -> None:
-        if config.on_leave == "checkpoint" and save_last is None:
+    def __init__(self, *, place: Place, framework: Framework, agent: Agent, config: RecycleConfig,
+                 observer: Observer | None = None, network: Network | None = None) -> None:
+        if config.on_leave == "checkpoint" and framework.save_last is None:
             raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with "
                                    "DeepSpeed, and with Megatron-LM's own training loop. Leave it out, and save often "
                                    "enough")
         me = Process(place.me, place.part if place.parts > 1 else None)
         self.standing = Standing(me, StepMode.of(config.step == "staggered"))
         phases = Phases(self.standing, agent, Activity(config.stall_floor), observer)
-        trainable = Trainable(stage)
+        stage = framework.stage
         self.site = Site(
-            place=place, config=config, stage=stage, splitter=splitter, data=data, agent=agent, generators=generators,
-            network=network or TorchNetwork(), phases=phases, trainable=trainable,
-            memory=ActivationMemory(stage.device), watch=Stopwatch(stage.device),
-            evaluations=Evaluations(self.standing, place.grid, stage.report_width), current=Current(),
-            save_last=save_last, setup=setup)
+            place=place, config=config, framework=framework, agent=agent, network=network or TorchNetwork(),
+            phases=phases, trainable=Trainable(stage), meters=Meters(stage.device),
+            evaluations=Evaluations(self.standing, place.grid, stage.report_width), current=Current())
         self.stepper = Stepper(self.site, self.standing)
         self._between = Between(self.site, self.stepper)
         agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
@@ -91,7 +81,7 @@ class StageWorker:
         if self.standing.epoch.generation == 0:
             self.standing.stand_at(iteration)
             # Who comes in reads data to compare it: the script finds its random numbers as it left them all the same.
-            with self.site.phases.waiting(RECOVERY), self.site.generators.kept(), self._telling():
+            with self.site.phases.waiting(RECOVERY), self.site.framework.generators.kept(), self._telling():
                 generation = recovery.join(self.site, self.stepper)
             announce(self.site, generation.plan)
 
@@ -232,7 +222,7 @@ class StageWorker:
         """A block for code of the script's framework, which finds its random numbers as the script has left them, and
         in torch those that are left only, in the order of their ranks. A collective over all of them ends with the
         generation."""
-        with self.site.network.renumbered(self.current_groups().control), self.site.generators.of_script():
+        with self.site.network.renumbered(self.current_groups().control), self.site.framework.generators.of_script():
             yield
 
     # ---- another thread's call
@@ -337,7 +327,7 @@ class StageWorker:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """Not in the script's own code, which finds its random numbers as it left them."""
-        with self.site.phases.working("begin"), self.site.generators.kept():
+        with self.site.phases.working("begin"), self.site.framework.generators.kept():
             yield
 
     @contextmanager

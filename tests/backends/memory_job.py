@@ -96,7 +96,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
     losses = [engine.train_batch().item() for _ in range(iterations)]
     engine.settle()
     worker = engine.session.worker
-    memory = worker.site.memory
+    memory = worker.site.meters.memory
     memory.begin()  # the last iteration is complete
     result = {"losses": losses, "worker": str(worker.site.place.me), "counted": memory.peak,
               "before_b": memory.before_b, "after_b": memory.after_b,

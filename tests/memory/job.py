@@ -31,6 +31,7 @@ from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.memory_budget import profile
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Save
+from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
@@ -241,8 +242,8 @@ class Job:
                              patience=LIMIT, pid=process.pid, host="host", joining=joining,
                              link=self.control.link)
         process.worker = made = StageWorker(
-            place=place, stage=stage, splitter=Splitter(stage.module), data=Data(), agent=agent,
-            generators=_Own(CPU), config=config, observer=_Observer(self, process), network=process.network)
+            place=place, agent=agent, config=config, observer=_Observer(self, process), network=process.network,
+            framework=Framework(stage, Splitter(stage.module), Data(), _Own(CPU)))
         worker.append(made)
         agent.start()
         for iteration in range(shape.iterations):

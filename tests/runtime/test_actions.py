@@ -26,15 +26,13 @@ from megatron_recycle.runtime import attempt as attempts
 from megatron_recycle.runtime.activity import Activity
 from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
-from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
-from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.generation import Current, Program
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.site import Framework, Meters, Site
 from megatron_recycle.runtime.stage import Forward
 from megatron_recycle.runtime.trainable import Trainable
 
@@ -101,11 +99,12 @@ class Alone:
         agent: Any = SimpleNamespace(stop_generation=1, ended=None)
         self.site: Any = Site(
             place=Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo"),
-            config=RecycleConfig(reduction="exact" if exact else "fast"), stage=self.stage,
-            splitter=Splitter(self.stage.module, kernel), data=self, agent=agent, generators=Generators(CPU),
+            config=RecycleConfig(reduction="exact" if exact else "fast"), agent=agent,
+            framework=Framework(self.stage, Splitter(self.stage.module, kernel), self, Generators(CPU)),
             network=None, phases=Phases(self.standing, agent, Activity(1.0), None), trainable=Trainable(self.stage),
-            memory=ActivationMemory(CPU), watch=Stopwatch(CPU), evaluations=None, current=Current())
-        self.memory, self.watch, self.layout = self.site.memory, self.site.watch, self.site.trainable.layout
+            meters=Meters(CPU), evaluations=None, current=Current())
+        self.memory, self.watch = self.site.meters.memory, self.site.meters.watch
+        self.layout = self.site.trainable.layout
 
     def batch(self, pipeline: int, index: int) -> tuple[torch.Tensor]:
         return (self.tokens[pipeline, index % MICROBATCHES],)
