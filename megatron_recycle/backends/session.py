@@ -33,6 +33,7 @@ from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
+from megatron_recycle.runtime.saving import Save, Write
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.start import connect
@@ -162,6 +163,27 @@ class Session:
         """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,
         or the last one that is known if the job has done without this worker."""
         return self.worker.train(self.iteration)
+
+    def save(self, what: str, write: Write, otherwise: Callable[[], Any]) -> Any:
+        """Write a checkpoint with all workers that are left, through failures. Returns True once it is there, or was
+        when this worker came in.
+
+        Args:
+            what: is written, in messages.
+            write: writes this worker's part. Inside of it torch knows of those that are left only.
+            otherwise: the framework's own way, between other calls than those of the thread that trains, and before
+                the first of them, where all are there.
+        """
+        if not self.in_script:
+            return self.together(what, otherwise, False)
+
+        def among(save: Save) -> None:
+            with self.worker.among_those_left():
+                write(save)
+
+        with self.call():
+            self.worker.save(self.iteration + 1, among)
+        return True
 
     def evaluate(self, data: DataSource, number: int) -> torch.Tensor:
         """Forwards of global batch ``number`` of ``data``; see `StageWorker.evaluate`."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from megatron_recycle.backends.deepspeed import last as deepspeed_last
-from megatron_recycle.backends.deepspeed.last import LastCheckpoint
+from megatron_recycle.backends.deepspeed import checkpoints
+from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints
 from megatron_recycle.plan import Worker
 
 LIMIT = 10.0  # seconds
@@ -19,11 +19,11 @@ LIMIT = 10.0  # seconds
 class Pair:
     """Two workers of one stage, as threads; `_count` of both meet."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, checkpoints: list[LastCheckpoint]) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, written: list[Checkpoints]) -> None:
         self._barrier = threading.Barrier(2)
         self._told: list[tuple[bool, ...]] = []
-        self._checkpoints = checkpoints
-        monkeypatch.setattr(deepspeed_last, "count", self._count)
+        self._checkpoints = written
+        monkeypatch.setattr(checkpoints, "count", self._count)
 
     def _count(self, group: Any, *flags: bool) -> list[int]:
         self._told.append(flags)
@@ -37,9 +37,10 @@ class Pair:
 
         def work(pipeline: int) -> None:
             peers = [Worker(0, 0), Worker(1, 0)]
-            groups: Any = SimpleNamespace(me=peers[pipeline], members=peers, peers=lambda stage: peers, control=None)
+            groups: Any = SimpleNamespace(me=peers[pipeline], members=peers, generation=2,
+                                          peers=lambda stage: peers, control=None)
             try:
-                found[pipeline] = self._checkpoints[pipeline].write(groups)
+                found[pipeline] = self._checkpoints[pipeline].write_last(groups)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at
                 found[pipeline] = error
 
@@ -51,17 +52,17 @@ class Pair:
         return [found[pipeline] for pipeline in range(2)]
 
 
-def checkpoint(folder: Path | None) -> LastCheckpoint:
-    return LastCheckpoint(SimpleNamespace(global_steps=3), folder and str(folder))  # type: ignore[arg-type]
+def checkpoint(folder: Path | None) -> Checkpoints:
+    return Checkpoints(SimpleNamespace(global_steps=3), folder and str(folder))  # type: ignore[arg-type]
 
 
-def written(self: LastCheckpoint, folder: str, tag: str) -> None:
-    (Path(folder) / tag).mkdir()
+def written(self: Checkpoints, groups: Any, folder: str, hidden: Path, tag: str) -> None:
+    hidden.mkdir(exist_ok=True)
 
 
 @pytest.fixture(autouse=True)
 def no_files_of_stock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LastCheckpoint, "_write_stage", written)
+    monkeypatch.setattr(Checkpoints, "_write_stage", written)
 
 
 def test_latest_is_written_when_all_files_are_there(monkeypatch, tmp_path: Path):
@@ -74,7 +75,11 @@ def test_the_one_that_cannot_write_says_why_and_the_other_one_hears_of_it(monkey
     if fails == "latest":
         (tmp_path / "latest.part").mkdir()  # so that no file can be made there
     else:
-        monkeypatch.setattr(LastCheckpoint, "_write_stage", lambda *_: (tmp_path / "no" / "such").mkdir())
+        def fails_first(self: Checkpoints, groups: Any, *given: Any) -> None:
+            if groups.me == Worker(0, 0):
+                (tmp_path / "no" / "such").mkdir()
+
+        monkeypatch.setattr(Checkpoints, "_write_stage", fails_first)
     failed, other = Pair(monkeypatch, [checkpoint(tmp_path), checkpoint(tmp_path)]).write()
     assert isinstance(failed, OSError) and other == "" and not (tmp_path / "latest").exists()
 

@@ -26,6 +26,7 @@ from megatron_recycle.backends.deepspeed.between import (
     settle_when_asked,
     sizes,
 )
+from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints
 from megatron_recycle.backends.deepspeed.config import (
     keep_batch,
     read_config,
@@ -34,7 +35,6 @@ from megatron_recycle.backends.deepspeed.config import (
 )
 from megatron_recycle.backends.deepspeed.evaluation import Taken
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
-from megatron_recycle.backends.deepspeed.last import LastCheckpoint
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
@@ -109,7 +109,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._seconds = 0.0  # of training since the last log line
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
-        self._last = LastCheckpoint(self, settings.emergency_checkpoint)
+        self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
         # Whoever asks for the state, or puts another in its place, wants it as it stays.
@@ -133,7 +133,7 @@ class RecyclePipelineEngine(PipelineEngine):
         if first:
             self._source = self._data_source(given is not None)
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
-                               save_last=lambda groups, _: self._last.write(groups))
+                               save_last=lambda groups, _: self._checkpoints.write_last(groups))
         if given is not None:
             take_iterator(self._plain, given, (self.session.iteration + 1) * self.micro_batches)
         if first:
@@ -282,13 +282,17 @@ class RecyclePipelineEngine(PipelineEngine):
         return result
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
-        """As stock; False, with an error line, while a worker is missing: training is worth more than a checkpoint."""
+        """As stock, also while workers are missing, and through failures. True, once ``latest`` names it."""
         stock = super().save_checkpoint
         bound = inspect.signature(PipelineEngine.save_checkpoint).bind(self, *args, **keywords).arguments
-        self._last.seen(bound["save_dir"])
-        done = self.session.together("save_checkpoint()", lambda: stock(*args, **keywords), False)
+        given = {name: value for name, value in bound.items() if name != "self"}
+        if not given["save_dir"]:
+            return stock(*args, **keywords)  # raises
+        self._checkpoints.seen(given["save_dir"])
+        done = self.session.save("save_checkpoint()", lambda save: self._checkpoints.write(save, **given),
+                                 otherwise=lambda: stock(*args, **keywords))
         if done:
-            self._last.saved(bound.get("tag"))
+            self._checkpoints.saved(given.get("tag"))
         return done
 
     def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:

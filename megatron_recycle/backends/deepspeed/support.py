@@ -56,5 +56,9 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
          and not engine.bfloat16_enabled(), "communication_data_type: leave it at its default"),
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0,
          "prescale_gradients and gradient_predivide_factor: leave them at their defaults"),
+        (engine._config.checkpoint_config["writer"] is not None or engine._config.datastates_config.enabled,
+         "checkpoint.writer and datastates, which write in the background or share the writing with peers that may be "
+         "gone: leave them out, checkpoints are written at once"),
+        (engine.use_node_local_storage(), "checkpoint.use_node_local_storage: save to a folder that all hosts share"),
         (engine.flops_profiler_enabled(), "flops_profiler: turn it off"),
     ]

@@ -1,0 +1,175 @@
+"""Checkpoints of a DeepSpeed job, which stock loads as any other; of one with workers missing too.
+
+The files are stock's, written by stock's code. Which worker writes which, it tells by data-parallel ranks, some of which
+may be gone: here these are the ranks among a stage's live workers. All of it is written into a folder of its own, whose
+name begins with a dot, and gets the checkpoint's name when everything is there; ``latest`` comes last.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from megatron_recycle.errors import RecycleError
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.reduction import count
+from megatron_recycle.runtime.saving import Save
+
+
+class Checkpoints:
+    """Knows where a script saves, and saves there.
+
+    Args:
+        engine: the script's.
+        wanted: the folder that the configuration names for a last checkpoint; None: where the script has saved.
+    """
+
+    def __init__(self, engine: PipelineEngine, wanted: str | None) -> None:
+        self._engine = engine
+        self._wanted = wanted
+        self._folder: str | None = None
+        self._saved: tuple[int, str] | None = None
+
+    def seen(self, folder: Any) -> None:
+        """The script saves to ``folder``."""
+        self._folder = str(folder)
+
+    def saved(self, tag: str | None) -> None:
+        """It has, just now."""
+        self._saved = self._engine.global_steps, self._tag(tag)
+
+    def write(self, save: Save, save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None,
+              save_latest: bool = True, exclude_frozen_parameters: bool = False) -> None:
+        """Write this worker's part of what stock's `save_checkpoint` would, at the same time as all members of
+        ``save``, who are all that torch knows of meanwhile. Raises GenerationOver, and what stock raises."""
+        groups, said = save.generation.groups, [self._tag(tag)]
+        self._engine._checkpoint_tag_validation(said[0])
+        dist.broadcast_object_list(said)  # one that has the time in it, say: all write into the same folder
+        place = Path(save_dir, said[0])
+        hidden = place.with_name(f".{place.name}.{save.name}")
+        self._write_stage(groups, save_dir, hidden, said[0], dict(client_state or {}), exclude_frozen_parameters,
+                          save.check)
+        count(groups.control, True)  # every part is there
+        if groups.me == groups.members[0]:
+            save.whole(str(place.absolute()))
+            _name(hidden, place)
+            if save_latest:
+                _point(save_dir, said[0])
+
+    def write_last(self, groups: Groups) -> str:
+        """Write this worker's part of a last checkpoint, at the same time as all of ``groups``; returns the
+        checkpoint's folder, or nothing if another worker could not write its own.
+
+        Raises RecycleError where the job has no folder for it, OSError and what else torch raises where this worker
+        cannot write, GenerationOver if another one is lost meanwhile.
+        """
+        folder, tag = self._wanted or self._folder, self._tag(None)
+        done = self._wanted is None and self._saved is not None and self._saved[0] == self._engine.global_steps
+        # Not Path.exists(), which raises where the folder cannot be looked into: here alone, while the others count.
+        taken = folder is not None and os.path.exists(os.path.join(folder, tag))
+        nowhere, already, exists = count(groups.control, folder is None, done, taken)
+        if nowhere or folder is None:
+            raise RecycleError("the script has not saved before; give --recycle-emergency-checkpoint DIR")
+        if already:  # but one that came in afterwards does not know under which name
+            return str(Path(folder).absolute() / self._saved[1]) if done and self._saved is not None else ""
+        if exists:  # of an earlier life, perhaps whole: it stays as it is
+            tag += "_emergency"
+        place = Path(folder, tag)
+        hidden = place.with_name(f".{place.name}.last{groups.generation}")
+        whole = _by_all(groups, partial(self._write_stage, groups, folder, hidden, tag))
+        whole = whole and _by_all(groups, partial(_finish, hidden, place) if groups.me == groups.members[0] else None)
+        return str(place.absolute()) if whole else ""  # the one that could not says why
+
+    def _tag(self, tag: Any) -> str:
+        return f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+
+    def _write_stage(self, groups: Groups, folder: Any, hidden: Path, tag: str,
+                     client_state: Mapping[str, Any] | None = None, exclude_frozen_parameters: bool = False,
+                     check: Callable[[], None] = lambda: None) -> None:
+        """This worker's share of its stage's files, into ``hidden`` inside of ``folder``."""
+        engine, peers = self._engine, groups.peers(groups.me.stage)
+        commit = CheckpointCommitInfo(tag=tag, save_dir=folder, save_latest=True)
+        engine.checkpoint_engine.makedirs(str(hidden), exist_ok=True)
+        engine.checkpoint_engine.create(commit)
+        with _as_writer(engine, peers.index(groups.me), len(peers)), _checked(engine.checkpoint_engine, check):
+            engine._save_checkpoint(str(folder), os.path.relpath(hidden, folder), client_state=client_state or {},
+                                    exclude_frozen_parameters=exclude_frozen_parameters)
+        engine.checkpoint_engine.commit(commit)
+
+
+def _finish(hidden: Path, place: Path) -> None:
+    _name(hidden, place)
+    _point(place.parent, place.name)
+
+
+def _name(hidden: Path, place: Path) -> None:
+    """Give what is whole its name; what had it before goes, but for files of the script's own beside stock's."""
+    old = hidden.with_name(f"{hidden.name}.old")
+    if place.exists():
+        place.rename(old)
+    hidden.rename(place)
+    for left in [*old.iterdir()] if old.exists() else []:
+        if not (place / left.name).exists():
+            left.rename(place / left.name)
+    for left in place.parent.glob(f".{glob.escape(place.name)}.*"):  # of tries that a failure has ended, too
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def _point(folder: Any, tag: str) -> None:
+    """Make ``tag`` the checkpoint that is loaded by default."""
+    latest = Path(folder) / "latest"
+    latest.with_name("latest.part").write_text(tag)
+    os.replace(latest.with_name("latest.part"), latest)
+
+
+def _by_all(groups: Groups, write: Callable[[], None] | None) -> bool:
+    """Run ``write``, if there is something to write here; whether nobody's has failed. Raises what this one has raised,
+    once the others know of it: they would wait for this worker."""
+    error: Exception | None = None
+    try:
+        if write is not None:
+            write()
+    except Exception as failure:  # noqa: BLE001 - whatever it is
+        error = failure
+    (failed,) = count(groups.control, error is not None)
+    if error is not None:
+        raise error
+    return not failed
+
+
+@contextmanager
+def _as_writer(engine: PipelineEngine, rank: int, size: int) -> Iterator[None]:
+    """Inside the block stock takes this worker for the one of this data-parallel ``rank`` of ``size``."""
+    grid = engine.grid
+    before = grid.data_parallel_id, grid.data_parallel_size, engine.save_non_zero_checkpoint
+    grid.data_parallel_id, grid.data_parallel_size, engine.save_non_zero_checkpoint = rank, size, rank == 0
+    try:
+        yield
+    finally:
+        grid.data_parallel_id, grid.data_parallel_size, engine.save_non_zero_checkpoint = before
+
+
+@contextmanager
+def _checked(writer: Any, check: Callable[[], None]) -> Iterator[None]:
+    """Inside the block `check` is called before each file."""
+    save = writer.save
+
+    def checked(*given: Any, **keywords: Any) -> Any:
+        check()
+        return save(*given, **keywords)
+
+    writer.save = checked
+    try:
+        yield
+    finally:
+        del writer.save

@@ -1,0 +1,59 @@
+"""A checkpoint that is written with workers missing is the undisturbed job's, to the bit, and half a one is never named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backends import gpt_job
+from tests.harness import Hold, Job
+from tests.references import run
+
+ITERATIONS, EVERY = 4, 2
+
+
+def files(folder: Path) -> dict[str, Any]:
+    return {path.name: torch.load(path, weights_only=False) for path in sorted(folder.iterdir())}
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether all that two checkpoints hold is the same, to the bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(alike(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(150)
+def test_a_checkpoint_with_workers_missing_and_one_killed_in_its_midst(tmp_path: Path):
+    calm, folder = tmp_path / "calm", tmp_path / "killed"
+    arguments: dict[str, Any] = {"pipelines": 2, "iterations": ITERATIONS, "engine_settings": {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}},
+        "settings": {"reduction": "exact"}}
+    run(gpt_job.train, 4, {**arguments, "save_every": (str(calm), EVERY)})
+    dies, also, named = Hold("1:0", "backward", 1, 1), Hold("0:1", "save", 3), Hold("0:0", "saved", 3)
+    with Job(gpt_job.train, 4, {**arguments, "save_every": (str(folder), EVERY)}, [dies, also, named]) as job:
+        job.wait_held(dies)
+        job.kill(dies)
+        job.wait_event("checkpoint", iteration=1)
+        job.wait_held(also)  # it writes all of its stage, and has not yet
+        job.kill(also)
+        job.wait_held(named)  # by now others have written it all again
+        assert (folder / "latest").read_text() == "global_step2" and not (folder / "global_step4").exists()
+        job.release(named)
+        results = job.wait()
+        assert [results[rank].status for rank in range(4)] == [0, -9, -9, 0], job.where()
+        assert [event["iteration"] for event in job.events if event["event"] == "checkpoint"] == [1, 3]
+    assert (folder / "latest").read_text() == "global_step4"
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step2", "global_step4", "latest"]
+    for tag in ("global_step2", "global_step4"):
+        one, other = files(folder / tag), files(calm / tag)
+        assert one.keys() == other.keys()
+        assert not [name for name in one if not alike(one[name], other[name])]
