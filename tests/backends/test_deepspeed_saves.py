@@ -1,4 +1,4 @@
-"""A checkpoint that is written with workers missing is the undisturbed job's, to the bit, and half a one is never named."""
+"""A checkpoint that is written with workers missing is the undisturbed job's, to the bit; half a one is never named."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Checkpoints of a DeepSpeed job, which stock loads as any other; of one with workers missing too.
 
-The files are stock's, written by stock's code. Which worker writes which, it tells by data-parallel ranks, some of which
-may be gone: here these are the ranks among a stage's live workers. All of it is written into a folder of its own, whose
-name begins with a dot, and gets the checkpoint's name when everything is there; ``latest`` comes last.
+The files are stock's, written by stock's code. Which worker writes which, it tells by data-parallel ranks, some of
+which may be gone: here these are the ranks among a stage's live workers. All of it is written into a folder of its own,
+whose name begins with a dot, and gets the checkpoint's name when everything is there; ``latest`` comes last.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Checkpoints:
         if exists:  # of an earlier life, perhaps whole: it stays as it is
             tag += "_emergency"
         place = Path(folder, tag)
-        hidden = place.with_name(f".{place.name}.last{groups.generation}")
+        hidden = place.with_name(f".{place.name}.last")
         whole = _by_all(groups, partial(self._write_stage, groups, folder, hidden, tag))
         whole = whole and _by_all(groups, partial(_finish, hidden, place) if groups.me == groups.members[0] else None)
         return str(place.absolute()) if whole else ""  # the one that could not says why
