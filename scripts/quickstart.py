@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains a small GPT on 6 processes, kills two of them in mid-iteration, and compares with a run without failures.
 
-The grid is 3 pipelines x 2 stages with 4 micro-batches each. The victims get SIGKILL from this process, by pid:
+The grid is 3 pipelines (or as many as `--pipelines` says) x 2 stages with 4 micro-batches each. The victims get SIGKILL from this process, by pid:
 nothing in them takes part in it. Then the same job runs in fresh processes without failures, and parameters and
 optimizer state of every survivor and the loss of every iteration are compared bit for bit.
 
@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-PIPELINES, STAGES, MICROBATCHES = 3, 2, 4
+STAGES, MICROBATCHES = 2, 4
 SCRIPTS = {"deepspeed": "gpt_deepspeed.py", "megatron": "pretrain_gpt_megatron.py"}
 """Backend -> the training script that runs on it."""
 FOLDER = Path(__file__).resolve().parent
@@ -76,9 +76,9 @@ def train(args: argparse.Namespace, folder: Path, kills: Sequence[Kill], console
     columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console, disable=not console.is_terminal) as progress,
-        Job(script, arguments, folder, PIPELINES * STAGES, settings, args.limit) as job,
+        Job(script, arguments, folder, args.pipelines * STAGES, settings, args.limit) as job,
     ):
-        bar = progress.add_task("starting 6 processes", total=args.iterations)
+        bar = progress.add_task(f"starting {args.pipelines * STAGES} processes", total=args.iterations)
         for event in job.events():
             outcome.events.append(event)
             if event["event"] == "committed":
@@ -188,13 +188,13 @@ class Comparison:
         self.max_abs_difference = max(self.max_abs_difference, difference)
 
 
-def compare(outcome: Outcome, reference: Outcome) -> Comparison:
+def compare(outcome: Outcome, reference: Outcome, pipelines: int) -> Comparison:
     """Survivors of `outcome` against the same workers of `reference`, and the losses of both."""
     import torch
 
     made = Comparison()
     killed = {kill.worker for kill in outcome.kills}
-    for pipeline in range(PIPELINES):
+    for pipeline in range(pipelines):
         for stage in range(STAGES):
             if f"{pipeline}:{stage}" in killed:
                 continue
@@ -218,11 +218,11 @@ def validate(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 def report_of(args: argparse.Namespace, outcome: Outcome, reference: Outcome) -> dict[str, Any]:
     """The contents of report.json."""
-    comparison = compare(outcome, reference)
+    comparison = compare(outcome, reference, args.pipelines)
     committed = outcome.losses()
     largest = comparison.max_abs_difference
     return {
-        "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
+        "grid": {"pipelines": args.pipelines, "stages": STAGES, "microbatches": MICROBATCHES},
         "backend": args.backend,
         "reduction": "exact",
         "iterations": args.iterations,
@@ -297,7 +297,8 @@ def closing(report: dict[str, Any], folder: Path) -> str:
     if not is_good(report):
         return f"quickstart: FAILED, see {folder / 'report.json'}"
     slowest = max(failure["resumed_ms"] for failure in report["failures"])
-    return (f"quickstart: 2 of 6 workers killed, training again within {slowest:.0f} ms, no iteration lost, and the "
+    workers = report["grid"]["pipelines"] * STAGES
+    return (f"quickstart: 2 of {workers} workers killed, training again within {slowest:.0f} ms, no iteration lost, and the "
             f"result equals the run without failures bit for bit; see {folder}")
 
 
@@ -305,6 +306,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="quickstart.sh", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--data", type=Path, help="a text file or a folder of them (default: the standard library)")
     parser.add_argument("--iterations", type=int, default=30)
+    parser.add_argument("--pipelines", type=int, default=3, help="2 make do with 4 processes (default: 3, 6 processes)")
     parser.add_argument("--backend", choices=tuple(SCRIPTS), default="deepspeed")
     parser.add_argument("--output", type=Path, help="where everything goes (default: runs/quickstart, or "
                                                     "runs/quickstart-megatron)")
@@ -312,6 +314,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.iterations < LEAST_ITERATIONS:
         parser.error(f"--iterations is {args.iterations}; give {LEAST_ITERATIONS} or more")
+    if args.pipelines < 2:
+        parser.error(f"--pipelines is {args.pipelines}; a worker of each stage is killed: give 2 or more")
     if args.data is not None:
         args.data = args.data.absolute()
         if not args.data.exists():

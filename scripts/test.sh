@@ -11,6 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export PYTHONDONTWRITEBYTECODE=  # hundreds of processes are started: each would compile the package anew
 if [ -z "${DS_ACCELERATOR:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then
     export DS_ACCELERATOR=cpu
 fi
