@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Trains a small GPT on 6 processes, kills two of them in mid-iteration, and compares with a run without failures.
 
-The grid is 3 pipelines (or as many as `--pipelines` says) x 2 stages with 4 micro-batches each. The victims get SIGKILL from this process, by pid:
-nothing in them takes part in it. Then the same job runs in fresh processes without failures, and parameters and
-optimizer state of every survivor and the loss of every iteration are compared bit for bit.
+The grid is 3 pipelines (or as many as `--pipelines` says) x 2 stages with 4 micro-batches each. The victims get SIGKILL
+from this process, by pid: nothing in them takes part in it. Then the same job runs in fresh processes without
+failures, and parameters and optimizer state of every survivor and the loss of every iteration are compared bit for
+bit.
 
 Exit status: 0 if all of it is equal, no iteration was lost and the validation loss fell; otherwise 1.
 """
@@ -298,8 +299,8 @@ def closing(report: dict[str, Any], folder: Path) -> str:
         return f"quickstart: FAILED, see {folder / 'report.json'}"
     slowest = max(failure["resumed_ms"] for failure in report["failures"])
     workers = report["grid"]["pipelines"] * STAGES
-    return (f"quickstart: 2 of {workers} workers killed, training again within {slowest:.0f} ms, no iteration lost, and the "
-            f"result equals the run without failures bit for bit; see {folder}")
+    return (f"quickstart: 2 of {workers} workers killed, training again within {slowest:.0f} ms, no iteration lost, "
+            f"and the result equals the run without failures bit for bit; see {folder}")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

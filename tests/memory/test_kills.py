@@ -24,7 +24,7 @@ MOMENTS = [(phase, nth) for phase in PHASES for nth in range(SHAPE.microbatches 
 @pytest.mark.parametrize("turn", [0, *(pytest.param(turn, marks=pytest.mark.night) for turn in (1, 2))])
 @pytest.mark.parametrize(("phase", "nth"), MOMENTS)
 def test_each_worker_killed_at_each_moment_of_an_iteration(phase, nth, turn):
-    """In the first iteration, one in the middle and the last: of a stage's three workers each in another one of them; by
+    """In the first iteration, one in the middle and the last: of a stage's three workers each in another of these; by
     night each in each."""
     for number, worker in enumerate(SHAPE.workers):
         iteration = (MOMENTS.index((phase, nth)) + number % STAGES + number // STAGES + turn) % SHAPE.iterations

@@ -1,5 +1,5 @@
-"""A real DeepSpeed script that is not changed for it fails on one rank under `recycle run`; another process comes for it,
-and the job ends well."""
+"""A real DeepSpeed script that is not changed for it fails on one rank under `recycle run`; another process comes for
+it, and the job ends well."""
 
 from __future__ import annotations
 
