@@ -25,8 +25,8 @@ from megatron_recycle.plan.grid import Worker
 
 
 class Epoch(NamedTuple):
-    """One set of process groups. The members of a generation make new ones, a ``renewal``, where a wrong guess has
-    voided what was under way on the old ones."""
+    """One set of process groups. The members of a generation make new ones, a ``renewal``, where what a wrong guess has
+    voided could not be brought to its end on the old ones."""
 
     generation: int = 0
     renewal: int = 0
@@ -150,14 +150,17 @@ class Standing:
         self.promises = Promises(generation)
 
     def roll_back(self) -> int:
-        """A guess was wrong: what was under way is void on all workers, which meet again on new groups. Returns how
-        many actions of the next iteration are lost."""
+        """A guess was wrong: what was under way is void on all workers. Returns how many actions of the next iteration
+        are lost."""
         assert self.held is None and self.stepped == self.committed, "the right step is made before all meet again"
         begun = self.iteration == self.committed + 1
         self.under_way = False
         self.next_attempt = 1 + (self.attempt if begun else self.next_attempt)
-        self.epoch = Epoch(self.epoch.generation, self.epoch.renewal + 1)
         return len(self.done) if begun else 0
+
+    def renew(self) -> None:
+        """The members of the generation meet again on new groups."""
+        self.epoch = Epoch(self.epoch.generation, self.epoch.renewal + 1)
 
     # ---- an iteration
 

@@ -71,10 +71,10 @@ class Attempt:
         self._iteration = iteration
         self._relay = LossRelay(groups, site.place.grid, site.stage.report_width, generation.reduction,
                                 iteration, standing.attempt, generation.left_out_of(iteration))
-        generation.relays.append(self._relay)
+        self._agreement = Agreement(site.trainable.trained, groups)
+        generation.shared.append((self._agreement, self._relay))
         with site.phases.waiting("the last messages"):
             generation.transport.begin((iteration, standing.attempt))
-        self._agreement = Agreement(site.trainable.trained, groups)
         site.meters.memory.begin()
         self._digests: dict[Microbatch, int] = {}
         self.computed = Computed(site.trainable.layout, generation.reduction.place)

@@ -17,6 +17,7 @@ from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import Reduction, reduction_of
+from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -66,7 +67,7 @@ class Generation:
         program: the plan in use.
         reduction: how the plan's gradients become one.
         transport: of activations and gradients, on these groups.
-        relays: of the losses of the last two iterations. An idle worker may be an iteration late: a loss that is let
+        shared: by the last two attempts, beside gradients. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
     """
 
@@ -78,7 +79,7 @@ class Generation:
     program: Program
     reduction: Reduction
     transport: Transport
-    relays: deque[LossRelay] = field(default_factory=lambda: deque(maxlen=2))
+    shared: deque[tuple[Agreement, LossRelay]] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, left_out: Sequence[tuple[int, str]], groups: Groups,
@@ -105,7 +106,7 @@ class Generation:
     def renewed(self, epoch: Epoch, groups: Groups, stage: Stage) -> Generation:
         """The same generation on other groups."""
         return replace(self, epoch=epoch, groups=groups, transport=Transport(groups, stage.device),
-                       relays=deque(maxlen=2))
+                       shared=deque(maxlen=2))
 
     def program_of(self, iteration: int) -> Program:
         """The program of this worker for ``iteration``."""

@@ -73,12 +73,12 @@ class Stepper:
         self.standing.hold(held.iteration)
         self.held, early = held, self.standing.early
         self._site.phases.enter(Phase.REDUCED, held.iteration)
-        guess = self.guess()
+        guess, free = self.guess(), groups.way_out()
 
         def wake(commit: Commit) -> None:
             # The training thread may be waiting for an activation that nobody is going to send any more.
             if early and commit.known and self._is_wrong(commit):
-                groups.abort_transfers()
+                free()
 
         self.pending = Commit(held, self._site.place.grid, groups, guess=guess, offer=offer, plan=plan,
                               notify=wake)

@@ -24,6 +24,7 @@ from megatron_recycle.runtime.between import Between
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.compute.data import DataSource
+from megatron_recycle.runtime.draining import drain
 from megatron_recycle.runtime.equality import verify_boundary
 from megatron_recycle.runtime.evaluation import Evaluations
 from megatron_recycle.runtime.generation import Current, Generation
@@ -254,6 +255,11 @@ class StageWorker:
         if standing.promises.ends_before(iteration):
             self._await_switch(iteration)
         verify_boundary(site, self.stepper, generation, iteration)
+        return self._adopt(iteration)
+
+    def _adopt(self, iteration: int) -> Generation:
+        """The generation in force, with the plan that is agreed upon for ``iteration``."""
+        site, standing, generation = self.site, self.standing, self.site.current.get()
         while plan := standing.promises.plan_from(iteration):
             generation = generation.follow(plan, site.exact, site.stage)
             site.current.set(generation)
@@ -314,13 +320,21 @@ class StageWorker:
             recovery.recover(self.site, self.stepper, error)
 
     def _roll_back(self) -> None:
-        """Void the work on the next iteration, on all workers alike, and begin it again on new groups."""
-        committed = self.standing.committed
-        self.site.agent.event("rolled_back", iteration=committed, actions=self.standing.roll_back())
-        self.site.phases.enter(Phase.RECOVERING, committed + 1)
+        """Void the work on the next iteration, on all workers alike, and begin it again."""
+        site, standing, committed = self.site, self.standing, self.standing.committed
+        groups, begun = self.current_groups(), not standing.promises.ends_before(committed + 1)
+        groups.reopen()
         try:
-            with self.site.phases.waiting(HANDLES):
-                recovery.renew(self.site, self.standing, self.site.current.get())
+            if groups.drains and begun and standing.iteration == committed:  # others may have: all end the same
+                with Attempt(site, self.stepper, self._adopt(committed + 1)):
+                    standing.give_up()
+            site.agent.event("rolled_back", iteration=committed, actions=standing.roll_back())
+            site.phases.enter(Phase.RECOVERING, committed + 1)
+            with site.phases.waiting(HANDLES):
+                generation = site.current.get()
+                if not groups.drains or (begun and not drain(standing, generation)):
+                    standing.renew()
+                    recovery.renew(site, standing, generation)
         except GenerationOver as error:
             self._recover(error)
 

@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.runtime.comm.backend import BACKENDS, Backend
 from megatron_recycle.runtime.comm.rendezvous import new_group
+from megatron_recycle.runtime.comm.waits import Exits, Wait
 
 SMALL = 1 << 10
 """Bytes of a message that fits the library's buffers."""
@@ -149,7 +150,7 @@ class Rank:
 
     def wait(self, work: Any) -> None:
         """Until ``work`` is over, as the runtime waits."""
-        self.library.backend.wait(work, None, lambda: False, False)
+        self.library.backend.wait(work, None, Wait(Exits()), False)
 
     def transfer(self, group: Any, tensor: torch.Tensor, sender: int = 0) -> None:
         """One message between ranks 0 and 1, from ``sender``, waited for."""

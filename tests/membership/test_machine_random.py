@@ -378,6 +378,7 @@ class Protocol(RuleBasedStateMachine):
             standing.promises.agreed(held)
         if go_on and wrong:
             standing.roll_back()
+            standing.renew()
 
     # Messages arrive
 

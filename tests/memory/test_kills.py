@@ -115,13 +115,16 @@ def test_a_stage_that_has_nobody_left_ends_the_job_and_says_so():
     assert all("stage 1" in results[rank].error and "checkpoint" in results[rank].error for rank in range(3))
 
 
-def test_without_failures_wrong_guesses_leave_the_bits_of_waiting():
+@pytest.mark.parametrize("seed", range(4))
+def test_without_failures_wrong_guesses_leave_the_bits_of_waiting_and_all_communicators(seed):
     """Every step is wrong at first; three in a row make the stages wait for each other."""
-    job = Job(SHAPES["clipped"])
+    job = Job(SHAPES["clipped"], seed=seed, slow=0.3)
     with job:
         check(job, job.wait())
     undone = {event["iteration"] for event in job.control.events if event["event"] == "rolled_back"}
     assert undone == {0, 1, 2}
+    assert {process.worker.standing.epoch.renewal for process in job.processes.values()} == {0}
+    assert len({prefix for prefix, _ in job.fabric.communicators}) == 1
 
 
 def test_an_overflow_leaves_the_step_out_everywhere():

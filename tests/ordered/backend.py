@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 from megatron_recycle.runtime.comm.backend import Backend, Work
+from megatron_recycle.runtime.comm.waits import Wait
 
 
 class Ordered(Backend):
@@ -14,8 +14,8 @@ class Ordered(Backend):
 
     ordered, host, quick = True, False, False
 
-    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
-        work.wait()
+    def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
+        wait.aside(work.wait)
 
     def abort(self, group: Any) -> None:
         group.abort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
+from megatron_recycle.runtime.comm.waits import Wait
 from megatron_recycle.runtime.place import Place
 from tests.ordered.group import OrderedGroup
 from tests.ordered.rules import Rules
@@ -46,8 +47,8 @@ class Ordered(Backend):
 
     ordered, host, quick = True, True, True
 
-    def wait(self, work: Any, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
-        work.wait()
+    def wait(self, work: Any, limit: timedelta | None, wait: Wait, read: bool) -> None:
+        wait.aside(work.wait)
 
     def abort(self, group: OrderedGroup) -> None:
         group.abort()

@@ -110,6 +110,7 @@ class CommitProtocol(RuleBasedStateMachine):
                 continue
             if model.settle(verdict(kept, self.right[kept])):
                 model.standing.roll_back()
+                model.standing.renew()
 
     @precondition(lambda self: any(model.kept is not None for model in getattr(self, "live", {}).values()))
     @rule(data=st.data())

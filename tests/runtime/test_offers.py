@@ -111,6 +111,7 @@ class Training:
         if wrong:
             # What it has of the next iteration is void; nobody goes on before all have new handles.
             member.standing.roll_back()
+            member.standing.renew()
 
     def _fail(self) -> None:
         """Another generation begins after what all hold, with the last plan that was offered, and a new worker."""

@@ -150,6 +150,42 @@ class Transport:
         if self._order is None:
             self._receiver.post_next()
 
+    def begun(self) -> dict[tuple[Worker, Worker], tuple[int, int]]:
+        """For each channel of this worker, from the sender to the receiver, how many transfers it has begun to send and
+        to receive in all iterations: on each one of them is 0."""
+        me = self._groups.me
+        return {**{(me, target): (count, 0) for target, count in self._sender.begun().items()},
+                **{(source, me): (0, count) for source, count in self._receiver.begun().items()}}
+
+    @property
+    def can_drain(self) -> bool:
+        """Whether this worker knows the shapes of all that it may have to send in `drain`."""
+        return self._sender.can_fill(self._receiver.of_gradients)
+
+    def drain(self, plan: Plan, begun: Mapping[tuple[Worker, Worker], tuple[int, int]]) -> None:
+        """The iteration, of ``plan``, is void: bring every transfer to its end that one of its two ends has begun, and
+        throw away what comes. ``begun``: as `begun`, of all workers; all are here, and have begun the iteration.
+
+        Transfers that are missing at one end are posted in the planned order, as the others were. Raises
+        GenerationOver.
+        """
+        me, sender, receiver = self._groups.me, self._sender, self._receiver
+        place: dict[tuple[Worker, Worker, Message], int] = {
+            (source, target, message): number for number, (source, target, message) in enumerate(transfers(plan))}
+        upto = {pair: max(counts) for pair, counts in begun.items() if me in pair}
+        while True:
+            due = [(source, target, message) for (source, target), count in upto.items()
+                   if (message := sender.due(target, count) if source == me else receiver.due(source, count))]
+            if not due:
+                break
+            source, _, message = min(due, key=lambda each: place[each])
+            if source == me:
+                sender.fill(message, receiver.of_gradients)
+            else:
+                receiver.post(message)
+        receiver.end()
+        sender.end()
+
     def _post_before(self, message: Message) -> None:
         """Where transfers have an order: post the receives that come in it before ``message``."""
         if self._order is not None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.tags import ABORT
-from megatron_recycle.runtime.comm.waits import wait_unless
+from megatron_recycle.runtime.comm.waits import Wait
 
 
 class Work(Protocol):
@@ -62,11 +62,11 @@ class Backend:
         """How long an operation on ``group`` may take; None if the library does not need to be told."""
         return None
 
-    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
+    def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         """Block this thread until ``work`` is over: the tensor is whole, or an abort has ended it.
 
-        ``closed()``: whether the communicator's abort is done. ``read``: it is a send that its receiver is known to
-        have got. Raises what the library raises, RuntimeError.
+        ``wait``: how it can be left. ``read``: it is a send that its receiver is known to have got. Raises `Left`, and
+        what the library raises, RuntimeError.
         """
         raise NotImplementedError
 
@@ -110,14 +110,14 @@ class Gloo(Backend):
         limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
         return limit
 
-    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
+    def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         assert limit is not None
         # gloo is in the midst neither of a send that has been read nor of a collective that is completed, so that
         # nobody has to be able to leave them.
         if read or work.is_completed():
             work.wait(limit)
         else:
-            wait_unless(closed, lambda: work.wait(limit))
+            wait.aside(lambda: work.wait(limit))
 
     def abort(self, group: Any) -> None:
         """gloo has no abort, but it closes a pair on which a receive times out and then fails all operations of the
@@ -141,13 +141,15 @@ class Nccl(Backend):
     def __init__(self) -> None:
         self._streams = threading.local()
 
-    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
+    def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         # Its own wait() only makes the current stream wait, and says yes after an abort. A stream of this thread's own
-        # that waits for the work, and for which the thread waits, ends when the work does, aborted or not.
-        side = self._side()
+        # that waits for the work comes to an event of its own when the work is over, aborted or not.
+        side, over = self._side(), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(side):
             work.wait()
-        side.synchronize()
+            over.record(side)
+        if not over.query():
+            wait.aside(over.synchronize)
 
     def abort(self, group: Any) -> None:
         try:

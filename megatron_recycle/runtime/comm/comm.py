@@ -21,6 +21,7 @@ import torch.distributed as dist
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.backend import Backend, Work
 from megatron_recycle.runtime.comm.tags import Table
+from megatron_recycle.runtime.comm.waits import Exits, Wait
 
 _ABORT_WAITS = 1.0
 """Seconds that an abort waits for a thread that is posting an operation."""
@@ -65,7 +66,7 @@ class _NotStarted:
         return False
 
     def wait(self, limit: timedelta | None = None) -> None:
-        raise AssertionError("what is started in a batch is waited for after it")
+        """Never called."""
 
 
 _NOT_STARTED = _NotStarted()
@@ -78,21 +79,28 @@ class Pending:
     says that it has been read to nobody who does not wait.
     """
 
-    __slots__ = ("__weakref__", "_comm", "_kind", "_peer", "_tag", "_work", "tensor")
+    __slots__ = ("__weakref__", "_comm", "_kind", "_peer", "_tag", "_wait", "_work", "tensor")
 
     def __init__(self, comm: Comm, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
         self._comm, self._kind, self._peer, self._tag = comm, kind, peer, tag
         self._work: Work | None = None
+        self._wait: Wait | None = None
         self.tensor = tensor
 
     def wait(self, read: bool = False) -> None:
-        """Block until it has ended; the tensor is whole then. Raises GenerationOver when it failed, or when the
-        communicator has been aborted, whatever became of it. ``read``: it is a send whose receiver is known to have
-        got it, so that there is nothing to wait for."""
+        """Block until it has ended; the tensor is whole then. Raises GenerationOver when it failed, when the
+        communicator has been aborted, whatever became of it, or when somebody has taken its way out: it may then be
+        waited for again. ``read``: it is a send whose receiver is known to have got it, so that there is nothing to
+        wait for."""
         comm = self._comm
         with failing_ends(self, comm.is_aborted):
-            if self._work is not None:
-                comm.backend.wait(self._work, comm.limit, comm.is_closed, read)
+            if self._wait is not None and self._wait.begun:
+                self._wait.again()
+            elif self._work is _NOT_STARTED:
+                raise AssertionError("what is started in a batch is waited for after it")
+            elif self._work is not None:
+                self._wait = Wait(comm.exits, stays=read)
+                comm.backend.wait(self._work, comm.limit, self._wait, read)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once. Never blocks."""
@@ -122,6 +130,7 @@ class Comm:
         group: for frameworks that want torch's own process group.
         rank: this worker's number here.
         aborted: whether `abort` has been called.
+        exits: of whoever waits here.
     """
 
     def __init__(self, group: Any, backend: Backend, table: Table, of: str = "between generations",
@@ -133,7 +142,7 @@ class Comm:
         self.rank: int = group.rank()
         self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(group.size()))
         self.aborted = False
-        self._closed = False
+        self.exits = Exits()
         self._posting = threading.RLock()
         self._batch: list[tuple[Pending, Work]] | None = None
 
@@ -189,7 +198,7 @@ class Comm:
 
     def is_closed(self) -> bool:
         """Whether `abort` has done its work: what is not stuck in the library has ended."""
-        return self._closed
+        return self.exits.closed
 
     def abort(self) -> None:
         """Make every pending and future operation here fail, from any thread.
@@ -203,7 +212,7 @@ class Comm:
         try:
             self.backend.abort(self.group)
         finally:
-            self._closed = True
+            self.exits.closed = True
             if held:
                 self._posting.release()
 

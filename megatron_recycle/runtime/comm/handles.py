@@ -7,7 +7,7 @@ generation still sends can reach anybody (promise P6).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +15,7 @@ from functools import cached_property
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
+from megatron_recycle.runtime.comm.waits import WayOut
 
 
 @dataclass(frozen=True)
@@ -94,9 +95,27 @@ class Groups:
         libraries that are quick about it have freed everybody, whichever thread began it."""
         self.ending.abort(self.all())
 
-    def abort_transfers(self) -> None:
-        """Free every thread that waits for an activation, a gradient, or a sibling that waits for one; no other."""
-        abort([self.world] if self.siblings is None else [self.world, self.siblings], self.ending.threads)
+    @property
+    def drains(self) -> bool:
+        """Whether these handles stay when what is under way on them is void. Where a worker has parts, one may be
+        inside a collective of the framework's that another one never comes to: only an abort gets it out."""
+        return self.siblings is None
+
+    def way_out(self) -> Callable[[], None]:
+        """What frees, from any thread, every thread that waits for an activation, a gradient, or a sibling that waits
+        for one, and no other, until they are drained (`reopen`)."""
+        siblings = self.siblings
+        if siblings is None:
+            return self.world.exits.way_out.take
+
+        def take() -> None:
+            abort([self.world, siblings], self.ending.threads)
+
+        return take
+
+    def reopen(self) -> None:
+        """Transfers are waited for again."""
+        self.world.exits.way_out = WayOut()
 
     def together(self) -> AbstractContextManager[None]:
         """Inside the block this worker's parts compute together: that one of them is gone ends the generation, as a

@@ -73,6 +73,11 @@ class _Line:
             source = last[others.index(groups.me) % len(last)]
             self._receiving = groups.control.receive(self._numbers, ranks[source], tag)
 
+    @property
+    def hears(self) -> bool:
+        """Whether the numbers come from another worker."""
+        return self._receiving is not None
+
     def tell(self, known: tuple[float, float]) -> None:
         """Send the numbers to the workers that this one is responsible for."""
         self._numbers.copy_(torch.tensor(known, dtype=torch.float64))
@@ -135,6 +140,13 @@ class LossRelay:
                 return self._tell(self._addition)
             self._known = self._line.hear()
         return self._known
+
+    def end(self) -> None:
+        """The attempt is void: take part in what the others may have begun, so that nothing of it is under way. Raises
+        GenerationOver."""
+        if self._addition is None and not self._line.hears:
+            self.add({}, {})
+        self.wait()
 
     def _tell(self, addition: _Addition) -> tuple[float, float]:
         mean, weight = addition.wait()

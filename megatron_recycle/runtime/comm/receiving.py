@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,6 +24,7 @@ class _Channel:
     expected: tuple[Message, ...]
     header: Pending | None = None
     meta: Meta | None = None
+    of_activations: bool = False
     posted: int = 0
     pending: dict[Message, tuple[list[Pending], list[torch.Tensor]]] = field(default_factory=dict)
     number: int = 0
@@ -51,7 +52,7 @@ class Receiver:
         """Adopt the messages of an iteration from each worker, in the order of sending, and ``reads``, the same in the
         order of reading; message numbers run on."""
         # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
-        self._channels = {source: _Channel((), meta=old.meta, number=old.number)
+        self._channels = {source: replace(old, expected=(), posted=0, pending={})
                           for source, old in self._channels.items()}
         for source, messages in channels.items():
             self._channels.setdefault(source, _Channel(())).expected = tuple(messages)
@@ -74,11 +75,12 @@ class Receiver:
         channel = self._channels[source]
         if message not in channel.pending:
             self._post(source, channel, number + 1)
-        coming, tensors = channel.pending.pop(message)
-        self._read[message[0]] += 1
+        coming, tensors = channel.pending[message]
         asked = time.monotonic()
         for pending in coming:
             pending.wait()
+        del channel.pending[message]
+        self._read[message[0]] += 1
         if self._groups.world.backend.host:  # elsewhere the thread is ahead of the device
             self._lags.received(message, asked, time.monotonic())
         return tensors
@@ -96,6 +98,35 @@ class Receiver:
         source, number = self._places[message]
         self._post(source, self._channels[source], number + 1)
 
+    # ---- an iteration that is void
+
+    def begun(self) -> dict[Worker, int]:
+        """How many transfers have begun on each channel, in all iterations."""
+        return {source: channel.number for source, channel in self._channels.items()}
+
+    def due(self, source: Worker, upto: int) -> Message | None:
+        """The next message from ``source``, if fewer than ``upto`` transfers from it have begun, or if only its header
+        has: the sender sends both together."""
+        channel = self._channels[source]
+        halfway = channel.header is not None and channel.meta is None
+        return channel.expected[channel.posted] if channel.number < upto or halfway else None
+
+    def end(self) -> None:
+        """Wait for all that is under way, and throw it away. Raises GenerationOver."""
+        for channel in self._channels.values():
+            for coming, _ in channel.pending.values():
+                for pending in coming:
+                    pending.wait()
+            channel.pending = {}
+
+    @property
+    def of_gradients(self) -> Meta | None:
+        """dtype and shape of the gradients of what this worker receives; None where it has received nothing yet."""
+        metas = (channel.meta for channel in self._channels.values() if channel.of_activations)
+        return next((_with_gradient(meta) for meta in metas if meta is not None), None)
+
+    # ---- what comes
+
     def _post(self, source: Worker, channel: _Channel, upto: int) -> None:
         while channel.posted < upto:
             message = channel.expected[channel.posted]
@@ -109,16 +140,21 @@ class Receiver:
         """Shapes of the channel's messages; for activations told by its header, for gradients known."""
         if channel.meta is None and channel.expected[0][0] == "B":
             if self._sender.meta is not None:
-                channel.meta = tuple(item for item in self._sender.meta if item[0].is_floating_point)
+                channel.meta = _with_gradient(self._sender.meta)
         elif channel.meta is None:
             if channel.header is None:
                 header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
                 channel.header = self._start(source, channel, header)
             if wait or channel.header.done():
                 channel.header.wait()
-                channel.meta = decode_header(channel.header.tensor)
+                channel.meta, channel.of_activations = decode_header(channel.header.tensor), True
         return channel.meta
 
     def _start(self, source: Worker, channel: _Channel, tensor: torch.Tensor) -> Pending:
         channel.number += 1
         return self._groups.world.receive(tensor, self._groups.rank(source), ACTIVATIONS[channel.number - 1])
+
+
+def _with_gradient(meta: Meta) -> Meta:
+    """Those tensors of a message that have a gradient."""
+    return tuple(item for item in meta if item[0].is_floating_point)

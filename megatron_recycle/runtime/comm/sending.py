@@ -97,6 +97,37 @@ class Sender:
         self._lags.sent(message, time.monotonic())
         self._unread[message] = [self._start(target, channel, wire(tensor)) for tensor in payload]
 
+    # ---- an iteration that is void
+
+    def begun(self) -> dict[Worker, int]:
+        """How many transfers have begun on each channel, in all iterations."""
+        return {target: channel.number for target, channel in self._channels.items()}
+
+    def can_fill(self, of_gradients: Meta | None) -> bool:
+        """Whether this worker knows the shapes of all that it sends; ``of_gradients``: those of the gradients."""
+        return all((self.meta if channel.expected[0][0] == "F" else of_gradients) is not None
+                   for channel in self._channels.values() if channel.expected)
+
+    def due(self, target: Worker, upto: int) -> Message | None:
+        """The next message to ``target``, if fewer than ``upto`` transfers to it have begun."""
+        channel = self._channels[target]
+        return channel.expected[channel.sent] if channel.number < upto else None
+
+    def fill(self, message: Message, of_gradients: Meta | None) -> None:
+        """Send something in place of ``message``, which its receiver waits for and throws away."""
+        target = self.target(message)
+        meta = self.meta if message[0] == "F" else of_gradients
+        assert meta is not None
+        self.send(message, target, [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in meta])
+
+    def end(self) -> None:
+        """Wait until all that was sent in this iteration has been read. Raises GenerationOver."""
+        for pending in [pending for sends in self._unread.values() for pending in sends]:
+            pending.wait()
+        self._unread = {}
+
+    # ---- what has been read
+
     def read(self, messages: Iterable[Message]) -> None:
         """``messages`` have been read, as far as they have been sent: they are not kept any longer."""
         for message in messages:

@@ -79,6 +79,8 @@ LOSSES = CONTROL.take("the loss", 2**30, again=True)
 """By iteration and attempt."""
 COMMITS = CONTROL.take("an iteration's commit", 2**29, again=True)
 """By iteration."""
+DRAINS = CONTROL.take("how far a void iteration has come", 2**20, again=True)
+"""By iteration."""
 
 STAGE = Table()
 """Tags of `Groups.stage` and `Groups.stage_control`, which may be the same communicator."""

@@ -48,6 +48,10 @@ class Agreement:
         self._sums = self._own.clone()
         self._adding = self._peers.sum(self._sums)
 
+    def end(self) -> None:
+        """The attempt is void: wait until nothing of it is under way. Raises GenerationOver."""
+        self._adding.wait()
+
     def check(self, iteration: int) -> None:
         """Wait for the others' numbers. Raises UnsupportedError, on all peers alike, and GenerationOver."""
         self._adding.wait()

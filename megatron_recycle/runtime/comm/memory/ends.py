@@ -11,6 +11,7 @@ import torch
 
 from megatron_recycle.runtime.comm.backend import Backend, Work
 from megatron_recycle.runtime.comm.tags import Table
+from megatron_recycle.runtime.comm.waits import Left, Wait, WayOut
 
 
 class Killed(BaseException):
@@ -48,7 +49,9 @@ class Rules(Protocol):
 
     def post_batch(self, batch: Sequence[Operation]) -> None: ...
 
-    def wait(self, operation: Operation) -> None: ...
+    def wait(self, operation: Operation, way_out: WayOut) -> None: ...
+
+    def wake(self, operation: Operation) -> None: ...
 
     def poll(self, operation: Operation) -> None: ...
 
@@ -68,7 +71,14 @@ class Operation:
         return self.over
 
     def wait(self, limit: timedelta | None = None) -> None:
-        self.end.rules.wait(self)
+        self.leave_by(WayOut())
+
+    def leave_by(self, way_out: WayOut) -> None:
+        """Wait until it is over, or ``way_out`` is taken. Raises Left, RuntimeError."""
+        with way_out.beside(lambda: self.end.rules.wake(self)):
+            self.end.rules.wait(self, way_out)
+        if not self.over:
+            raise Left
         if self.error is not None:
             raise RuntimeError(self.error)
 
@@ -89,8 +99,12 @@ class Together:
         return all(operation.is_completed() for operation in self._operations)
 
     def wait(self, limit: timedelta | None = None) -> None:
+        self.leave_by(WayOut())
+
+    def leave_by(self, way_out: WayOut) -> None:
+        """As an operation's."""
         for operation in self._operations:
-            operation.wait()
+            operation.leave_by(way_out)
 
 
 class Board:
@@ -158,8 +172,9 @@ class InMemory(Backend):
     def __init__(self, ordered: bool) -> None:
         self.ordered, self.host, self.quick = ordered, not ordered, not ordered
 
-    def wait(self, work: Work, limit: timedelta | None, closed: Callable[[], bool], read: bool) -> None:
-        work.wait()
+    def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
+        assert isinstance(work, (Operation, Together))
+        work.leave_by(wait.way_out)
 
     def abort(self, group: End) -> None:
         group.rules.abort(group)

@@ -14,6 +14,7 @@ from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.memory.ends import Board, End, Host, InMemory, Operation
 from megatron_recycle.runtime.comm.memory.schedule import Schedule
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
+from megatron_recycle.runtime.comm.waits import WayOut
 
 _LOOK = 0.001
 """Seconds after which who waits for others to connect looks whether that is still wanted."""
@@ -55,6 +56,11 @@ class Fabric:
                 end.closed.update(rank for rank, other in board.ends.items() if other.process.dead or other.aborted)
             process.ends.append(end)
         return Comm(end, InMemory(ordered), table, of, names)
+
+    @property
+    def communicators(self) -> list[tuple[str, str]]:
+        """All that were ever made: generation and name."""
+        return list(self._boards)
 
     def meet(self, process: Host, prefix: str, everyone: Sequence[int]) -> bool:
         """Whether all are where ``prefix`` is built, and alive; waits a moment for them."""
@@ -105,17 +111,21 @@ class Fabric:
             batch[0].end.process.check()
             self._enqueue(batch)
 
-    def wait(self, operation: Operation) -> None:
+    def wait(self, operation: Operation, way_out: WayOut) -> None:
         process = operation.end.process
         with self._time.lock:
             process.check()
             try:
-                while not operation.over:
+                while not operation.over and not way_out.taken:
                     self._time.block(f"rank {process.rank}", operation)
                     process.check()
             finally:
                 if self._flights:  # somebody else has to see to them from now on
                     self._time.wake_one()
+
+    def wake(self, operation: Operation) -> None:
+        with self._time.lock:
+            self._time.wake(operation)
 
     def poll(self, operation: Operation) -> None:
         with self._time.lock:

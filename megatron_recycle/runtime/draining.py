@@ -1,0 +1,39 @@
+"""The end of a void attempt on the communicators that it was made on.
+
+A wrong guess voids what all workers have of the next iteration, while all of them live: what one end has begun, the
+other one can bring to its end. So nothing is aborted, and no communicator is made again, which takes NCCL seconds. Each
+worker begins the void attempt, if it has not, tells how many transfers it has begun on each of its channels, and
+then sends and receives what is missing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_recycle.membership import Standing
+from megatron_recycle.plan import channels
+from megatron_recycle.runtime.comm.tags import DRAINS
+from megatron_recycle.runtime.comm.tree_allreduce import add_up
+from megatron_recycle.runtime.generation import Generation
+
+
+def drain(standing: Standing, generation: Generation) -> bool:
+    """Bring what is under way of the attempt, which all workers have begun, to its end; all members come here.
+
+    Returns False, on all workers alike, where that cannot be done: new groups are needed then. Raises GenerationOver.
+    """
+    groups, transport, iteration = generation.groups, generation.transport, standing.iteration
+    plan = generation.program_of(iteration).plan
+    pairs = sorted(channels(plan))
+    mine = transport.begun()
+    counts = torch.tensor([*(count for pair in pairs for count in mine.get(pair, (0, 0))), not transport.can_drain],
+                          dtype=torch.float64)
+    add_up(counts, groups.control, DRAINS[iteration])
+    *found, cannot = map(int, counts.tolist())
+    if cannot:
+        return False
+    transport.drain(plan, dict(zip(pairs, zip(found[::2], found[1::2], strict=True), strict=True)))
+    for agreement, losses in list(generation.shared)[-1:]:
+        agreement.end()
+        losses.end()
+    return True

@@ -1,0 +1,116 @@
+"""A void iteration on communicators that stay: wherever each worker has stopped in it, all of it comes to its end, and
+the next one's messages are the right ones."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, channels, reads
+from megatron_recycle.planner import quick
+from megatron_recycle.runtime.comm.activations import Transport
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.memory import Fabric
+from tests.runtime.comms import connected
+
+GRID = Grid(3, (4, 4, 4))
+LOST = Worker(1, 1)
+LIVE = [Worker(pipeline, stage) for pipeline in range(3) for stage in range(3) if (pipeline, stage) != LOST]
+
+
+def problem(seed: int) -> Problem:
+    return Problem(GRID, Costs.uniform(3, 20, 22, 18, 1), (LOST,) if seed % 3 else ())
+
+
+class Party:
+    """One worker, with its messages' contents."""
+
+    def __init__(self, groups: Groups, plan: Plan) -> None:
+        self.me, self.groups = groups.me, groups
+        self.transport = Transport(groups, torch.device("cpu"))
+        self.follow(plan)
+
+    def follow(self, plan: Plan) -> None:
+        self.plan = plan
+        self.transport.follow(plan)
+        self._come = {message for _, message in reads(plan, self.me)}
+        self._go = {message for (source, _), messages in channels(plan).items() if source == self.me
+                    for message in messages}
+
+    def iterate(self, iteration: int, actions: int | None = None) -> None:
+        """``iteration``, or its first ``actions``."""
+        self.transport.begin()
+        for kind, pipeline, microbatch in self.plan.actions(self.me)[:actions]:
+            message: Any = ("B" if kind == "FB" else kind, pipeline, microbatch)
+            content = [torch.full((3,), float(number)) for number in (iteration, pipeline, microbatch)]
+            if message in self._come:
+                found = self.transport.receive(message)
+                assert all(torch.equal(*pair) for pair in zip(found, content, strict=True)), f"{message}: {found}"
+            if message in self._go:
+                self.transport.send(message, content)
+            self.transport.post()
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["gloo's rules", "NCCL's rules"])
+@pytest.mark.parametrize("seed", range(20))
+def test_wherever_each_worker_has_stopped(ordered: bool, seed: int) -> None:
+    draw = random.Random(seed)
+    live = LIVE if seed % 3 else sorted([*LIVE, LOST])
+    plan, fabric = quick(problem(seed)), Fabric(seed, ordered=ordered)
+    groups = connected(fabric, GRID, live)
+    parties = {me: Party(groups[me], plan) for me in live}
+    stops = {me: draw.randrange(len(plan.actions(me)) + 1) for me in live}
+    ways_out = [groups[me].way_out() for me in live]
+
+    def stop(me: Worker) -> None:
+        try:
+            parties[me].iterate(1, stops[me])
+        except GenerationOver as error:
+            assert "what it belongs to is void" in str(error)
+        for take in ways_out:
+            take()
+
+    fewer = plan.without([(1, microbatch) for microbatch in draw.sample(range(4), seed % 4)])  # some channels are new
+    for party in parties.values():
+        party.follow(fewer)
+    assert fabric.run(*[lambda me=me: parties[me].iterate(0) for me in live]) == [None] * len(live)
+    for party in parties.values():
+        party.follow(plan)
+    assert fabric.run(*[lambda me=me: stop(me) for me in live]) == [None] * len(live)
+    begun = {pair: (parties[pair[0]].transport.begun()[pair][0], parties[pair[1]].transport.begun()[pair][1])
+             for pair in channels(plan)}
+
+    def go_on(me: Worker) -> None:
+        groups[me].reopen()
+        assert parties[me].transport.can_drain
+        parties[me].transport.drain(plan, begun)
+        for iteration in (2, 3):
+            parties[me].iterate(iteration)
+            groups[me].control.sum(torch.zeros(1)).wait()  # as the commit: nobody is two iterations ahead
+
+    assert fabric.run(*[lambda me=me: go_on(me) for me in live]) == [None] * len(live)
+
+
+def test_what_came_too_late_to_free_anybody_frees_nobody_later():
+    """The thread that waits for the verdict may tell of it when the training thread has known for long."""
+    fabric = Fabric()
+    one, other = connected(fabric, Grid(2, (1,)), [Worker(0, 0), Worker(0, 1)]).values()
+    take = one.way_out()
+    one.reopen()
+    take()
+    into = torch.zeros(1)
+    pending = one.world.receive(into, 1, 0)
+    fabric.run(pending.wait, other.world.send(torch.ones(1), 0, 0).wait)
+    assert into.item() == 1.0
+
+
+def test_a_worker_that_does_not_know_the_shapes_says_so():
+    fabric = Fabric()
+    plan = quick(problem(0))
+    groups = connected(fabric, GRID, sorted([*LIVE, LOST]))
+    assert [party.transport.can_drain for party in (Party(groups[Worker(0, stage)], plan) for stage in range(3))] == [
+        False, False, False]
