@@ -260,4 +260,4 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
         execute(site, standing, [action for action in generation.program.actions if action.kind == "F"],
                 {"F": forward}, enter, "the evaluation")
     with site.phases.waiting("the evaluation's end"):
-        site.evaluations.complete(reports, generation.groups)
+        site.asked.evaluations.complete(reports, generation.groups)

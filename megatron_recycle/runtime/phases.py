@@ -31,6 +31,10 @@ class Phase(str, Enum):
     """A checkpoint is about to be written."""
     SAVED = "saved"
     """All parts of a checkpoint are there; its name is not."""
+    COLLECTIVE = "collective"
+    """The script makes a collective of its own."""
+    COLLECTED = "collected"
+    """It has all that the collective takes, and waits for the others to have it."""
     BOUNDARY = "boundary"
     """The worker stands between two iterations and waits for those who come in or leave."""
     RECOVERING = "recovering"
@@ -41,7 +45,8 @@ OF_ACTION = {"F": Phase.FORWARD, "B": Phase.BACKWARD, "W": Phase.WEIGHT, "FB": P
 """The phase that an action of a kind begins. A full backward is a backward, and has no weight phase."""
 
 _STEP = (Phase.REDUCE, Phase.REDUCED, Phase.STEP)  # phases in which an error is the step's
-_NO_WORK = (Phase.RECOVERING, Phase.JOINING, Phase.BOUNDARY, Phase.STEP, Phase.STEPPED, Phase.SAVE, Phase.SAVED)
+_NO_WORK = (Phase.RECOVERING, Phase.JOINING, Phase.BOUNDARY, Phase.STEP, Phase.STEPPED, Phase.SAVE, Phase.SAVED,
+            Phase.COLLECTIVE, Phase.COLLECTED)
 """Phases that are no work, or whose work has a block of its own."""
 
 

@@ -223,7 +223,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     todo = standing.reconciliation(go.resume)
     if not todo.enter:
         stepper.reconcile(todo, go.resume.target, groups)
-    site.evaluations.reconcile(groups)
+    site.asked.reconcile(groups)
     if todo.enter:
         _take_in(site, stepper, groups, go)
     elif todo.give:

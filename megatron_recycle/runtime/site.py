@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.membership import Standing
+from megatron_recycle.runtime.collectives import Collectives
+from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import Network
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.memory import ActivationMemory
@@ -62,6 +65,23 @@ class Meters:
         self.watch = Stopwatch(device)
 
 
+class Asked(NamedTuple):
+    """The script's requests to all workers between two iterations.
+
+    Attributes:
+        evaluations: what the last pass of an evaluation has reported.
+        collectives: those of the script's own.
+    """
+
+    evaluations: Evaluations
+    collectives: Collectives
+
+    def reconcile(self, groups: Groups) -> None:
+        """After a failure: bring level what some have seen the end of. Raises GenerationOver."""
+        self.evaluations.reconcile(groups)
+        self.collectives.reconcile(groups)
+
+
 @dataclass(frozen=True)
 class Site:
     """A worker's surroundings: what it is given, and what it measures and tells itself with.
@@ -75,7 +95,7 @@ class Site:
         phases: hears of everything that the training thread does.
         trainable: the stage's parameters that are trained.
         meters: what micro-batches hold, and how long they take.
-        evaluations: what the last pass of an evaluation has reported.
+        asked: what the script has asked of all workers between two iterations.
         current: the generation in force.
     """
 
@@ -87,7 +107,7 @@ class Site:
     phases: Phases
     trainable: Trainable
     meters: Meters
-    evaluations: Evaluations
+    asked: Asked
     current: Current
 
     @property

@@ -21,7 +21,10 @@ from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, STANDING_BY, Activity
 from megatron_recycle.runtime.attempt import Attempt, evaluate
 from megatron_recycle.runtime.between import Between
+from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.living.calls import Call
+from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.draining import drain
@@ -32,7 +35,7 @@ from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Write, save
-from megatron_recycle.runtime.site import Framework, Meters, Site
+from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.trainable import Trainable
 
@@ -70,7 +73,8 @@ class StageWorker:
         self.site = Site(
             place=place, config=config, framework=framework, agent=agent, network=network or TorchNetwork(),
             phases=phases, trainable=Trainable(stage), meters=Meters(stage.device),
-            evaluations=Evaluations(self.standing, place.grid, stage.report_width), current=Current())
+            current=Current(),
+            asked=Asked(Evaluations(self.standing, place.grid, stage.report_width), Collectives(place)))
         self.stepper = Stepper(self.site, self.standing)
         self._between = Between(self.site, self.stepper)
         agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
@@ -135,7 +139,7 @@ class StageWorker:
             self.settle()
             self.standing.passes += 1
             self._through_failures(run)
-        return self.site.evaluations.table
+        return self.site.asked.evaluations.table
 
     def save(self, iteration: int, write: Write) -> None:
         """Write a checkpoint together with all workers that are left, before ``iteration`` is trained, through any
@@ -152,6 +156,25 @@ class StageWorker:
             self.settle()
             self.standing.passes += 1
             self._through_failures(run)
+    def collective(self, group: Group, call: Call, after: int) -> None:
+        """Make a ``call`` of the script's, which has trained iteration ``after`` last, through any failures.
+
+        Raises:
+            JobEnded: the job cannot go on.
+            UnsupportedError: a member is gone, and nobody can answer for it.
+        """
+        site, collectives = self.site, self.site.asked.collectives
+
+        def run() -> None:
+            site.phases.tell_resumed()  # after a failure: the next action may be far away
+            with site.phases.waiting(f"the script's {call.what}()"):
+                collectives.attempt(site.current.get().groups, lambda phase: site.phases.enter(phase, after))
+
+        with self._inside():
+            self.settle()
+            collectives.begin(group, call, after)
+            self._through_failures(run)
+        collectives.end()
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""

@@ -33,6 +33,7 @@ from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.worker import StageWorker
+from tests.memory.collecting import collect
 from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
 
@@ -59,6 +60,8 @@ class Shape:
     overflows: tuple[tuple[int, int], ...] = ()
     evaluate: tuple[int, ...] = ()
     save: tuple[int, ...] = ()
+    collect: tuple[int, ...] = ()
+    """Iterations after which the script has collectives of its own."""
     settings: tuple[tuple[str, Any], ...] = (("reduction", "exact"),)
 
     @property
@@ -94,6 +97,7 @@ class Result:
     error: str = ""
     losses: list[float] = field(default_factory=list)
     evaluated: list[list[float]] = field(default_factory=list)
+    collected: list[list[float]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     counters: Any = None
     checkpoints: Mapping[int, Any] = field(default_factory=dict)
@@ -252,6 +256,8 @@ class Job:
             if iteration in shape.save:
                 made.save(iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage.state()))
             result.losses.append(made.train(iteration))
+            if iteration in shape.collect:
+                result.collected.append(collect(made, place, iteration, result.losses[-1]))
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
         result.counters = stage.counters()["own"]
@@ -339,7 +345,7 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
         well = result.status == 0 and result.counters
         assert well, f"{name} has ended with {result.status}: {result.error}\n{job.where()}"
         found = differences(result, reference[rank], within)
-        found -= {"losses", "evaluated"} if name in came else set()
+        found -= {"losses", "evaluated", "collected"} if name in came else set()
         assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
     noted = [event["place"] for event in job.control.events if event["event"] == "checkpoint"]
     assert [*dict.fromkeys(noted)] == [f"iteration {iteration}" for iteration in job.shape.save], noted
@@ -350,7 +356,7 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
 
 def differences(one: Result, other: Result, within: float = 0.0) -> set[str]:
     """What differs between two workers, by name."""
-    found = {name for name in ("losses", "evaluated", "counters")
+    found = {name for name in ("losses", "evaluated", "collected", "counters")
              if not _alike(*(torch.tensor(getattr(of, name), dtype=torch.float64) for of in (one, other)), within)}
     found |= one.state.keys() ^ other.state.keys()
     return found | {name for name in one.state.keys() & other.state.keys()

@@ -22,6 +22,7 @@ SHAPES = {
     "tied": Shape(3, 2, 2, 3, tied=True),
     "evaluates": Shape(3, 2, 2, 3, evaluate=(1, 2)),
     "saves": Shape(3, 2, 2, 3, evaluate=(1,), save=(0, 1, 2)),
+    "collects": Shape(3, 2, 2, 3, collect=(0, 2)),
     "waits": Shape(3, 2, 2, 3).with_settings(step="barrier"),
     "waits, clipped": Shape(2, 3, 2, 3, clipping=0.05).with_settings(step="barrier"),
 }

@@ -102,7 +102,7 @@ class Alone:
             config=RecycleConfig(reduction="exact" if exact else "fast"), agent=agent,
             framework=Framework(self.stage, Splitter(self.stage.module, kernel), self, Generators(CPU)),
             network=None, phases=Phases(self.standing, agent, Activity(1.0), None), trainable=Trainable(self.stage),
-            meters=Meters(CPU), evaluations=None, current=Current())
+            meters=Meters(CPU), asked=None, current=Current())
         self.memory, self.watch = self.site.meters.memory, self.site.meters.watch
         self.layout = self.site.trainable.layout
 

@@ -1,0 +1,125 @@
+"""Collectives of the script's own between two iterations, through failures.
+
+A worker makes one at a time, in its training thread. Calls of a group are numbered by the iteration that they follow
+and their order after it: so workers that come in agree with the others without being told. After a failure all say
+which call they are in, and whether they have what it takes to end it: see :mod:`..comm.living.exchange`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+
+import torch
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.living.calls import Call
+from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll
+from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.place import Place
+
+_CALLS = 2**20
+"""The most calls of a group after one iteration."""
+
+
+class _Made:
+    """A call that is being made.
+
+    ``number``: of it, in its group. ``exchange``: has all that it takes to end the call; None: it is to be made (again).
+    ``refused``: why it cannot have its right values.
+    """
+
+    def __init__(self, group: Group, call: Call, number: int) -> None:
+        self.group, self.call, self.number = group, call, number
+        self.exchange: Exchange | None = None
+        self.refused: UnsupportedError | None = None
+        self.done = False
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """What all members know it by."""
+        return _key(self.group.name), float(self.number)
+
+
+class Collectives:
+    """The script's calls on one worker.
+
+    Args:
+        place: position, grid, ranks.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._after = -1
+        self._counts: dict[str, int] = {}
+        self._ready: dict[float, int] = {}
+        """By a group's key: the last call that this worker has had all of."""
+        self._now: _Made | None = None
+
+    def begin(self, group: Group, call: Call, after: int) -> None:
+        """The script makes ``call``; ``after``: the last iteration that it has trained."""
+        if after != self._after:
+            self._after = after
+            self._counts.clear()
+        count = self._counts[group.name] = self._counts.get(group.name, 0) + 1
+        if count >= _CALLS:
+            raise OverflowError(f"the script calls more than {_CALLS} collectives of a group between two iterations")
+        self._now = _Made(group, call, (after + 1) * _CALLS + count)
+
+    def attempt(self, groups: Groups, enter: Callable[[Phase], None]) -> None:
+        """Make the call, or what is left of it, among those that are there; ``enter`` is told of its phases.
+
+        Raises GenerationOver.
+        """
+        now = self._now
+        assert now is not None
+        if now.done:
+            return
+        if now.exchange is None:
+            roll = Roll.of(now.group, self._place, groups.members)
+            try:
+                roll.check(now.call)
+            except UnsupportedError as error:
+                now.refused, now.done = error, True
+                return
+            enter(Phase.COLLECTIVE)
+            exchange = Exchange(now.call, roll, groups.control, zlib.crc32(f"{now.group.name}/{now.number}".encode()))
+            exchange.collect()
+            now.exchange = exchange
+            self._ready[now.key[0]] = now.number
+            enter(Phase.COLLECTED)
+            exchange.confirm()
+        now.exchange.finish()
+        now.done = True
+
+    def end(self) -> None:
+        """The script gets its results. Raises UnsupportedError if it can have none."""
+        now, self._now = self._now, None
+        if now is not None and now.refused is not None:
+            raise now.refused
+
+    def reconcile(self, groups: Groups) -> None:
+        """After a failure: find out which of the calls that workers are in can be ended. Raises GenerationOver."""
+        comm, now = groups.control, self._now
+        mine = now.key if now is not None and not now.done else (0.0, 0.0)
+        table = torch.zeros(comm.size, 2, dtype=torch.float64)
+        table[comm.rank] = torch.tensor(mine, dtype=torch.float64)
+        comm.sum(table).wait()
+        under_way = sorted({(key, number) for key, number in table.tolist() if key})
+        if not under_way:
+            return
+        have = torch.zeros(comm.size, len(under_way), dtype=torch.float64)
+        have[comm.rank] = torch.tensor([float(self._ready.get(key, 0) >= number) for key, number in under_way],
+                                       dtype=torch.float64)
+        comm.sum(have).wait()
+        if now is None or now.done:
+            return
+        living = Roll.of(now.group, self._place, groups.members).living
+        if not all(bool(have[process, under_way.index(now.key)]) for process in living):
+            now.exchange = None
+            self._ready[now.key[0]] = min(self._ready.get(now.key[0], 0), now.number - 1)
+
+
+def _key(name: str) -> float:
+    return float(zlib.crc32(name.encode()) + 1)

@@ -1,0 +1,198 @@
+"""torch's collectives as values: what one member of a group gives the others, and what it makes of what it gets.
+
+A call reads its inputs whenever it is asked to give, and writes its results at its end only: so it can be given up and
+made again, as often as need be. Positions are ranks in the group, empty ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Call:
+    """A barrier, or, in a class of its own, any other collective.
+
+    Attributes:
+        what: torch's name of it.
+        source: the one position whose tensors are wanted; None: those of all are.
+        sink: the one position that wants them; None: all do.
+        by_itself: whether nobody can give what is the source's but the source.
+    """
+
+    what = "barrier"
+    by_itself = False
+
+    def __init__(self, source: int | None = None, sink: int | None = None) -> None:
+        self.source, self.sink = source, sink
+
+    def gives(self, to: int) -> Tensors:
+        """The tensors for position ``to``."""
+        return ()
+
+    def expects(self, source: int) -> Tensors:
+        """Tensors of the size of those that come from position ``source``."""
+        return self.gives(source)
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        """Write the results. ``given``: what has come, by position; nothing from those that are no source. Not called
+        where this member is no sink."""
+
+
+class AllReduce(Call):
+    """``all_reduce``; with a ``sink``, ``reduce``. ``add`` makes one tensor of all positions'."""
+
+    what = "all_reduce"
+
+    def __init__(self, tensors: Tensors, add: Add, sink: int | None = None) -> None:
+        super().__init__(sink=sink)
+        self._tensors, self._add = tensors, add
+        if sink is not None:
+            self.what = "reduce"
+
+    def gives(self, to: int) -> Tensors:
+        return self._tensors
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        for index, tensor in enumerate(self._tensors):
+            tensor.copy_(self._add([tensors[index] for tensors in given]))
+
+
+class Broadcast(Call):
+    """``broadcast``."""
+
+    what = "broadcast"
+
+    def __init__(self, tensors: Tensors, root: int) -> None:
+        super().__init__(source=root)
+        self._tensors, self._root = tensors, root
+
+    def gives(self, to: int) -> Tensors:
+        return self._tensors
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        for tensor, brought in zip(self._tensors, given[self._root]):
+            tensor.copy_(brought)
+
+
+class AllGather(Call):
+    """``all_gather``; with a ``sink``, ``gather``. ``outputs``: of each input, a tensor for each position."""
+
+    what = "all_gather"
+
+    def __init__(self, outputs: Sequence[Tensors], inputs: Tensors, sink: int | None = None) -> None:
+        super().__init__(sink=sink)
+        self._outputs, self._inputs = outputs, inputs
+        if sink is not None:
+            self.what = "gather"
+
+    def gives(self, to: int) -> Tensors:
+        return self._inputs
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        for index, slots in enumerate(self._outputs):
+            for slot, tensors in zip(slots, given, strict=True):
+                slot.copy_(tensors[index].view(slot.shape))
+
+
+class Scatter(Call):
+    """``scatter``; ``inputs``: on the root, a tensor for each position."""
+
+    what = "scatter"
+    by_itself = True
+
+    def __init__(self, output: torch.Tensor, inputs: Tensors, root: int) -> None:
+        super().__init__(source=root)
+        self._output, self._inputs, self._root = output, inputs, root
+
+    def gives(self, to: int) -> Tensors:
+        return [self._inputs[to]] if self._inputs else []
+
+    def expects(self, source: int) -> Tensors:
+        return [self._output]
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        for tensor in given[self._root]:
+            self._output.copy_(tensor)
+
+
+class ReduceScatter(Call):
+    """``reduce_scatter``; ``inputs``: of each output, a tensor for each position."""
+
+    what = "reduce_scatter"
+
+    def __init__(self, outputs: Tensors, inputs: Sequence[Tensors], add: Add) -> None:
+        super().__init__()
+        self._outputs, self._inputs, self._add = outputs, inputs, add
+
+    def gives(self, to: int) -> Tensors:
+        return [pieces[to] for pieces in self._inputs]
+
+    def expects(self, source: int) -> Tensors:
+        return self._outputs
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        for index, output in enumerate(self._outputs):
+            output.copy_(self._add([tensors[index] for tensors in given]).view(output.shape))
+
+
+class AllToAll(Call):
+    """``all_to_all``: a tensor from each position, and one for each."""
+
+    what = "all_to_all"
+
+    def __init__(self, outputs: Tensors, inputs: Tensors) -> None:
+        super().__init__()
+        self._outputs, self._inputs = outputs, inputs
+
+    def gives(self, to: int) -> Tensors:
+        return [self._inputs[to]]
+
+    def expects(self, source: int) -> Tensors:
+        return [self._outputs[source]]
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        for output, (tensor,) in zip(self._outputs, given, strict=True):
+            output.copy_(tensor.view(output.shape))
+
+
+Add = Callable[[Tensors], torch.Tensor]
+
+
+def adding(operation: dist.ReduceOp | dist.ReduceOp.RedOpType) -> Add | None:
+    """The function that makes one tensor of many, in the order of positions, so that all members have the same bits;
+    None if there is no such thing for torch's ``operation``."""
+    for known, fold in _FOLDS.items():
+        if operation == known:
+            return fold
+    return None
+
+
+def _folding(step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Add:
+    def fold(tensors: Tensors) -> torch.Tensor:
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total = step(total, tensor)
+        return total
+
+    return fold
+
+
+_SUM = _folding(torch.add)
+
+
+def _mean(tensors: Tensors) -> torch.Tensor:
+    total = _SUM(tensors)
+    return total / len(tensors) if total.is_floating_point() or total.is_complex() else total // len(tensors)
+
+
+_FOLDS: Mapping[dist.ReduceOp.RedOpType, Add] = {
+    dist.ReduceOp.SUM: _SUM, dist.ReduceOp.AVG: _mean, dist.ReduceOp.PRODUCT: _folding(torch.mul),
+    dist.ReduceOp.MIN: _folding(torch.minimum), dist.ReduceOp.MAX: _folding(torch.maximum),
+    dist.ReduceOp.BAND: _folding(torch.bitwise_and), dist.ReduceOp.BOR: _folding(torch.bitwise_or),
+    dist.ReduceOp.BXOR: _folding(torch.bitwise_xor),
+}

@@ -1,0 +1,197 @@
+"""A call among the members of a group that are alive, over the handle that all workers of a generation share.
+
+Everybody gives everybody else at once what is wanted there; then each says that it has all that it wants. Nobody is
+done before all have said so: so where a failure cuts a call short, either all that are left have what it takes to end
+it, and end it with the same values, or nobody has ended it, and all make it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.living.calls import AllToAll, Call, Tensors
+from megatron_recycle.runtime.comm.tags import CONTROL
+from megatron_recycle.runtime.place import Place
+
+SCRIPT = CONTROL.take("what the script exchanges", 2**27, again=True)
+"""Two for each call: what is given, and that it has come."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of the script's, as all its members know it.
+
+    Attributes:
+        name: torch's, the same on all members.
+        ranks: global ranks, by position.
+        me: this process' position.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    me: int
+
+
+@dataclass(frozen=True)
+class Roll:
+    """Who is there of a group in a generation.
+
+    Attributes:
+        group: the group.
+        answers: by position, the process that answers for it, by its rank among all that are alive: itself, or the
+            lowest peer of its stage in the group; None: there is none left.
+        living: positions of those that are there, by the same rank.
+        names: of positions, for messages.
+    """
+
+    group: Group
+    answers: tuple[int | None, ...]
+    living: Mapping[int, int]
+    names: Sequence[str]
+
+    @classmethod
+    def of(cls, group: Group, place: Place, members: Collection[Worker]) -> Roll:
+        """The roll of ``group`` while ``members`` are alive."""
+        homes = {rank: (worker, part) for worker, ranks in place.ranks.items() for part, rank in enumerate(ranks)}
+        everyone = {rank: index for index, rank in enumerate(
+            sorted(rank for worker in members for rank in place.ranks[worker]))}
+
+        def answering(rank: int) -> int | None:
+            if rank in everyone:
+                return everyone[rank]
+            (_, stage), part = homes[rank]
+            peers = [place.ranks[worker][part] for worker in sorted(members) if worker.stage == stage]
+            return next((everyone[peer] for peer in peers if peer in group.ranks), None)
+
+        living = {everyone[rank]: position for position, rank in enumerate(group.ranks) if rank in everyone}
+        return cls(group, tuple(map(answering, group.ranks)), living, [place.names[rank] for rank in group.ranks])
+
+    def is_empty(self, position: int) -> bool:
+        """Whether nobody is at ``position``."""
+        return position not in self.living.values()
+
+    def check(self, call: Call) -> None:
+        """Raises UnsupportedError, on all members alike, if ``call`` cannot have its right values."""
+        wanted = range(len(self.answers)) if call.source is None else [call.source]
+        if call.sink is not None and self.is_empty(call.sink) or not _has_content(call):
+            return
+        for position in wanted:
+            if not self.is_empty(position) or (self.answers[position] is not None and not call.by_itself):
+                continue
+            why = ("what it would have given has gone with it" if call.by_itself else
+                   "no other worker of its stage is in this group to answer for it")
+            raise UnsupportedError(
+                f"the script calls {call.what}() in its group of ranks {list(self.group.ranks)}, but worker "
+                f"{self.names[position]} (rank {self.group.ranks[position]}) is gone, and {why}. Call it over a group "
+                "in which the stage has another worker (the default group, say), or let the worker be started again "
+                "(max_restarts)")
+
+
+def _has_content(call: Call) -> bool:
+    return type(call) is not Call
+
+
+class Exchange:
+    """One attempt at a call. `collect`, then `confirm`, then `finish`.
+
+    Args:
+        call: this member's.
+        roll: who is there.
+        comm: of all that are alive.
+        number: of the call; all members have the same.
+    """
+
+    def __init__(self, call: Call, roll: Roll, comm: Comm, number: int) -> None:
+        self._call, self._roll, self._comm = call, roll, comm
+        self._given, self._heard = SCRIPT[2 * number], SCRIPT[2 * number + 1]
+        self._got: dict[int, Tensors] = {}
+
+    def collect(self) -> None:
+        """Give what is wanted, and wait for what is wanted here. Raises GenerationOver."""
+        buffers = {process: _buffer(self._expected(process, position)) for process, position in self._others()}
+        receives = [self._comm.receive(buffer, process, self._given) for process, buffer in buffers.items()]
+        sends = [self._comm.send(_packed(self._wanted(position)), process, self._given)
+                 for process, position in self._others()]
+        for pending in [*receives, *sends]:
+            pending.wait()
+        self._got = {process: _unpacked(buffers[process], self._expected(process, position))
+                     for process, position in self._others()}
+
+    def confirm(self) -> None:
+        """Wait until all have what they want. Raises GenerationOver."""
+        said = [self._comm.receive(_token(), process, self._heard) for process, _ in self._others()]
+        said += [self._comm.send(_token(), process, self._heard) for process, _ in self._others()]
+        for pending in said:
+            pending.wait()
+
+    def finish(self) -> None:
+        """Write the results."""
+        call, roll = self._call, self._roll
+        if call.sink is not None and call.sink != roll.group.me:
+            return
+        own = call.gives(roll.group.me)
+        with torch.no_grad():
+            call.take([self._got.get(process, own) if process is not None else () for process in roll.answers])
+
+    def _others(self) -> list[tuple[int, int]]:
+        """Their ranks among all that are alive, and their positions."""
+        return [(process, position) for process, position in self._roll.living.items()
+                if process != self._comm.rank]
+
+    def _wanted(self, position: int) -> Tensors:
+        """What this process gives to ``position``."""
+        return self._call.gives(position) if self._goes(self._comm.rank, position) else ()
+
+    def _expected(self, process: int, position: int) -> Tensors:
+        """Tensors of the size of what ``process``, which is at ``position``, gives to this one."""
+        return self._call.expects(position) if self._goes(process, self._roll.group.me) else ()
+
+    def _goes(self, process: int, position: int) -> bool:
+        source, sink = self._call.source, self._call.sink
+        return (source is None or self._roll.answers[source] == process) and sink in (None, position)
+
+
+def pass_over(call: Call, group: Group) -> None:
+    """The results of a call that the others have made long ago, as if they had given what this process gives; none
+    where that is no answer."""
+    of_one = (call.source, call.sink) != (None, None)
+    if isinstance(call, AllToAll) or (of_one and group.me not in (call.source, call.sink)):
+        return
+    own = call.gives(group.me)
+    with torch.no_grad():
+        call.take([own] * len(group.ranks))
+
+
+def _token() -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+def _size(tensors: Tensors) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _buffer(tensors: Tensors) -> torch.Tensor:
+    return torch.zeros(max(1, _size(tensors)), dtype=torch.uint8)
+
+
+def _packed(tensors: Tensors) -> torch.Tensor:
+    """``tensors`` as bytes in CPU memory, of their own; something, too, if there are none."""
+    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in tensors if tensor.numel()]
+    return torch.cat(pieces) if pieces else _token()
+
+
+def _unpacked(buffer: torch.Tensor, like: Tensors) -> Tensors:
+    found, start = [], 0
+    for tensor in like:
+        size = _size([tensor])
+        # A piece of its own: numbers must begin at a multiple of their size.
+        piece = buffer[start:start + size].clone().view(tensor.dtype).reshape(tensor.shape)
+        found.append(piece.to(tensor.device))
+        start += size
+    return found

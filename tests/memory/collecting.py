@@ -1,0 +1,41 @@
+"""What the script of a worker in memory calls between two iterations, and the values that a full grid would have."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.runtime.comm.living.calls import AllGather, AllReduce, Broadcast, Call, adding
+from megatron_recycle.runtime.comm.living.exchange import Group, pass_over
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.worker import StageWorker
+
+
+def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> list[float]:
+    """A barrier, a sum and a gathering over all, a sum over the stage, and a broadcast from each rank; what they brought
+    here. Every value is one that a worker's peers have, too."""
+    ranks = tuple(sorted(rank for (rank,) in place.ranks.values()))
+    (me,) = place.ranks[place.me]
+    peers = tuple(sorted(rank for worker, (rank,) in place.ranks.items() if worker.stage == place.me.stage))
+    everybody, stage = Group("0", ranks, ranks.index(me)), Group(f"{place.me.stage + 1}", peers, peers.index(me))
+    mine = torch.tensor([loss, place.me.stage + iteration / 3], dtype=torch.float64)
+    add = adding(dist.ReduceOp.SUM)
+    assert add is not None
+    total, of_stage = mine.clone(), mine.clone()
+    slots = [torch.zeros(2, dtype=torch.float64) for _ in ranks]
+    told = [mine.clone() for _ in ranks]
+
+    def make(group: Group, call: Call) -> None:
+        entered = worker.standing.entered
+        if entered is not None and entered >= iteration:
+            pass_over(call, group)
+        else:
+            worker.collective(group, call, iteration)
+
+    make(everybody, Call())
+    make(everybody, AllReduce([total], add))
+    make(stage, AllReduce([of_stage], add))
+    make(everybody, AllGather([slots], [mine]))
+    for root, tensor in enumerate(told):
+        make(everybody, Broadcast([tensor], root))
+    return [*total.tolist(), *of_stage.tolist(), *torch.cat(slots).tolist(), *torch.cat(told).tolist()]

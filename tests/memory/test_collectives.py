@@ -1,0 +1,52 @@
+"""Collectives of the script's own between two iterations, while a worker dies: in memory, see `tests.memory.job`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.memory.job import Job, Moment, check
+from tests.memory.scenes import SHAPES, Scene
+from tests.seeds import seeds
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
+
+SHAPE = SHAPES["collects"]
+
+
+def test_without_failures():
+    job = Job(SHAPE)
+    with job:
+        check(job, job.wait())
+
+
+@pytest.mark.parametrize("phase", ["collective", "collected"])
+@pytest.mark.parametrize("nth", range(10))
+def test_each_worker_killed_in_each_call(phase, nth):
+    """A barrier, an all_reduce, one over its stage, an all_gather, and broadcasts from all: those that are left have the
+    values of all, and train on to the same bits. Then two of three peers die, one after the other."""
+    for number, worker in enumerate(SHAPE.workers):
+        Scene("collects", SHAPE, [Moment(worker, phase, 0, nth)], out={worker}, sure=True).run(number)
+
+
+@pytest.mark.parametrize("seed", seeds(40))
+def test_two_die(seed):
+    first, second = SHAPE.workers[seed % 6], SHAPE.workers[(seed + 2 + 2 * (seed % 2)) % 6]
+    phases = ["collective", "collected", "recovering", "forward", "reduce"]
+    moments = [Moment(first, phases[seed % 2], 0, seed // 6 % 10), Moment(second, phases[seed % 5], 0 if seed % 3 else 2,
+                                                                        seed // 3 % 10)]
+    Scene("collects", SHAPE, moments, out={first, second}, slow=0.2 * (seed % 2)).run(seed)
+
+
+def test_a_worker_that_comes_in_passes_over_what_it_did_not_see():
+    shape, late = replace(SHAPE, iterations=6, collect=(0, 1, 4, 5)), Moment("0:0", "collective", 1)
+    for seed in range(2):
+        job = Job(shape, [Moment("1:1", "collected", 0, 3)], holds=[late], seed=seed)
+        with job:
+            job.wait_event("decided", generation=2)
+            job.wait_held(late)
+            job.start("1:1", joining=True)
+            job.wait_event("waiting", worker="1:1")
+            job.release(late)
+            check(job, job.wait(), came={"1:1"})
