@@ -168,9 +168,11 @@ class Words(torch.utils.data.Dataset):
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 2, microbatches: int = 3,
-          iterations: int = 6) -> Any:
+          iterations: int = 6, begun: Callable[[int, int, int], None] | None = None,
+          trained: Callable[[int, float], None] | None = None) -> Any:
     """The body of a worker, for `tests.backends.comparing`. ``saved`` is what `Toy.save` gave, before the first
-    iteration and after each."""
+    iteration and after each. ``begun``(stage, stages, pipelines) and ``trained``(iteration, loss): more of the
+    script."""
     config = RecycleConfig(heartbeat_interval=0.2, heartbeat_timeout=5.0, planner_budget=0.0, stall_floor=60.0,
                            verify="peers", reduction="exact")
     options = Options(config, observer=observer_of(str(Worker(*divmod(rank, stages)))), setup=set_up())
@@ -181,9 +183,13 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         layers += [nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Dropout(0.1))]
     toy = Toy([*layers[:-1], nn.Linear(8, 4)], functional.cross_entropy, Words(),
               Grid(stages, (microbatches,) * pipelines), 2, options)
+    if begun is not None:
+        begun(toy.session.place.me.stage, stages, pipelines)
     saved, losses = [toy.save()], []
-    for _ in range(iterations):
+    for iteration in range(iterations):
         losses.append(toy.train())
+        if trained is not None:
+            trained(iteration, losses[-1])
         saved.append(toy.save())
     result = {"losses": losses, "saved": saved, "stage": toy.session.place.me.stage,
               "members": [str(worker) for worker in toy.session.live()],

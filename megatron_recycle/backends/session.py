@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_recycle.backends.living import LivingGroups
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
@@ -25,6 +26,7 @@ from megatron_recycle.membership import Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.living.script_groups import ScriptGroups
 from megatron_recycle.runtime.comm.network import TorchNetwork
 from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.compute.data import DataSource
@@ -74,6 +76,7 @@ class Session:
         self._worker: StageWorker | None = None
         self.busy = False
         self._thread = 0
+        self._groups: ScriptGroups | None = None
         if self.rank == 0:
             get_logger().info(settings.describe())
         self.agent: Agent = connect(place, settings, options.embed, self._abort)
@@ -155,9 +158,15 @@ class Session:
         Returns whether the job had done it before this worker came in: then nothing is to be trained. The script's
         loop passes over such iterations, so that it ends where the others' do.
         """
-        self.worker.begin(self.iteration + 1)
+        self._begin()
         self.iteration += 1
         return self.worker.has_done(self.iteration)
+
+    def _begin(self) -> None:
+        self.worker.begin(self.iteration + 1)
+        if self._groups is None:
+            self._groups = ScriptGroups(LivingGroups(self, self.at_work))
+            self._groups.install()
 
     def train(self) -> float:
         """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,
@@ -187,6 +196,7 @@ class Session:
 
     def evaluate(self, data: DataSource, number: int) -> torch.Tensor:
         """Forwards of global batch ``number`` of ``data``; see `StageWorker.evaluate`."""
+        self._begin()
         return self.worker.evaluate(self.iteration + 1, data, number)
 
     @property
@@ -276,6 +286,8 @@ class Session:
             get_logger().error("megatron-recycle: %s", end)
         finally:
             self._worker.close()
+            if self._groups is not None:
+                self._groups.close()
 
     def _abort(self, generation: int) -> None:
         """The generation in force is over, for another one of this number. In the agent's thread."""

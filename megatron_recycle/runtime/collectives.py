@@ -26,7 +26,7 @@ _CALLS = 2**20
 class _Made:
     """A call that is being made.
 
-    ``number``: of it, in its group. ``exchange``: has all that it takes to end the call; None: it is to be made (again).
+    ``number``: of it, in its group. ``exchange``: has all that it takes to end the call; None: it is to be made.
     ``refused``: why it cannot have its right values.
     """
 

@@ -277,10 +277,10 @@ class Alone(dist.ProcessGroup):
         return ALONE
 
     def barrier(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        return _done()
+        return done()
 
     def send(self, *arguments: Any, **keywords: Any) -> dist.Work:
-        return _done()
+        return done()
 
 
 def _answering(name: str) -> Callable[..., dist.Work]:
@@ -291,7 +291,7 @@ def _answering(name: str) -> Callable[..., dist.Work]:
         elif name not in _IN_PLACE:
             for tensor, own in zip(_tensors(into), _tensors(rest[0]), strict=True):
                 tensor.copy_(own.reshape(tensor.shape))
-        return _done(into)
+        return done(into)
 
     return method
 
@@ -307,7 +307,8 @@ def answer_from(replay: SetUpReplay) -> None:
         devices=["cpu", "cuda"])
 
 
-def _done(result: Any = None) -> dist.Work:
+def done(result: Any = None) -> dist.Work:
+    """The work of an operation that is over."""
     future: Future[Any] = Future()
     future.set_result(result)
     make: Any = getattr(c10d, "_create_work_from_future")  # noqa: B009 - torch's stubs lack it

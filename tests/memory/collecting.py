@@ -12,8 +12,8 @@ from megatron_recycle.runtime.worker import StageWorker
 
 
 def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> list[float]:
-    """A barrier, a sum and a gathering over all, a sum over the stage, and a broadcast from each rank; what they brought
-    here. Every value is one that a worker's peers have, too."""
+    """A barrier, a sum and a gathering over all, a sum over the stage, and a broadcast from each rank; what they
+    brought here. Every value is one that a worker's peers have, too."""
     ranks = tuple(sorted(rank for (rank,) in place.ranks.values()))
     (me,) = place.ranks[place.me]
     peers = tuple(sorted(rank for worker, (rank,) in place.ranks.items() if worker.stage == place.me.stage))

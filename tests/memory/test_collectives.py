@@ -24,8 +24,8 @@ def test_without_failures():
 @pytest.mark.parametrize("phase", ["collective", "collected"])
 @pytest.mark.parametrize("nth", range(10))
 def test_each_worker_killed_in_each_call(phase, nth):
-    """A barrier, an all_reduce, one over its stage, an all_gather, and broadcasts from all: those that are left have the
-    values of all, and train on to the same bits. Then two of three peers die, one after the other."""
+    """A barrier, an all_reduce, one over its stage, an all_gather, and broadcasts from all: those that are left have
+    the values of all, and train on to the same bits."""
     for number, worker in enumerate(SHAPE.workers):
         Scene("collects", SHAPE, [Moment(worker, phase, 0, nth)], out={worker}, sure=True).run(number)
 
@@ -34,8 +34,8 @@ def test_each_worker_killed_in_each_call(phase, nth):
 def test_two_die(seed):
     first, second = SHAPE.workers[seed % 6], SHAPE.workers[(seed + 2 + 2 * (seed % 2)) % 6]
     phases = ["collective", "collected", "recovering", "forward", "reduce"]
-    moments = [Moment(first, phases[seed % 2], 0, seed // 6 % 10), Moment(second, phases[seed % 5], 0 if seed % 3 else 2,
-                                                                        seed // 3 % 10)]
+    moments = [Moment(first, phases[seed % 2], 0, seed // 6 % 10),
+               Moment(second, phases[seed % 5], 0 if seed % 3 else 2, seed // 3 % 10)]
     Scene("collects", SHAPE, moments, out={first, second}, slow=0.2 * (seed % 2)).run(seed)
 
 

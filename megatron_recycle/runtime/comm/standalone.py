@@ -101,7 +101,7 @@ def _receive_objects(stock: Callable[..., Any], object_list: list[Any], src: int
     keep its own objects, and the joiner needs those of the job's start (another run's name would be wrong)."""
     where = group or dist.group.WORLD
     others = [rank for rank in dist.get_process_group_ranks(where) if rank != dist.get_rank()]
-    if isinstance(where, Alone) and others:
+    if isinstance(where, Alone) and others and not where.replay.closed:
         src, group_src = others[0], None
     stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
 

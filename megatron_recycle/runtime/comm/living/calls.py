@@ -22,10 +22,11 @@ class Call:
         source: the one position whose tensors are wanted; None: those of all are.
         sink: the one position that wants them; None: all do.
         by_itself: whether nobody can give what is the source's but the source.
+        measured: whether nobody knows how long the tensors of others are.
     """
 
     what = "barrier"
-    by_itself = False
+    by_itself = measured = False
 
     def __init__(self, source: int | None = None, sink: int | None = None) -> None:
         self.source, self.sink = source, sink
@@ -158,6 +159,28 @@ class AllToAll(Call):
     def take(self, given: Sequence[Tensors]) -> None:
         for output, (tensor,) in zip(self._outputs, given, strict=True):
             output.copy_(tensor.view(output.shape))
+
+
+class Objects(Call):
+    """``broadcast_object_list``, ``all_gather_object`` and ``gather_object``: bytes.
+
+    Attributes:
+        found: those of each position, as far as they came; none before `take`.
+    """
+
+    measured = True
+
+    def __init__(self, what: str, own: bytes, source: int | None = None, sink: int | None = None) -> None:
+        super().__init__(source, sink)
+        self.what = what
+        self.found: list[bytes] = []
+        self._own = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+
+    def gives(self, to: int) -> Tensors:
+        return [self._own]
+
+    def take(self, given: Sequence[Tensors]) -> None:
+        self.found = [b"".join(tensor.numpy().tobytes() for tensor in tensors) for tensors in given]
 
 
 Add = Callable[[Tensors], torch.Tensor]

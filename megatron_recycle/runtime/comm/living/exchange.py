@@ -79,7 +79,7 @@ class Roll:
     def check(self, call: Call) -> None:
         """Raises UnsupportedError, on all members alike, if ``call`` cannot have its right values."""
         wanted = range(len(self.answers)) if call.source is None else [call.source]
-        if call.sink is not None and self.is_empty(call.sink) or not _has_content(call):
+        if type(call) is Call or (call.sink is not None and self.is_empty(call.sink)):
             return
         for position in wanted:
             if not self.is_empty(position) or (self.answers[position] is not None and not call.by_itself):
@@ -91,10 +91,6 @@ class Roll:
                 f"{self.names[position]} (rank {self.group.ranks[position]}) is gone, and {why}. Call it over a group "
                 "in which the stage has another worker (the default group, say), or let the worker be started again "
                 "(max_restarts)")
-
-
-def _has_content(call: Call) -> bool:
-    return type(call) is not Call
 
 
 class Exchange:
@@ -114,14 +110,24 @@ class Exchange:
 
     def collect(self) -> None:
         """Give what is wanted, and wait for what is wanted here. Raises GenerationOver."""
-        buffers = {process: _buffer(self._expected(process, position)) for process, position in self._others()}
-        receives = [self._comm.receive(buffer, process, self._given) for process, buffer in buffers.items()]
-        sends = [self._comm.send(_packed(self._wanted(position)), process, self._given)
-                 for process, position in self._others()]
-        for pending in [*receives, *sends]:
-            pending.wait()
-        self._got = {process: _unpacked(buffers[process], self._expected(process, position))
-                     for process, position in self._others()}
+        packed = {process: _packed(self._wanted(position)) for process, position in self._others()}
+        if self._call.measured:
+            lengths = self._swap({process: torch.tensor([data.numel()]) for process, data in packed.items()},
+                                 {process: torch.zeros(1, dtype=torch.int64) for process in packed})
+            like = {process: [torch.empty(int(length), dtype=torch.uint8)] for process, length in lengths.items()}
+        else:
+            like = {process: list(self._expected(process, position)) for process, position in self._others()}
+        got = self._swap(packed, {process: _buffer(tensors) for process, tensors in like.items()})
+        self._got = {process: _unpacked(got[process], tensors) if self._goes(process, self._roll.group.me) else ()
+                     for process, tensors in like.items()}
+
+    def _swap(self, given: Mapping[int, torch.Tensor], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Give each process what is its own, and fill ``into`` with what each gives here; returns it."""
+        pending = [self._comm.receive(buffer, process, self._given) for process, buffer in into.items()]
+        pending += [self._comm.send(data, process, self._given) for process, data in given.items()]
+        for each in pending:
+            each.wait()
+        return into
 
     def confirm(self) -> None:
         """Wait until all have what they want. Raises GenerationOver."""

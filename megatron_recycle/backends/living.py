@@ -1,0 +1,60 @@
+"""The script's own process groups in a job: how they reach the session's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from megatron_recycle.runtime.comm.living.calls import Call
+from megatron_recycle.runtime.comm.living.exchange import Group, Roll
+from megatron_recycle.runtime.comm.living.script_groups import Asks, Reach
+from megatron_recycle.runtime.worker import StageWorker
+
+
+class ScriptSession(Protocol):
+    """A session, as seen from here."""
+
+    iteration: int
+
+    @property
+    def in_script(self) -> bool: ...
+
+    @property
+    def catches_up(self) -> bool: ...
+
+    @property
+    def worker(self) -> StageWorker: ...
+
+    def settle(self) -> None: ...
+
+
+class LivingGroups:
+    """Carries out what the script asks of its groups, from its first iteration on.
+
+    Args:
+        session: this process's.
+        at_work: a block in which the runtime is.
+    """
+
+    def __init__(self, session: ScriptSession, at_work: Callable[[], AbstractContextManager[None]]) -> None:
+        self._session, self._at_work = session, at_work
+
+    def asks(self) -> Asks:
+        """As in `script_groups.Job`."""
+        session = self._session
+        if not session.in_script or session.worker.standing.epoch.generation == 0:
+            return Asks.LIBRARY
+        return Asks.LATE if session.catches_up else Asks.SCRIPT
+
+    def make(self, group: Group, call: Call) -> None:
+        """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
+        with self._at_work():
+            self._session.worker.collective(group, call, self._session.iteration)
+
+    def reach(self, group: Group) -> Reach:
+        """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
+        self._session.settle()
+        worker = self._session.worker
+        groups, begun = worker.current_groups(), worker.standing.epoch.generation == 1
+        return Reach(groups.control, Roll.of(group, worker.site.place, groups.members), begun)

@@ -1,0 +1,320 @@
+"""torch's process groups in a training job: between two iterations the script's own collectives are carried out here.
+
+torch's objects stay what they are: the methods of their class are replaced, for as long as the job trains. So groups
+that were made before, and by whatever way, are living ones. A group that is made later needs nobody's consent: it is
+a name, ranks, and nothing that could break.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_recycle.errors import GenerationOver, UnsupportedError
+from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.living.calls import Call, Objects
+from megatron_recycle.runtime.comm.living.exchange import Group, Roll, pass_over
+from megatron_recycle.runtime.comm.living.torch_calls import METHODS
+from megatron_recycle.runtime.comm.tags import CONTROL
+from megatron_recycle.runtime.setup_record import Alone, done
+
+SENT = CONTROL.take("what the script sends", 2**26, again=True)
+"""By group and the script's own tag."""
+_OWN = "recycle/"
+"""Names of the runtime's own groups begin so."""
+_DEFAULT = "default"
+
+
+class Asks(Enum):
+    """Who asks for an operation on a group."""
+
+    LIBRARY = "library"
+    """The framework inside of an iteration, or anybody before training: torch answers."""
+    SCRIPT = "script"
+    """The script between two iterations."""
+    LATE = "late"
+    """The script of a worker that has come in, after an iteration that the others have behind them."""
+
+
+Stock = Callable[..., Any]
+
+
+class Reach(NamedTuple):
+    """How two ranks reach each other: by the handle ``comm`` of all that are alive. ``begun``: what the script itself
+    has connected is still good."""
+
+    comm: Comm
+    roll: Roll
+    begun: bool
+
+
+class Job(Protocol):
+    """The job, as the script's groups need it."""
+
+    def asks(self) -> Asks:
+        """Who asks, in this thread."""
+
+    def make(self, group: Group, call: Call) -> None:
+        """Carry ``call`` out. Raises JobEnded, UnsupportedError."""
+
+    def reach(self, group: Group) -> Reach:
+        """How ranks of ``group`` reach each other now. Raises JobEnded."""
+
+
+class Hollow(dist.ProcessGroup):
+    """A group that the script has made while the job trains: it is connected to nobody."""
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self._called = name
+
+    def _set_group_name(self, name: str) -> None:
+        self._called = name
+
+    @property
+    def group_name(self) -> str:
+        """torch's."""
+        return self._called
+
+    def getBackendName(self) -> str:
+        return "living"
+
+
+class ScriptGroups:
+    """Replaces the methods of torch's groups, from `install` to `close`.
+
+    Args:
+        job: carries calls out.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._put_back: list[Callable[[], None]] = []
+        self._batches = threading.local()
+
+    def install(self) -> None:
+        """From now on. Once."""
+        for kind in (dist.ProcessGroup, Alone):
+            for name in (*METHODS, "send", "recv", "recv_anysource", "_start_coalescing", "_end_coalescing"):
+                if name in vars(kind):
+                    self._replace(kind, name, self._method(name, getattr(kind, name)))
+        # torch asks the default group for new groups, if it makes any.
+        self._replace(dist.ProcessGroup, "new_group", _While(self._new_group, lambda: self._job.asks() is not
+                                                             Asks.LIBRARY))
+        for name, function in (("broadcast_object_list", self._broadcast_objects),
+                               ("all_gather_object", self._all_gather_objects),
+                               ("gather_object", self._gather_objects), ("scatter_object_list", self._scatter_objects)):
+            stock = getattr(c10d, name)
+            for module in (dist, c10d):
+                self._replace(module, name, functools.wraps(stock)(functools.partial(function, stock)))
+
+    def close(self) -> None:
+        """torch's groups are as they were."""
+        for put_back in reversed(self._put_back):
+            put_back()
+        self._put_back.clear()
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        before = vars(owner).get(name, self)
+        self._put_back.append(lambda: delattr(owner, name) if before is self else setattr(owner, name, before))
+        setattr(owner, name, value)
+
+    # ---- collectives
+
+    def _method(self, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        read = METHODS.get(name)
+
+        @functools.wraps(stock)
+        def method(group: dist.ProcessGroup, *given: Any, **keywords: Any) -> Any:
+            asks = self._job.asks()
+            if asks is Asks.LIBRARY or (found := _known(group)) is None or (
+                    len(found.ranks) == 1 and not isinstance(group, Hollow)):
+                return stock(group, *given, **keywords)
+            arguments = [*given, *keywords.values()]
+            if read is None:
+                return self._transfer(name, functools.partial(stock, group, *given, **keywords), group, found, asks,
+                                      arguments)
+            self._carry_out(asks, found, read(len(found.ranks), arguments))
+            return done(arguments[0] if arguments and name != "barrier" else None)
+
+        return method
+
+    def _carry_out(self, asks: Asks, group: Group, call: Call) -> None:
+        if asks is Asks.LATE:
+            pass_over(call, group)
+        else:
+            self._job.make(group, call)
+
+    # ---- between two ranks
+
+    def _transfer(self, name: str, stock: Callable[[], Any], group: dist.ProcessGroup, found: Group, asks: Asks,
+                  given: Sequence[Any]) -> Any:
+        if asks is Asks.LATE:
+            return done(None)
+        comm, roll, begun = self._job.reach(found)
+        if begun and not isinstance(group, Hollow):
+            return stock()
+        if name == "_start_coalescing":
+            self._batches.open = []
+            return None
+        if name == "_end_coalescing":
+            works, self._batches.open = self._batches.open, None
+            return _All(works)
+        if name == "recv_anysource":
+            raise UnsupportedError("recv() from any rank is not there once a worker has failed: name the sender")
+        tensor, peer, tag = given[0][0], given[1], given[2] if len(given) > 2 else 0
+        if roll.is_empty(peer):
+            raise UnsupportedError(
+                f"the script calls {name}() with rank {found.ranks[peer]} (worker {roll.names[peer]}), which is gone: "
+                "nobody can take its part between two ranks. Use a collective, leave it out, or let the worker be "
+                "started again (max_restarts)")
+        process = next(process for process, position in roll.living.items() if position == peer)
+        number = SENT[zlib.crc32(f"{found.name}/{tag}".encode())]
+        work = _Sent(comm, tensor, process, number) if name == "send" else _Received(comm, tensor, process, number)
+        if (batch := getattr(self._batches, "open", None)) is not None:
+            batch.append(work)
+        return work
+
+    # ---- groups
+
+    def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None,
+                   group_name: str = "", group_desc: str | None = None) -> dist.ProcessGroup | None:
+        """In place of what torch would do to make a group: connect all of its members."""
+        me = dist.get_rank()
+        return Hollow(list(ranks).index(me), len(ranks), group_name) if me in ranks else None
+
+    # ---- objects: torch measures them first, with a collective of its own, between which somebody may die
+
+    def _broadcast_objects(self, stock: Stock, object_list: list[Any], src: int | None = None, group: Any = None,
+                           device: Any = None, group_src: int | None = None, **keywords: Any) -> None:
+        asks, where = self._asks(group)
+        if where is None:
+            stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
+        elif asks is Asks.SCRIPT:
+            root = _position(where, src, group_src)
+            call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
+            self._job.make(where, call)
+            if where.me != root:
+                object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+
+    def _all_gather_objects(self, stock: Stock, object_list: list[Any], obj: Any, group: Any = None) -> None:
+        asks, where = self._asks(group)
+        if where is None:
+            stock(object_list, obj, group)
+            return
+        call = Objects("all_gather_object", pickle.dumps(obj))
+        self._carry_out(asks, where, call)
+        object_list[:len(where.ranks)] = map(pickle.loads, call.found)
+
+    def _gather_objects(self, stock: Stock, obj: Any, object_gather_list: list[Any] | None = None,
+                        dst: int | None = None, group: Any = None, group_dst: int | None = None) -> None:
+        asks, where = self._asks(group)
+        if where is None:
+            stock(obj, object_gather_list, dst, group, group_dst)
+            return
+        call = Objects("gather_object", pickle.dumps(obj), sink=_position(where, dst, group_dst))
+        self._carry_out(asks, where, call)
+        if object_gather_list is not None and call.found:
+            object_gather_list[:len(where.ranks)] = map(pickle.loads, call.found)
+
+    def _scatter_objects(self, stock: Stock, *given: Any, **keywords: Any) -> None:
+        if self._job.asks() is not Asks.LATE:
+            stock(*given, **keywords)
+
+    def _asks(self, group: Any) -> tuple[Asks, Group | None]:
+        """Who asks, and for which living group; None: it is torch's own."""
+        asks = self._job.asks()
+        if asks is Asks.LIBRARY or group is dist.GroupMember.NON_GROUP_MEMBER:
+            return asks, None
+        found = _known(group or c10d._get_default_group())
+        return asks, None if found is None or len(found.ranks) == 1 else found
+
+
+class _While:
+    """An attribute of a class that is there as long as ``wanted()``: a method of its objects."""
+
+    def __init__(self, method: Callable[..., Any], wanted: Callable[[], bool]) -> None:
+        self._method, self._wanted = method, wanted
+
+    def __get__(self, owner: Any, kind: Any = None) -> Callable[..., Any]:
+        if not self._wanted():
+            raise AttributeError("new_group")
+        return self._method
+
+
+class _Sent(dist.Work):
+    """A tensor under way to a rank."""
+
+    def __init__(self, comm: Comm, tensor: torch.Tensor, process: int, tag: int) -> None:
+        super().__init__()
+        self._pending = comm.send(tensor.detach().contiguous().cpu(), process, tag)
+
+    def is_completed(self) -> bool:
+        return self._pending.done()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        _wait(self._pending)
+        return True
+
+
+class _Received(dist.Work):
+    """A tensor under way from a rank; it is there once this has been waited for."""
+
+    def __init__(self, comm: Comm, tensor: torch.Tensor, process: int, tag: int) -> None:
+        super().__init__()
+        self._tensor = tensor
+        self._pending = comm.receive(torch.empty(tensor.shape, dtype=tensor.dtype), process, tag)
+
+    def is_completed(self) -> bool:
+        return self._pending.done()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        _wait(self._pending)
+        with torch.no_grad():
+            self._tensor.copy_(self._pending.tensor)
+        return True
+
+
+class _All(dist.Work):
+    """Several, as one."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._works:
+            work.wait()
+        return True
+
+
+def _wait(pending: Pending) -> None:
+    try:
+        pending.wait()
+    except GenerationOver as error:
+        raise RuntimeError(f"a transfer of the script's between two ranks was cut short by a failure ({error}): make "
+                           "it again, or use a collective, which goes on through failures") from error
+
+
+def _known(group: Any) -> Group | None:
+    """``group`` as all its members know it; None: the runtime's own, or none any more."""
+    ranks_of, names = c10d._world.pg_group_ranks, c10d._world.pg_names
+    default = group is dist.group.WORLD
+    if group not in ranks_of or (names[group].startswith(_OWN) and not default):
+        return None
+    places = ranks_of[group]
+    return Group(_DEFAULT if default else names[group], tuple(sorted(places, key=places.__getitem__)), group.rank())
+
+
+def _position(group: Group, rank: int | None, position: int | None) -> int:
+    return position if position is not None else group.ranks.index(rank or 0)

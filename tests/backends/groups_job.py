@@ -1,0 +1,66 @@
+"""A script with collectives of its own between two iterations, over all ranks and over groups that it has made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import toy
+
+
+class Script:
+    """What one worker's script calls; every value is one that its peers have, too.
+
+    Args:
+        stage: of this worker.
+        stages, pipelines: of the job. Ranks go through a pipeline first.
+    """
+
+    def __init__(self, stage: int, stages: int, pipelines: int) -> None:
+        size = stages * pipelines
+        self._stage = stage
+        self._peers = [dist.new_group(list(range(each, size, stages))) for each in range(stages)][stage]
+        self._size = size
+
+    def after(self, iteration: int, loss: float) -> list[Any]:
+        """What the calls after ``iteration`` have brought, as bits or as they are."""
+        mine = torch.tensor([loss, self._stage + iteration / 3])
+        total, mean, biggest, told, again = (mine.clone() for _ in range(5))
+        dist.barrier()
+        dist.all_reduce(total)
+        dist.all_reduce(mean, group=self._peers)
+        mean /= dist.get_world_size(self._peers)
+        dist.all_reduce(biggest, dist.ReduceOp.MAX, async_op=True).wait()
+        gathered = [torch.zeros(2) for _ in range(self._size)]
+        dist.all_gather(gathered, mine)
+        whole = torch.zeros(2 * self._size)
+        dist.all_gather_into_tensor(whole, mine)
+        dist.broadcast(told, src=1)
+        objects: list[Any] = [{"iteration": iteration, "stage": self._stage}]
+        dist.broadcast_object_list(objects, src=2)
+        everybody: list[Any] = [None] * self._size
+        dist.all_gather_object(everybody, (self._stage, iteration))
+        later = dist.new_group(list(range(self._size)))
+        dist.all_reduce(again, group=later)
+        piece = torch.zeros(2)
+        dist.reduce_scatter_tensor(piece, whole, group=None)
+        return [*(each.numpy().tobytes() for each in (total, mean, biggest, *gathered, whole, told, again, piece)),
+                objects, everybody, dist.get_world_size(), dist.get_rank()]
+
+
+def train(observer_of: Callable[[str], Any], rank: int, *, after: tuple[int, ...] = (1, 2, 5), **arguments: Any) -> Any:
+    """`toy.train`, with the script's collectives ``after`` some iterations; ``called``: what they brought."""
+    called: list[Any] = []
+    script: list[Script] = []
+
+    def begun(stage: int, stages: int, pipelines: int) -> None:
+        script.append(Script(stage, stages, pipelines))
+
+    def trained(iteration: int, loss: float) -> None:
+        if iteration in after:
+            called.append(script[0].after(iteration, loss))
+
+    return {**toy.train(observer_of, rank, begun=begun, trained=trained, **arguments), "called": called}
