@@ -9,16 +9,20 @@ import tempfile
 import pytest
 
 from tests.labels import MAY_START
+from tests.ordered.rules import Rules
 
 SHARED = "SUITE_FOLDER"
 """Variable that names a folder of this run of the suite, the same in all of its processes (`tests.references`)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ordered", action="store_true", help="all jobs under NCCL's rules of order (tests/ordered)")
     parser.addoption("--night", action="store_true", help="run the tests that are marked night too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--ordered"):
+        os.environ.update(Rules().environment())
     if SHARED not in os.environ:
         os.environ[SHARED] = tempfile.mkdtemp(prefix="recycle-suite-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED)))
@@ -31,9 +35,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--night"):
-        return
-    night = [item for item in items if item.get_closest_marker("night")]
-    if night:
-        config.hook.pytest_deselected(items=night)
-        items[:] = [item for item in items if item not in night]
+    left_out = {mark for mark, wanted in (("night", config.getoption("--night")),
+                                          ("gloo", not config.getoption("--ordered"))) if not wanted}
+    without = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    if without:
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]

@@ -36,6 +36,7 @@ from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership.state import Member, State
 from tests.labels import check_label
 from tests.network.hosts import enter
+from tests.ordered.rules import Rules
 
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
@@ -85,7 +86,7 @@ class HoldingObserver:
             self._pipe.recv()
 
 
-def _child(body: Callable[..., Any], rank: int, size: int, port: int, coordinator: str, token: str,
+def _child(body: Callable[..., Any], rules: Rules | None, rank: int, size: int, port: int, coordinator: str, token: str,
            holds: Sequence[Hold], arguments: Mapping[str, Any], pipe: Connection, log: str, joining: bool,
            host: str | None) -> None:
     if host is not None:
@@ -104,6 +105,10 @@ def _child(body: Callable[..., Any], rank: int, size: int, port: int, coordinato
     if coordinator:
         os.environ.update({"RECYCLE_COORDINATOR": coordinator, "RECYCLE_TOKEN": token})
     torch.set_num_threads(1)
+    if rules is not None:
+        from tests.ordered import jobs  # loads both frameworks
+
+        jobs.install(rules)
     try:
         value = body(lambda worker: HoldingObserver(worker, holds, pipe), rank, **arguments)
         pipe.send(("done", value))
@@ -136,6 +141,8 @@ class Job:
     """Network namespace of each rank; none: all of them here."""
     address: str = "127.0.0.1"
     """What the coordinator and torch's store listen on."""
+    rules: Rules | None = field(default_factory=Rules.of_all)
+    """Of the ordered backend that tensors travel over (tests/ordered); None: over gloo."""
 
     def __enter__(self) -> Job:
         check_label()
@@ -158,7 +165,7 @@ class Job:
     def _start(self, rank: int, holds: Sequence[Hold], arguments: Mapping[str, Any], joining: bool = False) -> Any:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_child, args=(
-            self.body, rank, self.size, self._store.port, self._address, "token", tuple(holds), dict(arguments), theirs,
+            self.body, self.rules, rank, self.size, self._store.port, self._address, "token", tuple(holds), dict(arguments), theirs,
             str(self.folder / f"worker-{rank}.log"), joining, self.hosts[rank] if self.hosts else None))
         process.start()
         theirs.close()

@@ -124,6 +124,7 @@ def test_a_worker_may_pause_for_longer_than_connecting_may_take():
         assert not [event for event in job.events if event["event"] in ("hint", "decided")]
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize("pipelines", [pytest.param(2, marks=pytest.mark.night), 3])
 def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipelines):
     arguments = {"pipelines": pipelines, "stages": 2, "iterations": 10, "dropout": 0.0}

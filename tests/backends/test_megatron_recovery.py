@@ -122,6 +122,7 @@ OTHERWISE = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket
 """Ways to the same sums of two addends."""
 
 
+@pytest.mark.gloo
 @pytest.mark.parametrize(("pipelines", "options", "data_parallel"), [
     (3, (), {}),
     # 192 tokens: 1 / 192 is rounded

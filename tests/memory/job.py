@@ -23,7 +23,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import agent as agents
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
+from megatron_recycle.runtime.comm.memory import MemoryNetwork
 from megatron_recycle.runtime.comm.memory import Killed as Gone
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.compute.random_state import Generators
@@ -36,6 +36,7 @@ from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.collecting import collect
 from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
+from tests.memory.wires import Asked, Deaths, Wires
 
 CPU = torch.device("cpu")
 LIMIT = 60.0
@@ -153,10 +154,12 @@ class Job:
         seed: of how long messages take. Odd ones are of networks with NCCL's rules of order, even ones of gloo's.
         slow: the share of messages that take a while.
         at: called in a worker's thread whenever it gets to a phase.
+        asked: who dies when it asks what of the network.
     """
 
     def __init__(self, shape: Shape, kills: Sequence[Moment] = (), *, holds: Sequence[Moment] = (), seed: int = 0,
-                 slow: float = 0.0, at: Callable[[Job, Moment], None] | None = None) -> None:
+                 slow: float = 0.0, at: Callable[[Job, Moment], None] | None = None,
+                 asked: Sequence[Asked] = ()) -> None:
         self.shape = shape
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
@@ -164,7 +167,9 @@ class Job:
         self.disk = Disk()
         self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
         self.ranks = {worker: (worker.stage * shape.pipelines + worker.pipeline,) for worker in self.grid.workers()}
-        self.fabric = Fabric(seed, limit=LIMIT, ordered=bool(seed % 2))
+        self.names = {rank: str(worker) for worker, (rank,) in self.ranks.items()}
+        self.deaths = Deaths(asked, lambda process: self.names[process.rank])
+        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2))
         self.control = Control(len(self.ranks), seed + 1, slow)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []

@@ -121,12 +121,15 @@ class Draw:
         one, other = self.pair(shape)
         first = Moment(one, "forward", self.random.randrange(1, shape.iterations))
         held = self.moment(shape, other, first.iteration - (shape.step == "staggered"), first.iteration)
-        together = first.iteration in shape.evaluate + shape.save
-        if (shape.clipping or together) and held.iteration < first.iteration:  # after wrong guesses they wait as well
+        # After wrong guesses they wait for each other, and in an evaluation or a save for everybody.
+        together = shape.clipping or shape.scale or first.iteration in shape.evaluate + shape.save
+        if together and held.iteration < first.iteration:
             held = replace(held, iteration=first.iteration)
         if held.iteration < first.iteration:  # stages are never more than one step apart
             held = Moment(other, self.random.choice(["reduced", "step", "stepped"]), held.iteration)
-            first = replace(first, phase=self.random.choice(["forward", "reduce"]))
+            phase = self.random.choice(["forward", "reduce"])
+            # Whoever stands keeps its own pipeline from getting to its reduction.
+            first = replace(first, phase="forward" if one[0] == other[0] else phase)
         return Scene("", shape, [first], [held], play=lambda job: _once_decided(job, held), out={one})
 
     def coordinator(self, shape: Shape) -> Scene:

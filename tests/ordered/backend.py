@@ -20,6 +20,9 @@ class Ordered(Backend):
     def abort(self, group: Any) -> None:
         group.abort()
 
+    def connect(self, group: Any) -> None:
+        group.connect()
+
     def begin_batch(self, group: Any) -> None:
         group._start_coalescing()
 

@@ -55,11 +55,10 @@ class OrderedGroup(dist.ProcessGroup):
         self._batch: list[tuple[str, torch.Tensor, int]] | None = None
         self._lock = threading.Lock()
         self._label = ""
+        self._collectives = 0
         _groups.add(self)
         if rules.watchdog:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="ordered-watchdog", daemon=True).start()
-        if rules.eager and size > 1:
-            self._whole()
 
     # ---- for torch
 
@@ -77,6 +76,9 @@ class OrderedGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._collectives
 
     @property
     def group_name(self) -> str:
@@ -175,6 +177,7 @@ class OrderedGroup(dist.ProcessGroup):
                     fold: Callable[[list[bytes]], list[bytes]],
                     after: Callable[[], None] = lambda: None) -> OrderedWork:
         signature = (what, tuple(given.shape), str(given.dtype))
+        self._collectives += 1
 
         def run(queue: Queue) -> bool:
             result = queue.exchange(signature, bytes_of(given), fold)
@@ -187,6 +190,11 @@ class OrderedGroup(dist.ProcessGroup):
         return self._whole().add(OrderedWork(f"{what} {given.nbytes} B", (), run, [into]))
 
     # ---- communicators
+
+    def connect(self) -> None:
+        """Make what is made at a first use, if that is one communicator for everything; all members come here."""
+        if self.rules.eager and self._size > 1:
+            self._whole()
 
     def _pair(self, peer: int) -> Queue:
         low, high = sorted((self._rank, peer))

@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 
 VARIABLE = "RECYCLE_TEST_ORDERED"
-"""Environment variable that carries the rules to the processes of a job, as JSON."""
+"""Environment variable with the rules, as JSON, that all jobs are to keep."""
 
 
 @dataclass(frozen=True)
@@ -16,9 +16,9 @@ class Rules:
     """What NCCL does with the calls, one switch per rule.
 
     Attributes:
-        eager: one communicator, and one queue, for all transfers and collectives of a group, made when the group is
-            (torch: a group with a ``device_id``). Else one per pair, made at its first transfer, and one for
-            collectives and batches.
+        eager: one communicator, and one queue, for all transfers and collectives of a group (torch: once
+            ``eager_connect_single_device`` has been called). Else one per pair, made at its first transfer, and one for
+            collectives and batches; who waits for a dead peer there can be freed by nobody.
         buffer: bytes per direction that a send may be ahead of its receive; 0: a send ends when its receive runs.
         connecting: first transfers of each direction block the calling thread until the peer comes to its own
             (ncclTransportP2pSetup).
@@ -39,5 +39,7 @@ class Rules:
         return {VARIABLE: json.dumps(dataclasses.asdict(self))}
 
     @classmethod
-    def from_environment(cls) -> Rules:
-        return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
+    def of_all(cls) -> Rules | None:
+        """Those that all jobs of this run of the suite are to keep (``pytest --ordered``), if any."""
+        told = os.environ.get(VARIABLE)
+        return None if told is None else cls(**json.loads(told))

@@ -10,7 +10,6 @@ import pytest
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors
 from tests.harness import Hold, Job, Result
-from tests.ordered.jobs import train
 from tests.ordered.rules import Rules
 from tests.references import calm_run
 
@@ -20,22 +19,15 @@ EXACT: Mapping[str, Any] = {"pipelines": 3, "stages": 2, "iterations": 5, "tied"
                             "settings": {"reduction": "exact"}}
 
 
-def queued(arguments: Mapping[str, Any], rules: Rules) -> Mapping[str, Any]:
-    return {**arguments, "body": gpt_job.train, "rules": rules}
-
-
 @pytest.fixture(scope="module")
 def on_gloo() -> dict[int, Result]:
     return calm_run(gpt_job.train, 6, EXACT)
 
 
-@pytest.mark.parametrize("rules", [
-    pytest.param(Rules(), id="one communicator"),
-    pytest.param(Rules(eager=False), id="pairs", marks=pytest.mark.night)])
 @pytest.mark.parametrize("hold", [
     Hold("1:1", "backward", 2, 1), pytest.param(Hold("0:0", "reduce", 2), marks=pytest.mark.night)], ids=str)
-def test_a_worker_killed_under_the_rules_leaves_gloos_bits(hold: Hold, rules: Rules, on_gloo: Mapping[int, Result]):
-    with Job(train, 6, queued(EXACT, rules), [hold]) as job:
+def test_a_worker_killed_under_the_rules_leaves_gloos_bits(hold: Hold, on_gloo: Mapping[int, Result]):
+    with Job(gpt_job.train, 6, EXACT, [hold], rules=Rules()) as job:
         job.wait_held()
         job.kill(hold)
         check_survivors(job, {hold.worker}, on_gloo)
