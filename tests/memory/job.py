@@ -23,8 +23,8 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import agent as agents
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.comm.memory import MemoryNetwork
 from megatron_recycle.runtime.comm.memory import Killed as Gone
+from megatron_recycle.runtime.comm.memory import MemoryNetwork
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
