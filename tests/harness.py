@@ -166,7 +166,8 @@ class Job:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=_child, args=(
             self.body, self.rules, rank, self.size, self._store.port, self._address, "token", tuple(holds),
-            dict(arguments), theirs, str(self.folder / f"worker-{rank}.log"), joining, self.hosts[rank] if self.hosts else None))
+            dict(arguments), theirs, str(self.folder / f"worker-{rank}.log"), joining,
+            self.hosts[rank] if self.hosts else None))
         process.start()
         theirs.close()
         self._pipes[rank] = ours
