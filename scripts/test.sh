@@ -5,8 +5,8 @@
 #   scripts/test.sh -m "not slow" -k recovery        some
 #   CAMPAIGN_SEEDS=5000 scripts/test.sh --night      more of each kind, and random campaigns as long as one likes
 #
-# As many tests run beside each other as there are cores: each job has its own folder, ports and network. PROCESSES=0
-# runs them one after the other, for a debugger.
+# One test more runs at a time than there are cores, since jobs also wait: each has its own folder, ports and network.
+# PROCESSES=0 runs one after the other, for a debugger.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -21,6 +21,6 @@ trap 'rm -f "$style"' EXIT
 scripts/style.sh >"$style" 2>&1 &
 checks=$!
 status=0
-"$python" -m pytest -n "${PROCESSES:-$(nproc)}" --dist worksteal --ignore tests/test_style.py "$@" || status=$?
+"$python" -m pytest -n "${PROCESSES:-$(($(nproc) + 1))}" --dist worksteal --ignore tests/test_style.py "$@" || status=$?
 wait "$checks" || { cat "$style"; status=1; }
 exit "$status"

@@ -125,6 +125,7 @@ def test_a_stuck_training_thread_is_out_and_wakes_up_too_late(hold, undisturbed)
 # ---- silence
 
 
+@pytest.mark.night
 def test_a_frozen_worker_that_wakes_up_after_it_was_declared_out_changes_nothing(undisturbed):
     hold = Hold("1:1", "backward", AT, 1)
     with Job(faults.train, SIZE, QUICK, [hold]) as job:

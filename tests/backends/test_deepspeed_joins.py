@@ -63,17 +63,21 @@ def lose_one(job: Job) -> None:
     job.wait_held(LATE)
 
 
-def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(undisturbed):
-    """Evaluations, too: stock tells the shapes of its messages once, which the new one has not heard. The script gives
-    an iterator over a data loader."""
-    evaluating = {**EXACT, "evaluate": (1, ITERATIONS - 1), "loader": True}
+def test_a_killed_worker_is_replaced_and_training_goes_on_with_all():
+    """All of its state comes with it: of tied layers, masters and a schedule. Clipping is active, so that the workers
+    have gone over to waiting for each other's norms: who comes in, too. Evaluations as well: stock tells the shapes of
+    its messages once, which the new one has not heard. The script gives an iterator over a data loader."""
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}}
+    arguments = {**EXACT, "tied": True, "bf16": True, "clipping": 0.05, "engine_settings": {"scheduler": schedule}}
+    reference = calm_run(gpt_job.train, SIZE, arguments)
+    evaluating = {**arguments, "evaluate": (1, ITERATIONS - 1), "loader": True}
     with Job(gpt_job.train, SIZE, evaluating, [FIRST, LATE], limit=LIMIT) as job:
         lose_one(job)
         job.rejoin(rank_of("1:1"))
         job.wait_event("waiting", worker="1:1")
         job.release(LATE)
         joined = job.wait_event("joined", worker="1:1")
-        check_all(job, undisturbed)
+        check_all(job, reference)
         last = {result.value["evaluated"][-1] for result in job.results.values()}
     assert len(last) == 1 and not math.isnan(last.pop())
     assert joined["bytes"] > 0
@@ -180,18 +184,3 @@ def test_checkpoints_are_written_while_a_worker_is_missing_and_with_its_successo
     for rank, result in gone_on.items():
         unbroken[rank].value["losses"] = unbroken[rank].value["losses"][ITERATIONS:]
         assert differences(result, unbroken[rank]) == {}
-
-
-@pytest.mark.slow
-def test_tied_layers_masters_schedule_and_clipping_come_with_the_state():
-    """Clipping is active, so that the workers have gone over to waiting for each other's norms: who comes in, too."""
-    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 8}}
-    arguments = {**EXACT, "tied": True, "bf16": True, "clipping": 0.05, "engine_settings": {"scheduler": schedule}}
-    reference = calm_run(gpt_job.train, SIZE, arguments)
-    with Job(gpt_job.train, SIZE, arguments, [FIRST, LATE], limit=LIMIT) as job:
-        lose_one(job)
-        job.rejoin(rank_of("1:1"))
-        job.wait_event("waiting", worker="1:1")
-        job.release(LATE)
-        job.wait_event("joined", worker="1:1")
-        check_all(job, reference)

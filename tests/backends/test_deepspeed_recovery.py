@@ -58,7 +58,7 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
     assert reconciled["target"] == KILLED_IN - 1
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_with_the_fast_reduction_results_agree_to_rounding(undisturbed_fast):
     kill_and_compare([Hold("0:0", "backward", KILLED_IN, 2)], undisturbed_fast, FAST_SGD, within=1e-5)
 
@@ -142,6 +142,7 @@ def test_without_failures_losses_and_parameters_have_the_stock_engines_bits(pipe
 # ---- the comparison itself can fail
 
 
+@pytest.mark.night
 def test_the_comparison_notices_another_order_of_additions(undisturbed):
     wrong = run(gpt_job.train, PIPELINES * STAGES, {**EXACT, "mistake": "order"})
     assert any(differences(wrong[rank], undisturbed[rank]) for rank in wrong)

@@ -83,11 +83,11 @@ def test_one_that_comes_back_with_other_data_or_rates_ends_alone_and_the_job_goe
         assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
 
 
-TENSOR: Mapping[str, Any] = {**EXACT, "pipelines": 2, "tensor": 2}
+TENSOR: Mapping[str, Any] = {**EXACT, "pipelines": 2, "tensor": 2, "iterations": 7}
 
 
 def test_a_killed_part_of_a_worker_is_replaced_and_its_other_part_works_again():
-    """The process that idled meanwhile comes in together with the new one."""
+    """Its worker is out, and the other part idles until it comes in together with the new one."""
     arguments = {**TENSOR, "settings": {**EXACT["settings"], "step": "staggered"}}
     calm = calm_run(megatron_job.train, 8, arguments)
     dies, late = Hold("1:1.0", "backward", KILLED_IN, 1), Hold("0:0.0", "forward", KILLED_IN + 2)
@@ -97,6 +97,7 @@ def test_a_killed_part_of_a_worker_is_replaced_and_its_other_part_works_again():
         job.kill(dies)
         job.wait_ended(rank)
         job.wait_held(late)
+        assert job.wait_event("decided")["out"] == {dies.worker: "exit", "1:1.1": "stranded"}
         job.rejoin(rank)
         job.wait_event("waiting", worker=dies.worker)
         job.release(late)
@@ -108,5 +109,5 @@ def test_a_killed_part_of_a_worker_is_replaced_and_its_other_part_works_again():
             if f"{result.value['pipeline']}:{result.value['stage']}" == "1:1":
                 found.pop("losses", None)  # of the iterations without it
             assert not found, (own, found)
-        assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
+        assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(TENSOR["iterations"]))
         assert sorted(e["worker"] for e in job.events if e["event"] == "joined") == ["1:1.0", "1:1.1"]

@@ -124,11 +124,10 @@ OTHERWISE = {"overlap_grad_reduce": True, "average_in_collective": True, "bucket
 
 @pytest.mark.gloo
 @pytest.mark.parametrize(("pipelines", "options", "data_parallel"), [
-    (3, (), {}),
     # 192 tokens: 1 / 192 is rounded
     pytest.param(3, ("--per-token-loss", "--clip", "0.05", "--count-zeros"), {}, marks=pytest.mark.slow),
     *[pytest.param(*case, marks=pytest.mark.night) for case in [
-        (2, (), {}), (2, ("--bf16",), OTHERWISE), (3, ("--optimizer", "sgd", "--lr", "0.1"), {}),
+        (3, (), {}), (2, (), {}), (2, ("--bf16",), OTHERWISE), (3, ("--optimizer", "sgd", "--lr", "0.1"), {}),
         (3, ("--untied", "--clip", "0"), {}),
         (2, ("--bf16", "--grad-reduce-in-bf16", "--clip", "0.05"), {})]]])
 def test_without_failures_parameters_have_the_bits_of_cores_own_schedule(pipelines, options, data_parallel):
