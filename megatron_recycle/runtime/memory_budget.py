@@ -11,6 +11,7 @@ import torch
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.plan.replay import peak
+from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.compute.memory import nbytes
 from megatron_recycle.runtime.site import Site
 
@@ -44,7 +45,7 @@ def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Se
             "spare": spare + messages}
 
 
-def room_on(device: torch.device, limit: float | None, kept: dict[str, int], held: int) -> int | None:
+def room_on(device: Device, limit: float | None, kept: dict[str, int], held: int) -> int | None:
     """Bytes that a worker has for activations; None if nobody has said, and the device does not know.
 
     Args:
@@ -55,11 +56,8 @@ def room_on(device: torch.device, limit: float | None, kept: dict[str, int], hel
     """
     if limit is not None:
         return max(0, int(limit * _GIB) - sum(kept.values()))
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, int(_USABLE * (free + unused)) + held - kept["spare"])
+    room = device.room()
+    return None if room is None else max(0, int(_USABLE * room) + held - kept["spare"])
 
 
 def announce(site: Site, plan: Plan) -> None:
@@ -85,7 +83,7 @@ def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
     held = {"before_b": memory.before_b, "after_b": memory.after_b, "message": memory.message, "peak": memory.peak,
             "planned": peak(weighed, me, plan.actions(me))}
     kept = _kept(site, plan, undo)
-    return {"held": held, "kept": kept, "room": room_on(site.stage.device, site.config.memory, kept, memory.now)}
+    return {"held": held, "kept": kept, "room": room_on(site.meters.device, site.config.memory, kept, memory.now)}
 
 
 def announce_profile(me: Worker, found: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import Network
 from megatron_recycle.runtime.compute.data import DataSource
+from megatron_recycle.runtime.compute.device import Pace, device_of
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Deferring
@@ -56,13 +57,17 @@ class Meters:
     """The measurements that plans are made from.
 
     Attributes:
-        memory: what micro-batches hold on ``device``.
+        device: what they are made on.
+        memory: what micro-batches hold there.
         watch: how long actions take there.
+        pace: of the thread that asks for them.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = ActivationMemory(device)
-        self.watch = Stopwatch(device)
+        self.device = device_of(device)
+        self.memory = ActivationMemory(self.device)
+        self.watch = Stopwatch(self.device)
+        self.pace = Pace(self.device)
 
 
 class Asked(NamedTuple):

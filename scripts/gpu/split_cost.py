@@ -33,6 +33,7 @@ import check_report
 from gpt_deepspeed import Block, Shape
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
+from megatron_recycle.runtime.compute.device import device_of
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.split import Splitter, WeightQueue
 
@@ -230,7 +231,7 @@ def times(way: Way, inputs: torch.Tensor, gradient: torch.Tensor, repeats: int) 
 
 def memory(way: Way, inputs: torch.Tensor, gradient: torch.Tensor) -> Row:
     """MiB that one micro-batch holds: by the allocator, where the device has one that counts, and by the runtime."""
-    counts, held = ActivationMemory(inputs.device), dict[str, float]()
+    counts, held = ActivationMemory(device_of(inputs.device)), dict[str, float]()
     cuda = inputs.device.type == "cuda"
 
     def allocated() -> float:

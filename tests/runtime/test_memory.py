@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_recycle.runtime.compute.device import Cpu
 from megatron_recycle.runtime.compute.memory import ActivationMemory, nbytes
 from megatron_recycle.runtime.compute.split import Splitter, WeightQueue
 from megatron_recycle.runtime.memory_budget import kept_bytes, room_on
@@ -50,7 +51,7 @@ def micro_batch(stage: Stage, splitter: Splitter, memory: ActivationMemory, numb
     ("reentrant", 3), ("non-reentrant", 3),  # all but the sigmoid's
 ])
 def test_what_a_micro_batch_holds_is_measured(checkpointing, alive):
-    stage, memory = Stage(checkpointing), ActivationMemory(torch.device("cpu"))
+    stage, memory = Stage(checkpointing), ActivationMemory(Cpu())
     splitter = Splitter(stage)
     memory.begin()
     for number in range(2):
@@ -66,7 +67,7 @@ def test_what_a_micro_batch_holds_is_measured(checkpointing, alive):
 
 def test_measuring_changes_no_bit():
     torch.manual_seed(0)
-    stage, memory = Stage("none"), ActivationMemory(torch.device("cpu"))
+    stage, memory = Stage("none"), ActivationMemory(Cpu())
     splitter = Splitter(stage)
     measured = [micro_batch(stage, splitter, memory, number) for number in range(3)]
     for number, found in enumerate(measured):
@@ -86,7 +87,7 @@ def test_what_does_not_grow_with_activations_is_taken_off_first():
     exact = kept_bytes(state, undo=0, gradient=4000, sums=[(0, 0, 1), (2, 1, 1)], peers=3, messages=0)
     assert exact["sums"] == 3 * 4000, "a run of blocks needs two buffers, a single block one"
     assert exact["spare"] == 4000 * (1 + 2)
-    cpu = torch.device("cpu")
+    cpu = Cpu()
     assert room_on(cpu, None, fast, 0) is None, "nobody says how much of a host's memory is a worker's"
     assert room_on(cpu, 1.0, fast, 0) == 2**30 - 24500
     assert room_on(cpu, 1e-6, fast, 0) == 0

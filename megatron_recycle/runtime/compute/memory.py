@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_recycle.plan import Microbatch
+from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.compute.split import WeightQueue
 
 _MEASURED = range(1, 3)
@@ -37,7 +38,7 @@ class ActivationMemory:
         peak: most bytes held at a time in the last complete iteration.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: Device) -> None:
         self._device = device
         self._forwards = 0
         self._watched: dict[Microbatch, tuple[int, list[StorageWeakRef | int]]] = {}
@@ -62,12 +63,12 @@ class ActivationMemory:
     def forward(self, microbatch: Microbatch, inputs: Sequence[torch.Tensor] | None) -> Iterator[None]:
         """Around the F of ``microbatch``, whose ``inputs`` came from another worker."""
         received = nbytes(inputs or ())
+        before = self._device.allocated()
         if self._forwards not in _MEASURED:
             yield
-        elif self._device.type == "cuda":
-            before = torch.cuda.memory_allocated(self._device)
+        elif before is not None:
             yield
-            taken = torch.cuda.memory_allocated(self._device) - before
+            taken = (self._device.allocated() or 0) - before
             self._watched[microbatch] = received, [max(0, taken)]
         else:
             with _Watch() as watch:

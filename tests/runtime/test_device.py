@@ -1,0 +1,98 @@
+"""A thread that is ahead of its device looks neither fast nor slow, and holds nothing that is not there yet."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_recycle.runtime.compute.device import Cpu, Device, Moment, Pace, device_of
+from megatron_recycle.runtime.compute.memory import ActivationMemory
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
+from megatron_recycle.runtime.memory_budget import room_on
+
+
+class Queue(Device):
+    """A GPU in words: what it is asked for takes ``seconds`` each, and is done when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.asked = self.done = 0.0
+        self.bytes = 0
+
+    def ask(self, seconds: float) -> None:
+        """Returns at once."""
+        self.asked += seconds
+
+    def moment(self) -> Moment:
+        return At(self, self.asked)
+
+    def allocated(self) -> int | None:
+        return self.bytes
+
+    def room(self) -> int | None:
+        return 1000 - self.bytes
+
+
+class At:
+    def __init__(self, queue: Queue, when: float) -> None:
+        self.queue, self.when = queue, when
+
+    def over(self) -> bool:
+        return self.queue.done >= self.when
+
+    def wait(self) -> None:
+        self.queue.done = max(self.queue.done, self.when)
+
+    def since(self, before: Moment) -> float:
+        assert isinstance(before, At)
+        return self.when - before.when
+
+
+def test_a_thread_is_at_most_one_action_ahead():
+    queue = Queue()
+    pace, waited = Pace(queue), []
+    for seconds in (3.0, 5.0, 2.0, 4.0):
+        before = queue.done
+        queue.ask(seconds)
+        pace.keep()
+        waited.append(queue.done - before)
+    assert waited == [0.0, 3.0, 5.0, 2.0], "what the action before has taken"
+    pace.catch_up()
+    assert queue.done == queue.asked, "what is held is there"
+    queue.ask(1.0)
+    pace.keep()
+    assert queue.done == queue.asked - 1.0, "and nothing of before is waited for again"
+
+
+def test_durations_are_the_devices_and_nobody_waits_for_them():
+    queue = Queue()
+    watch = Stopwatch(queue)
+    for seconds in (3.0, 5.0):
+        with watch.measure("F"):
+            queue.ask(seconds)
+    queue.done = 4.0
+    assert watch.take() == {"F": [3.0]} and queue.done == 4.0
+    queue.done = 8.0
+    assert watch.take() == {"F": [5.0]} and watch.take() == {}
+    with pytest.raises(KeyError), watch.measure("B"):
+        raise KeyError
+    assert watch.take() == {}, "an interrupted one does not count"
+
+
+def test_a_device_that_counts_its_bytes_is_asked_for_them():
+    queue = Queue()
+    memory = ActivationMemory(queue)
+    memory.begin()
+    for number in range(2):
+        with memory.forward((0, number), ()):
+            queue.bytes += 70
+        memory.begin_backward((0, number), ())
+    assert memory.before_b == 70
+    kept = {"state": 500, "spare": 100}
+    assert room_on(queue, None, kept, held=70) == int(0.9 * 860) + 70 - 100
+
+
+def test_a_cpus_moments_come_as_they_are_made():
+    one, other = Cpu().moment(), Cpu().moment()
+    assert other.over() and other.since(one) >= 0.0
+    Pace(Cpu()).catch_up()
+    assert isinstance(device_of(torch.device("cpu")), Cpu)
