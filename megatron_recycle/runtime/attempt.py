@@ -114,8 +114,9 @@ class Attempt:
 
     def do(self, action: Action) -> None:
         """The computation of one F, B, W or FB. Raises GenerationOver."""
-        with self._site.phases.doing(action):
+        with self._site.phases.doing(action), self._generation.groups.counting(action):
             self._COMPUTES[action.kind](self, action)
+            self._site.meters.pace.keep()
 
     def _forward(self, action: Action) -> None:
         _, pipeline, microbatch = action
@@ -208,9 +209,11 @@ class Attempt:
         groups, standing = self._generation.groups, self._stepper.standing
         self._stepper.wait()
         standing.check_complete(self._program.actions)
-        with torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"):
+        with (torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"),
+              groups.counting("the reduced gradient")):
             self._agreement.check(iteration)
             gradient = self._generation.reduction.gradient(self.computed.sums, groups, stage.ties)
+            site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
             loss, weight = self._relay.wait()
         if stage.averaging == "tokens":

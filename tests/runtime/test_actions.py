@@ -126,7 +126,8 @@ class Alone:
                                     digest="sha256:00000")
         program = Program.of(plan, FIRST)
         self.generation: Any = SimpleNamespace(
-            groups=SimpleNamespace(together=nullcontext), transport=self, program_of=lambda _: program, shared=[],
+            groups=SimpleNamespace(together=nullcontext, counting=nullcontext), transport=self, shared=[],
+            program_of=lambda _: program,
             reduction=SimpleNamespace(place=lambda pipeline, microbatch: (WHOLE, 0)), left_out_of=lambda _: 0)
 
     def run(self, order: list[Action]) -> Attempt:

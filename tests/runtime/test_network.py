@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_recycle.errors import GenerationOver, UnsupportedError
+from megatron_recycle.errors import GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.comm import abort as aborts
 from megatron_recycle.runtime.comm import rendezvous
-from megatron_recycle.runtime.comm.abort import abort
+from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
@@ -195,3 +196,43 @@ def test_an_abort_waits_for_who_is_posting_an_operation_but_not_for_ever():
         comm.receive(torch.zeros(1), 1, 0)
     abort_it.join(10)
     assert aborted.is_set()
+
+
+def test_a_process_whose_abort_hangs_ends_itself_and_one_that_only_tears_down_does_not(monkeypatch):
+    """Nobody frees what waits in it; another process can take its place."""
+    monkeypatch.setattr(aborts, "_LONGEST_ABORT", 0.05)
+    hanging, said = Hanging(), []
+    for end in ("abort", "retire"):
+        threads = Threads()
+        ending = Ending(threads, said.append)
+        getattr(ending, end)([Comm(Liar(), hanging, CONTROL)])
+        threads.close()
+        hanging.free.set()
+        assert len(said) == 1 and "has not aborted a communicator within" in said[0] and "--max-restarts" in said[0]
+    quick = Threads()
+    Ending(quick, said.append).abort([Comm(Liar(), Lying(), CONTROL)])
+    quick.close()
+    assert len(said) == 1
+
+
+def test_the_end_of_such_a_process_says_why(monkeypatch, caplog):
+    ends = []
+    monkeypatch.setattr(aborts.os, "_exit", ends.append)
+    aborts.end_process("it hangs")
+    assert ends == [1] and "it hangs" in caplog.text
+
+
+def test_what_is_computed_while_an_abort_comes_does_not_count_whatever_it_raises():
+    """An abort leaves anything in a tensor: a framework's check may find it, or an index be out of range."""
+    (groups,) = connected(Fabric(ordered=True), Grid(1, (1,)), [Worker(0, 0)]).values()
+    with groups.counting("F0.0"):
+        pass
+    with pytest.raises(ValueError, match="the script's own"), groups.counting("F0.0"):
+        raise ValueError("the script's own")
+    with pytest.raises(GenerationOver, match=r"F0.0 does not count"), groups.counting("F0.0"):
+        groups.abort()
+    with pytest.raises(GenerationOver, match=r"F0.0 failed after the generation had been ended: found NaN"):  # noqa: SIM117
+        with groups.counting("F0.0"):
+            raise ValueError("found NaN")
+    with pytest.raises(JobEnded), groups.counting("F0.0"):
+        raise JobEnded("over")

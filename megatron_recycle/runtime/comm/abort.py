@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
@@ -16,6 +18,8 @@ from megatron_recycle.runtime.comm.threads import Threads
 
 _LONGEST_ABORT = 10.0
 """Seconds that a library which may hang in an abort gets for it."""
+_STUCK = 1
+"""Exit status of a process that an abort has not freed."""
 _LONGEST_RETIRE = 5.0
 """Seconds that the end of the process waits for communicators to be torn down."""
 
@@ -23,6 +27,13 @@ _LONGEST_RETIRE = 5.0
 def foreign(group: dist.ProcessGroup) -> Comm:
     """A group that somebody else has made and uses, to be aborted or torn down here."""
     return Comm(group, backend_of(group), FRAMEWORK)
+
+
+def end_process(text: str) -> None:
+    """End this process, in which a thread cannot be freed: what it hangs in, nothing else gets it out of."""
+    get_logger().critical("megatron-recycle: %s", text)
+    logging.shutdown()
+    os._exit(_STUCK)
 
 
 def abort(comms: Sequence[Comm], threads: Threads) -> list[threading.Thread]:
@@ -43,10 +54,7 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading
     """Tear ``comms`` down in a thread of ``threads``, once ``aborting`` have ended: it takes gloo up to a second, and
     nobody needs it done."""
     def destroy() -> None:
-        limit = time.monotonic() + _LONGEST_ABORT
-        for thread in aborting:
-            thread.join(max(0.0, limit - time.monotonic()))
-        if any(thread.is_alive() for thread in aborting):
+        if not _ended(aborting):
             get_logger().warning("megatron-recycle: an abort takes more than %d s; what was connected stays so until "
                                  "this process ends", _LONGEST_ABORT)
             return
@@ -59,22 +67,46 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading
 class Ending:
     """The end of the communicators of one owner: aborted once, by whichever thread comes first, then torn down.
 
-    Attributes:
+    Args:
         threads: those that abort and tear down.
+        stuck: called where an abort hangs that somebody has to be freed by; ends the process.
     """
 
-    def __init__(self, threads: Threads) -> None:
+    def __init__(self, threads: Threads, stuck: Callable[[str], None] = end_process) -> None:
         self.threads = threads
+        self._stuck = stuck
         self._lock = threading.Lock()
         self._aborting: list[threading.Thread] | None = None
 
     def abort(self, comms: Sequence[Comm]) -> None:
-        """As `abort`, unless that is done; waits for a thread that is about it."""
-        with self._lock:
-            if self._aborting is None:
-                self._aborting = abort(comms, self.threads)
+        """As `abort`, unless that is done; waits for a thread that is about it. Whoever waits in a communicator whose
+        abort takes longer than it may is never freed: the process ends then, so that the others need not find that out,
+        and may be started again."""
+        if self._abort(comms):
+            self.threads.start("recycle-abort-watch", self._watch, _LONGEST_ABORT)
 
     def retire(self, comms: Sequence[Comm]) -> None:
         """As `retire`, after `abort`."""
-        self.abort(comms)
+        self._abort(comms)
         retire(comms, self.threads, self._aborting or ())
+
+    def _abort(self, comms: Sequence[Comm]) -> bool:
+        """Whether aborts are under way that were begun here."""
+        with self._lock:
+            if self._aborting is not None:
+                return False
+            self._aborting = abort(comms, self.threads)
+            return bool(self._aborting)
+
+    def _watch(self) -> None:
+        if not _ended(self._aborting or ()):
+            self._stuck(f"the communication library has not aborted a communicator within {_LONGEST_ABORT:.0f} s, and "
+                        "may never do: this process ends; `recycle run --max-restarts` starts it again")
+
+
+def _ended(aborting: Sequence[threading.Thread]) -> bool:
+    """Whether these have ended within the time that an abort may take, counted from now."""
+    limit = time.monotonic() + _LONGEST_ABORT
+    for thread in aborting:
+        thread.join(max(0.0, limit - time.monotonic()))
+    return not any(thread.is_alive() for thread in aborting)

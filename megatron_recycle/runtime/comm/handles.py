@@ -7,11 +7,12 @@ generation still sends can reach anybody (promise P6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
@@ -125,6 +126,21 @@ class Groups:
             return nullcontext()
         return failing_ends(f"a collective of the parts of worker {self.me}",
                             means=lambda error: siblings.aborted or is_broken(error))
+
+    @contextmanager
+    def counting(self, what: object) -> Iterator[None]:
+        """A block whose outcome counts, unless the handles have been aborted meanwhile: then ``what`` was computed of
+        whatever an abort has left, even if nothing was raised. Raises GenerationOver."""
+        try:
+            yield
+        except (GenerationOver, JobEnded):
+            raise
+        except Exception as error:
+            if not self.world.aborted:
+                raise
+            raise GenerationOver(f"{what} failed after the generation had been ended: {error}") from error
+        if self.world.aborted:
+            raise GenerationOver(f"{what} does not count: the generation has been ended")
 
     def retire(self) -> None:
         """Abort the handles, unless that is done, and tear them down in the background."""
