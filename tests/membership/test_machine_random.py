@@ -15,7 +15,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -611,6 +611,12 @@ class Protocol(RuleBasedStateMachine):
             worn_out = "have not helped" in self.end.message and all(r["events"][-1].get("reason") for r in last)
             assert worn_out or "has lost its last worker" in self.end.message, self.end.message
 
+    def check_always(self) -> None:
+        """As hypothesis does after each step of its own runs."""
+        self.what_is_final_stays()
+        self.the_fenced_are_no_members()
+        self.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
+
     def teardown(self) -> None:
         """Left alone, every job comes to train again or ends; a dead worker is found at last."""
         before = max(process.stepped for process in self.processes.values())
@@ -657,7 +663,11 @@ def _orders(dice: random.Random) -> list[str]:
     return dice.sample(NAMES, len(NAMES))
 
 
-ACTS: tuple[tuple[int, Callable[[Protocol], Any], Callable[[Protocol, random.Random], None]], ...] = (
+Jobs = TypeVar("Jobs", bound=Protocol)
+Act = tuple[int, Callable[[Any], Any], Callable[[Any, random.Random], None]]
+"""What may happen: its weight, when it may, and how."""
+
+ACTS: tuple[Act, ...] = (
     (4, lambda p: True, lambda p, dice: p.work(_orders(dice), dice.randint(1, 30))),
     (4, lambda p: True, lambda p, dice: p.messages_flow(_orders(dice), dice.randint(1, 3))),
     (4, lambda p: any(q.outbox for q in p.processes.values()), lambda p, dice: p.coordinator_hears(dice)),
@@ -676,20 +686,24 @@ ACTS: tuple[tuple[int, Callable[[Protocol], Any], Callable[[Protocol, random.Ran
     (1, lambda p: p.troubles and p._those(lambda q: True), lambda p, dice: p.connection_breaks(dice)),
     (1, lambda p: p.troubles and p.end is None, lambda p, dice: p.coordinator_dies_and_comes_back()),
 )
-"""What may happen: its weight, when it may, and how. Hypothesis finds small cases, these runs get far."""
+"""Of `Protocol`. Hypothesis finds small cases, these runs get far."""
+
+
+def campaign(kind: type[Jobs], seed: int, acts: Sequence[Act] = ACTS, steps: int = 80) -> Jobs:
+    """A job of ``kind`` to which those of the ``acts`` happen that ``seed`` says; its invariants hold all the time."""
+    dice = random.Random(seed)
+    job = kind()
+    job.all_become_ready(True, dice.randint(1, 6), staggered=dice.random() < 0.8, seed=seed)
+    for _ in range(steps):
+        possible = [act for act in acts if act[1](job)]
+        ((_, _, act),) = dice.choices(possible, [act[0] for act in possible])
+        act(job, dice)
+        job.check_always()
+    job.teardown()
+    return job
 
 
 @pytest.mark.parametrize("tens", range(20))
 def test_seeded_campaigns(tens: int) -> None:
     for seed in range(5 * tens, 5 * tens + 5):
-        dice = random.Random(seed)
-        job = Protocol()
-        job.all_become_ready(True, dice.randint(1, 6), staggered=dice.random() < 0.8, seed=seed)
-        for _ in range(80):
-            possible = [act for act in ACTS if act[1](job)]
-            ((_, _, act),) = dice.choices(possible, [act[0] for act in possible])
-            act(job, dice)
-            job.the_fenced_are_no_members()
-            job.what_is_final_stays()
-            job.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
-        job.teardown()
+        campaign(Protocol, seed)

@@ -6,7 +6,6 @@ micro-batch come up again wherever that is run; the job leaves it out, or ends a
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.fault import Fault
-from tests.membership.test_machine_random import ACTS, GRID, PIPELINES, Process, Protocol, _pick
+from tests.membership.test_machine_random import ACTS, GRID, PIPELINES, Act, Process, Protocol, _pick, campaign
 
 OWN_WORDS = ("fails on every worker: ValueError: corrupt", "have failed alike", "the last worker of stage")
 
@@ -128,7 +127,7 @@ class Skipping(Errors):
     policy = "skip"
 
 
-RAISES: Any = (
+RAISES: tuple[Act, ...] = (
     (4, lambda p: p.troubles and p._able(),
      lambda p, dice: p.script_raises(dice, dice.randrange(2), dice.random() < 0.8)),
     (5, lambda p: p._meets_again(), lambda p, dice: p.another_worker_meets_the_same(dice)),
@@ -139,17 +138,6 @@ RAISES: Any = (
 def test_seeded_campaigns_with_errors(kind: type[Errors], event: str) -> None:
     told = 0
     for seed in range(20, 45):
-        dice = random.Random(seed)
-        job = kind()
-        job.all_become_ready(True, dice.randint(1, 6), staggered=dice.random() < 0.8, seed=seed)
-        acts = [*ACTS, *RAISES]
-        for _ in range(80):
-            possible = [act for act in acts if act[1](job)]
-            ((_, _, act),) = dice.choices(possible, [act[0] for act in possible])
-            act(job, dice)
-            job.the_fenced_are_no_members()
-            job.what_is_final_stays()
-            job.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
-        job.teardown()
+        job = campaign(kind, seed, (*ACTS, *RAISES))
         told += any(each["event"] == event for each in job.told)
     assert told, "this campaign does not get there"

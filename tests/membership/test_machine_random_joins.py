@@ -6,7 +6,6 @@ same, all of them stop before the iteration after next, and say so.
 
 from __future__ import annotations
 
-import random
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -152,6 +151,10 @@ class Joins(base.Protocol):
         assert set(self.state.unproven) <= set(self.state.members)
         assert not set(self.state.unproven) & set(self.state.out)
 
+    def check_always(self) -> None:
+        super().check_always()
+        self.who_holds_nothing_is_known_to()
+
     def teardown(self) -> None:
         """Whoever wants to come in is in at last, whoever wants to leave is gone."""
         super().teardown()
@@ -168,7 +171,7 @@ Joins.TestCase.settings = settings(
 )
 TestJoins = Joins.TestCase
 
-ACTS: Any = (
+ACTS: tuple[base.Act, ...] = (
     *base.ACTS,
     (3, lambda p: p._empty(), lambda p, dice: p.process_comes(dice)),
     (1, lambda p: p.troubles and p._those(p._staying), lambda p, dice: p.worker_asks_to_leave(dice)),
@@ -178,14 +181,4 @@ ACTS: Any = (
 @pytest.mark.parametrize("tens", range(15))
 def test_seeded_campaigns_with_joins_and_leaves(tens: int) -> None:
     for seed in range(6 * tens, 6 * tens + 6):
-        dice = random.Random(seed)
-        job = Joins()
-        job.all_become_ready(True, dice.randint(1, 6), staggered=dice.random() < 0.8, seed=seed)
-        for _ in range(120):
-            possible = [act for act in ACTS if act[1](job)]
-            ((_, _, act),) = dice.choices(possible, [act[0] for act in possible])
-            act(job, dice)
-            job.the_fenced_are_no_members()
-            job.what_is_final_stays()
-            job.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
-        job.teardown()
+        base.campaign(Joins, seed, ACTS, 120)

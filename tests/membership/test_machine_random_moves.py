@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -51,6 +50,10 @@ class Moves(joins.Joins):
         if self.end is None:
             assert all(self.state.member(who) is not None for who in self.state.moves.values())
 
+    def check_always(self) -> None:
+        super().check_always()
+        self.who_moves_is_a_member()
+
     def teardown(self) -> None:
         super().teardown()
         for event in self.told:
@@ -70,7 +73,7 @@ Moves.TestCase.settings = settings(
 )
 TestMoves = Moves.TestCase
 
-ACTS: Any = (
+ACTS: tuple[base.Act, ...] = (
     *joins.ACTS,
     (6, lambda p: p._movers(), lambda p, dice: p.planner_wants_a_move(dice)),
     (6, lambda p: set(p.state.moves) & set(p._empty()), lambda p, dice: p.the_movers_launcher_starts_its_process(dice)),
@@ -80,15 +83,4 @@ ACTS: Any = (
 @pytest.mark.parametrize("tens", range(5))
 def test_seeded_campaigns_with_moves(tens: int) -> None:
     for seed in range(6 * tens, 6 * tens + 6):
-        dice = random.Random(seed)
-        job = Moves()
-        job.all_become_ready(True, dice.randint(1, 6), staggered=dice.random() < 0.8, seed=seed)
-        for _ in range(120):
-            possible = [act for act in ACTS if act[1](job)]
-            ((_, _, act),) = dice.choices(possible, [act[0] for act in possible])
-            act(job, dice)
-            job.the_fenced_are_no_members()
-            job.what_is_final_stays()
-            job.a_job_ends_only_for_want_of_a_stage_or_of_a_network()
-            job.who_moves_is_a_member()
-        job.teardown()
+        base.campaign(Moves, seed, ACTS, 120)
