@@ -112,7 +112,7 @@ def _train(row: Row, rank: int, plugin: bool) -> Any:
     except (RecycleError, SystemExit) as error:
         # As at the end of a process that has failed.
         engine.session.fail(error)
-        engine.session.worker.close()
+        engine.session.finish()
         return str(error) if isinstance(error, RecycleError) else ""
     found = {f"loss {index}": loss for index, loss in enumerate(losses)}
     found.update(engine.module.named_parameters())
