@@ -13,8 +13,9 @@ from collections.abc import Callable
 import torch
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.living.calls import Call
+from megatron_recycle.runtime.comm.living.calls import Call, Given
 from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.place import Place
@@ -34,7 +35,7 @@ class _Made:
         self.group, self.call, self.number = group, call, number
         self.exchange: Exchange | None = None
         self.refused: UnsupportedError | None = None
-        self.done = False
+        self.done = self.logged = False
 
     @property
     def key(self) -> tuple[float, float]:
@@ -56,12 +57,17 @@ class Collectives:
         self._ready: dict[float, int] = {}
         """By a group's key: the last call that this worker has had all of."""
         self._now: _Made | None = None
+        self._log: list[_Made] = []
+        """Calls since the last iteration, in groups of one pipeline, as they were: for members of other pipelines' that
+        may come to them later."""
+        self._answers: list[Pending] = []
 
     def begin(self, group: Group, call: Call, after: int) -> None:
         """The script makes ``call``; ``after``: the last iteration that it has trained."""
         if after != self._after:
             self._after = after
             self._counts.clear()
+            self._log.clear()
         count = self._counts[group.name] = self._counts.get(group.name, 0) + 1
         if count >= _CALLS:
             raise OverflowError(f"the script calls more than {_CALLS} collectives of a group between two iterations")
@@ -84,7 +90,11 @@ class Collectives:
                 now.refused, now.done = error, True
                 return
             enter(Phase.COLLECTIVE)
-            exchange = Exchange(now.call, roll, groups.control, zlib.crc32(f"{now.group.name}/{now.number}".encode()))
+            if not now.logged and now.group.pipeline(self._place) is not None:
+                now.logged = True
+                self._log.append(_Made(now.group, Given(now.call, len(now.group.ranks)), now.number))
+                self._answer(self._log[-1], groups)
+            exchange = _exchange(now.call, roll, groups, now.number)
             exchange.collect()
             now.exchange = exchange
             self._ready[now.key[0]] = now.number
@@ -99,8 +109,23 @@ class Collectives:
         if now is not None and now.refused is not None:
             raise now.refused
 
+    def _answer(self, made: _Made, groups: Groups) -> None:
+        """Give what ``made`` gave to other pipelines' groups too, where this worker answers for one that is gone."""
+        for pipeline in range(self._place.grid.pipelines):
+            group = made.group.of_pipeline(pipeline, self._place)
+            roll = Roll.of(group, self._place, groups.members)
+            if roll.is_empty(group.me) and roll.answers[group.me] == groups.control.rank:
+                self._answers += _exchange(made.call, roll, groups, made.number).answer()
+
     def reconcile(self, groups: Groups) -> None:
-        """After a failure: find out which of the calls that workers are in can be ended. Raises GenerationOver."""
+        """After a failure: find out which of the calls that workers are in can be ended, and answer for those that are
+        gone. Raises GenerationOver."""
+        self._find_out(groups)
+        self._answers.clear()
+        for made in self._log:
+            self._answer(made, groups)
+
+    def _find_out(self, groups: Groups) -> None:
         comm, now = groups.control, self._now
         mine = now.key if now is not None and not now.done else (0.0, 0.0)
         table = torch.zeros(comm.size, 2, dtype=torch.float64)
@@ -119,6 +144,10 @@ class Collectives:
         if not all(bool(have[process, under_way.index(now.key)]) for process in living):
             now.exchange = None
             self._ready[now.key[0]] = min(self._ready.get(now.key[0], 0), now.number - 1)
+
+
+def _exchange(call: Call, roll: Roll, groups: Groups, number: int) -> Exchange:
+    return Exchange(call, roll, groups.control, zlib.crc32(f"{roll.group.name}/{number}".encode()))
 
 
 def _key(name: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,17 +23,19 @@ class Script:
         size = stages * pipelines
         self._stage = stage
         self._peers = [dist.new_group(list(range(each, size, stages))) for each in range(stages)][stage]
+        self._line = dist.new_subgroups(stages)[0]
         self._size = size
 
     def after(self, iteration: int, loss: float) -> list[Any]:
         """What the calls after ``iteration`` have brought, as bits or as they are."""
         mine = torch.tensor([loss, self._stage + iteration / 3])
-        total, mean, biggest, told, again = (mine.clone() for _ in range(5))
+        total, mean, biggest, told, again, line = (mine.clone() for _ in range(6))
         dist.barrier()
         dist.all_reduce(total)
         dist.all_reduce(mean, group=self._peers)
         mean /= dist.get_world_size(self._peers)
         dist.all_reduce(biggest, dist.ReduceOp.MAX, async_op=True).wait()
+        dist.all_reduce(line, group=self._line)
         gathered = [torch.zeros(2) for _ in range(self._size)]
         dist.all_gather(gathered, mine)
         whole = torch.zeros(2 * self._size)
@@ -47,11 +49,12 @@ class Script:
         dist.all_reduce(again, group=later)
         piece = torch.zeros(2)
         dist.reduce_scatter_tensor(piece, whole, group=None)
-        return [*(each.numpy().tobytes() for each in (total, mean, biggest, *gathered, whole, told, again, piece)),
-                objects, everybody, dist.get_world_size(), dist.get_rank()]
+        tensors = (total, mean, biggest, line, *gathered, whole, told, again, piece)
+        numbers = [each.numpy().tobytes() for each in tensors]
+        return [*numbers, objects, everybody, dist.get_world_size(), dist.get_rank()]
 
 
-def train(observer_of: Callable[[str], Any], rank: int, *, after: tuple[int, ...] = (1, 2, 5), **arguments: Any) -> Any:
+def train(observer_of: Callable[[str], Any], rank: int, *, after: Sequence[int] = (1, 2, 5), **arguments: Any) -> Any:
     """`toy.train`, with the script's collectives ``after`` some iterations; ``called``: what they brought."""
     called: list[Any] = []
     script: list[Script] = []

@@ -12,16 +12,18 @@ from megatron_recycle.runtime.worker import StageWorker
 
 
 def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> list[float]:
-    """A barrier, a sum and a gathering over all, a sum over the stage, and a broadcast from each rank; what they
-    brought here. Every value is one that a worker's peers have, too."""
+    """A barrier, a sum and a gathering over all, sums over the stage and the pipeline, and a broadcast from each rank;
+    what they brought here. Every value is one that a worker's peers have, too."""
     ranks = tuple(sorted(rank for (rank,) in place.ranks.values()))
     (me,) = place.ranks[place.me]
     peers = tuple(sorted(rank for worker, (rank,) in place.ranks.items() if worker.stage == place.me.stage))
-    everybody, stage = Group("0", ranks, ranks.index(me)), Group(f"{place.me.stage + 1}", peers, peers.index(me))
+    everybody, stage = Group(ranks, ranks.index(me)), Group(peers, peers.index(me))
+    ours = tuple(sorted(rank for worker, (rank,) in place.ranks.items() if worker.pipeline == place.me.pipeline))
+    pipeline = Group(ours, ours.index(me))
     mine = torch.tensor([loss, place.me.stage + iteration / 3], dtype=torch.float64)
     add = adding(dist.ReduceOp.SUM)
     assert add is not None
-    total, of_stage = mine.clone(), mine.clone()
+    total, of_stage, of_pipeline = mine.clone(), mine.clone(), mine.clone()
     slots = [torch.zeros(2, dtype=torch.float64) for _ in ranks]
     told = [mine.clone() for _ in ranks]
 
@@ -35,7 +37,8 @@ def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> l
     make(everybody, Call())
     make(everybody, AllReduce([total], add))
     make(stage, AllReduce([of_stage], add))
+    make(pipeline, AllReduce([of_pipeline], add))
     make(everybody, AllGather([slots], [mine]))
     for root, tensor in enumerate(told):
         make(everybody, Broadcast([tensor], root))
-    return [*total.tolist(), *of_stage.tolist(), *torch.cat(slots).tolist(), *torch.cat(told).tolist()]
+    return torch.cat([total, of_stage, of_pipeline, *slots, *told]).tolist()

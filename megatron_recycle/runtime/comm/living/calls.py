@@ -161,6 +161,24 @@ class AllToAll(Call):
             output.copy_(tensor.view(output.shape))
 
 
+class Given(Call):
+    """What a ``call`` has given at its time, to give it again later, when its tensors may hold something else.
+
+    Args:
+        size: how many positions there are.
+    """
+
+    def __init__(self, call: Call, size: int) -> None:
+        super().__init__(call.source, call.sink)
+        self.what, self.by_itself, self.measured = call.what, call.by_itself, call.measured
+        given = [list(call.gives(position)) for position in range(size)]
+        known = {id(tensor): tensor.detach().clone() for tensors in given for tensor in tensors}
+        self._given = [[known[id(tensor)] for tensor in tensors] for tensors in given]
+
+    def gives(self, to: int) -> Tensors:
+        return self._given[to]
+
+
 class Objects(Call):
     """``broadcast_object_list``, ``all_gather_object`` and ``gather_object``: bytes.
 

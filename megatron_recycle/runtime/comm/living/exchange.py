@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.membership import Process
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.living.calls import AllToAll, Call, Tensors
 from megatron_recycle.runtime.comm.tags import CONTROL
 from megatron_recycle.runtime.place import Place
@@ -28,14 +29,32 @@ class Group:
     """A group of the script's, as all its members know it.
 
     Attributes:
-        name: torch's, the same on all members.
         ranks: global ranks, by position.
         me: this process' position.
+        number: among groups of the same ranks, in the order of their making.
     """
 
-    name: str
     ranks: tuple[int, ...]
     me: int
+    number: int = 0
+
+    @property
+    def name(self) -> str:
+        """The same on all members."""
+        return f"{self.ranks} {self.number}"
+
+    def pipeline(self, place: Place) -> int | None:
+        """The pipeline that all members belong to; None if they belong to several."""
+        homes = _homes(place)
+        pipelines = {homes[rank].worker.pipeline for rank in self.ranks}
+        return pipelines.pop() if len(pipelines) == 1 else None
+
+    def of_pipeline(self, pipeline: int, place: Place) -> Group:
+        """The same group of another pipeline: scripts make one for each."""
+        homes = _homes(place)
+        ranks = tuple(place.ranks[Worker(pipeline, homes[rank].worker.stage)][homes[rank].part or 0]
+                      for rank in self.ranks)
+        return Group(ranks, self.me, self.number)
 
 
 @dataclass(frozen=True)
@@ -45,7 +64,8 @@ class Roll:
     Attributes:
         group: the group.
         answers: by position, the process that answers for it, by its rank among all that are alive: itself, or the
-            lowest peer of its stage in the group; None: there is none left.
+            lowest peer of its stage in the group. In a group that lies in one pipeline no other is of that stage: then
+            the lowest peer of all does, who makes the same call in its own pipeline's. None: there is nobody.
         living: positions of those that are there, by the same rank.
         names: of positions, for messages.
     """
@@ -58,16 +78,17 @@ class Roll:
     @classmethod
     def of(cls, group: Group, place: Place, members: Collection[Worker]) -> Roll:
         """The roll of ``group`` while ``members`` are alive."""
-        homes = {rank: (worker, part) for worker, ranks in place.ranks.items() for part, rank in enumerate(ranks)}
+        homes, in_one = _homes(place), group.pipeline(place) is not None
         everyone = {rank: index for index, rank in enumerate(
             sorted(rank for worker in members for rank in place.ranks[worker]))}
 
         def answering(rank: int) -> int | None:
             if rank in everyone:
                 return everyone[rank]
-            (_, stage), part = homes[rank]
-            peers = [place.ranks[worker][part] for worker in sorted(members) if worker.stage == stage]
-            return next((everyone[peer] for peer in peers if peer in group.ranks), None)
+            home = homes[rank]
+            peers = [place.ranks[worker][home.part or 0] for worker in sorted(members)
+                     if worker.stage == home.worker.stage]
+            return next((everyone[peer] for peer in peers if in_one or peer in group.ranks), None)
 
         living = {everyone[rank]: position for position, rank in enumerate(group.ranks) if rank in everyone}
         return cls(group, tuple(map(answering, group.ranks)), living, [place.names[rank] for rank in group.ranks])
@@ -110,16 +131,25 @@ class Exchange:
 
     def collect(self) -> None:
         """Give what is wanted, and wait for what is wanted here. Raises GenerationOver."""
-        packed = {process: _packed(self._wanted(position)) for process, position in self._others()}
+        given = {process: self._packed(position) for process, position in self._others()}
+        like = {process: list(self._expected(process, position)) for process, position in self._givers()}
         if self._call.measured:
-            lengths = self._swap({process: torch.tensor([data.numel()]) for process, data in packed.items()},
-                                 {process: torch.zeros(1, dtype=torch.int64) for process in packed})
+            lengths = self._swap({process: _length(data) for process, data in given.items()},
+                                 {process: torch.zeros(1, dtype=torch.int64) for process in like})
             like = {process: [torch.empty(int(length), dtype=torch.uint8)] for process, length in lengths.items()}
-        else:
-            like = {process: list(self._expected(process, position)) for process, position in self._others()}
-        got = self._swap(packed, {process: _buffer(tensors) for process, tensors in like.items()})
+        got = self._swap(given, {process: _buffer(tensors) for process, tensors in like.items()})
         self._got = {process: _unpacked(got[process], tensors) if self._goes(process, self._roll.group.me) else ()
                      for process, tensors in like.items()}
+
+    def answer(self) -> list[Pending]:
+        """Give what is wanted of this process, which answers for a position that is not its own. Nothing is waited
+        for: keep what is returned. Raises GenerationOver."""
+        sends = []
+        for process, position in self._others():
+            data = self._packed(position)
+            for each in [_length(data), data] if self._call.measured else [data]:
+                sends.append(self._comm.send(each, process, self._given))
+        return sends
 
     def _swap(self, given: Mapping[int, torch.Tensor], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Give each process what is its own, and fill ``into`` with what each gives here; returns it."""
@@ -146,13 +176,19 @@ class Exchange:
             call.take([self._got.get(process, own) if process is not None else () for process in roll.answers])
 
     def _others(self) -> list[tuple[int, int]]:
-        """Their ranks among all that are alive, and their positions."""
+        """Those that are there, their ranks among all that are alive, and their positions."""
         return [(process, position) for process, position in self._roll.living.items()
                 if process != self._comm.rank]
 
-    def _wanted(self, position: int) -> Tensors:
+    def _givers(self) -> list[tuple[int, int]]:
+        """Those that give something, as `_others`, and peers that are not in the group."""
+        outside = {process: position for position, process in enumerate(self._roll.answers)
+                   if process is not None and process not in self._roll.living}
+        return [*self._others(), *outside.items()]
+
+    def _packed(self, position: int) -> torch.Tensor:
         """What this process gives to ``position``."""
-        return self._call.gives(position) if self._goes(self._comm.rank, position) else ()
+        return packed(self._call.gives(position)) if self._goes(self._comm.rank, position) else _token()
 
     def _expected(self, process: int, position: int) -> Tensors:
         """Tensors of the size of what ``process``, which is at ``position``, gives to this one."""
@@ -186,10 +222,14 @@ def _buffer(tensors: Tensors) -> torch.Tensor:
     return torch.zeros(max(1, _size(tensors)), dtype=torch.uint8)
 
 
-def _packed(tensors: Tensors) -> torch.Tensor:
+def packed(tensors: Tensors) -> torch.Tensor:
     """``tensors`` as bytes in CPU memory, of their own; something, too, if there are none."""
     pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in tensors if tensor.numel()]
     return torch.cat(pieces) if pieces else _token()
+
+
+def _length(data: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([data.numel()])
 
 
 def _unpacked(buffer: torch.Tensor, like: Tensors) -> Tensors:
@@ -201,3 +241,8 @@ def _unpacked(buffer: torch.Tensor, like: Tensors) -> Tensors:
         found.append(piece.to(tensor.device))
         start += size
     return found
+
+
+def _homes(place: Place) -> Mapping[int, Process]:
+    """The worker, and its part, of each rank."""
+    return {rank: Process(worker, part) for worker, ranks in place.ranks.items() for part, rank in enumerate(ranks)}

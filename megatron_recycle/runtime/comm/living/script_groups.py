@@ -10,7 +10,9 @@ from __future__ import annotations
 import functools
 import pickle
 import threading
+import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
@@ -32,7 +34,31 @@ SENT = CONTROL.take("what the script sends", 2**26, again=True)
 """By group and the script's own tag."""
 _OWN = "recycle/"
 """Names of the runtime's own groups begin so."""
-_DEFAULT = "default"
+
+
+class Groups:
+    """torch's groups, as all members of each know them: by its ranks, and a number among those of the same ranks."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
+        self._counts: Counter[tuple[int, ...]] = Counter()
+
+    def note(self) -> None:
+        """Take in what has been made since the last time."""
+        for group, name in c10d._world.pg_names.items():
+            if group not in self._seen and not name.startswith(_OWN):
+                places = c10d._world.pg_group_ranks[group]
+                ranks = tuple(sorted(places, key=places.__getitem__))
+                self._seen[group] = Group(ranks, group.rank(), self._counts[ranks])
+                self._counts[ranks] += 1
+
+    def known(self, group: Any) -> Group | None:
+        """None: it is the runtime's own, or none any more."""
+        if group is dist.group.WORLD:  # the first of its ranks, whatever stands for it
+            return Group(tuple(range(group.size())), group.rank())
+        if group not in self._seen:
+            self.note()
+        return self._seen.get(group)
 
 
 class Asks(Enum):
@@ -101,9 +127,11 @@ class ScriptGroups:
         self._job = job
         self._put_back: list[Callable[[], None]] = []
         self._batches = threading.local()
+        self._groups = Groups()
 
     def install(self) -> None:
         """From now on. Once."""
+        self._groups.note()
         for kind in (dist.ProcessGroup, Alone):
             for name in (*METHODS, "send", "recv", "recv_anysource", "_start_coalescing", "_end_coalescing"):
                 if name in vars(kind):
@@ -137,7 +165,7 @@ class ScriptGroups:
         @functools.wraps(stock)
         def method(group: dist.ProcessGroup, *given: Any, **keywords: Any) -> Any:
             asks = self._job.asks()
-            if asks is Asks.LIBRARY or (found := _known(group)) is None or (
+            if asks is Asks.LIBRARY or (found := self._groups.known(group)) is None or (
                     len(found.ranks) == 1 and not isinstance(group, Hollow)):
                 return stock(group, *given, **keywords)
             arguments = [*given, *keywords.values()]
@@ -190,6 +218,7 @@ class ScriptGroups:
     def _new_group(self, ranks: Sequence[int], timeout: timedelta | None = None, pg_options: Any = None,
                    group_name: str = "", group_desc: str | None = None) -> dist.ProcessGroup | None:
         """In place of what torch would do to make a group: connect all of its members."""
+        self._groups.note()
         me = dist.get_rank()
         return Hollow(list(ranks).index(me), len(ranks), group_name) if me in ranks else None
 
@@ -236,7 +265,7 @@ class ScriptGroups:
         asks = self._job.asks()
         if asks is Asks.LIBRARY or group is dist.GroupMember.NON_GROUP_MEMBER:
             return asks, None
-        found = _known(group or c10d._get_default_group())
+        found = self._groups.known(group or c10d._get_default_group())
         return asks, None if found is None or len(found.ranks) == 1 else found
 
 
@@ -304,16 +333,6 @@ def _wait(pending: Pending) -> None:
     except GenerationOver as error:
         raise RuntimeError(f"a transfer of the script's between two ranks was cut short by a failure ({error}): make "
                            "it again, or use a collective, which goes on through failures") from error
-
-
-def _known(group: Any) -> Group | None:
-    """``group`` as all its members know it; None: the runtime's own, or none any more."""
-    ranks_of, names = c10d._world.pg_group_ranks, c10d._world.pg_names
-    default = group is dist.group.WORLD
-    if group not in ranks_of or (names[group].startswith(_OWN) and not default):
-        return None
-    places = ranks_of[group]
-    return Group(_DEFAULT if default else names[group], tuple(sorted(places, key=places.__getitem__)), group.rank())
 
 
 def _position(group: Group, rank: int | None, position: int | None) -> int:

@@ -1,0 +1,225 @@
+"""Collectives among those that are left give the values of the full grid, whichever workers are gone: in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import distributed_c10d as c10d
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.comm.living.calls import AllGather, AllReduce, Broadcast, Call, Objects, Scatter
+from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll, pass_over
+from megatron_recycle.runtime.comm.living.torch_calls import METHODS
+from megatron_recycle.runtime.comm.memory import Fabric
+from megatron_recycle.runtime.place import Place
+
+SUM, PIECE = dist.ReduceOp.SUM, 3
+
+
+class Member:
+    """One position of a group of ``size``: tensors that its peers have alike, and torch's arguments made of them."""
+
+    def __init__(self, stage: int, position: int, size: int) -> None:
+        draw = torch.Generator().manual_seed(stage)
+        self.own = torch.randn(PIECE, generator=draw)
+        self.whole = torch.randn(PIECE * size, generator=draw)
+        self.into, self.all = torch.zeros(PIECE), torch.zeros(PIECE * size)
+        self.position, self.size = position, size
+
+    def arguments(self, name: str, root: int, operation: Any) -> tuple[Any, ...]:
+        slots = list(self.all.view(self.size, PIECE))
+        pieces = list(self.whole.view(self.size, PIECE))
+        mine = self.position == root
+
+        def options(kind: Any) -> Any:
+            made = kind()
+            for key, value in (("rootRank", root), ("reduceOp", operation)):
+                if hasattr(made, key):
+                    setattr(made, key, value)
+            return made
+
+        return {
+            "barrier": lambda: (c10d.BarrierOptions(),),
+            "allreduce": lambda: ([self.own], options(c10d.AllreduceOptions)),
+            "allreduce_coalesced": lambda: ([self.own, self.whole], options(c10d.AllreduceCoalescedOptions)),
+            "reduce": lambda: ([self.own], options(c10d.ReduceOptions)),
+            "broadcast": lambda: ([self.own], options(c10d.BroadcastOptions)),
+            "allgather": lambda: ([slots], [self.own], c10d.AllgatherOptions()),
+            "_allgather_base": lambda: (self.all, self.own, c10d.AllgatherOptions()),
+            "gather": lambda: ([slots] if mine else [], [self.own], options(c10d.GatherOptions)),
+            "scatter": lambda: ([self.into], [pieces] if mine else [], options(c10d.ScatterOptions)),
+            "reduce_scatter": lambda: ([self.into], [pieces], options(c10d.ReduceScatterOptions)),
+            "_reduce_scatter_base": lambda: (self.into, self.whole, options(c10d.ReduceScatterOptions)),
+            "alltoall": lambda: (slots, pieces, c10d.AllToAllOptions()),
+            "alltoall_base": lambda: (self.all, self.whole, [], [], c10d.AllToAllOptions()),
+        }[name]()
+
+    def bits(self) -> tuple[bytes, ...]:
+        return tuple(tensor.numpy().tobytes() for tensor in (self.own, self.whole, self.into, self.all))
+
+
+NAMES = ("barrier", "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "_allgather_base", "gather",
+         "scatter", "reduce_scatter", "_reduce_scatter_base", "alltoall", "alltoall_base")
+OPERATIONS = (SUM, dist.ReduceOp.AVG, dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+
+
+def place_of(me: Worker, grid: Grid) -> Place:
+    ranks = {worker: (worker.stage * grid.pipelines + worker.pipeline,) for worker in grid.workers()}
+    return Place(me, grid, ranks, "gloo")
+
+
+def together(bodies: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What all have returned or raised, each in a thread."""
+    results: list[Any] = [None] * len(bodies)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = bodies[index]()
+        except Exception as error:  # noqa: BLE001 - it is looked at
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def calls(grid: Grid, members: Sequence[Worker], groups: Callable[[Worker], Group],
+          call_of: Callable[[Worker, Group], Call], seed: int = 0) -> dict[Worker, Any]:
+    """One call of each of ``members``; the workers, with what they raised or None."""
+    place = place_of(members[0], grid)
+    everyone = sorted(members, key=lambda worker: place.ranks[worker])
+    comms = dict(zip(everyone, Fabric(seed, limit=20).comms(len(everyone)), strict=True))
+
+    def body(worker: Worker) -> Callable[[], None]:
+        def run() -> None:
+            group = groups(worker)
+            roll = Roll.of(group, place_of(worker, grid), members)
+            call = call_of(worker, group)
+            roll.check(call)
+            exchange = Exchange(call, roll, comms[worker], 7)
+            exchange.collect()
+            exchange.confirm()
+            exchange.finish()
+
+        return run
+
+    return dict(zip(everyone, together([body(worker) for worker in everyone]), strict=True))
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[Grid, list[Worker]]:
+    """A grid, and those that are left: some of every stage."""
+    grid = Grid(draw(st.integers(1, 3)), (1,) * draw(st.integers(2, 4)))
+    left: list[Worker] = []
+    for stage in range(grid.stages):
+        left += [Worker(pipeline, stage) for pipeline in sorted(
+            draw(st.sets(st.integers(0, grid.pipelines - 1), min_size=1)))]
+    return grid, left
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(given_grid=grids(), root=st.integers(0, 11), operation=st.sampled_from(OPERATIONS), over=st.booleans())
+@settings(max_examples=12, deadline=None)
+def test_whoever_is_gone_the_others_have_the_values_of_the_full_grid(name, given_grid, root, operation, over):
+    """Over all ranks and over a stage's; peers have equal tensors to give."""
+    grid, left = given_grid
+
+    def group(worker: Worker) -> Group:
+        place = place_of(worker, grid)
+        ranks = sorted(place.ranks[other][0] for other in grid.workers() if over or other.stage == worker.stage)
+        return Group(tuple(ranks), ranks.index(place.ranks[worker][0]))
+
+    def run(members: Sequence[Worker]) -> tuple[dict[Worker, Any], dict[Worker, tuple[bytes, ...]]]:
+        state: dict[Worker, Member] = {}
+
+        def call(worker: Worker, of: Group) -> Call:
+            state[worker] = Member(worker.stage, of.me, len(of.ranks))
+            arguments = state[worker].arguments(name, root % len(of.ranks), operation)
+            return METHODS[name](len(of.ranks), arguments)
+
+        return calls(grid, members, group, call), {worker: member.bits() for worker, member in state.items()}
+
+    raised, found = run(left)
+    _, full = run(list(grid.workers()))
+    for worker in left:
+        of = group(worker)
+        gone = of.ranks[root % len(of.ranks)] not in {place_of(other, grid).ranks[other][0] for other in left}
+        if name == "scatter" and gone:
+            assert isinstance(raised[worker], UnsupportedError)
+            assert "what it would have given has gone with it" in str(raised[worker])
+        else:
+            assert raised[worker] is None, raised[worker]
+            assert found[worker] == full[worker]
+
+
+def test_all_have_the_same_bits_in_the_order_of_ranks():
+    """Also where no peers are equal: an addition in another order would differ somewhere."""
+    grid = Grid(1, (1,) * 4)
+    workers = list(grid.workers())
+    draw = torch.Generator().manual_seed(3)
+    given_tensors = [torch.randn(200, generator=draw) for _ in workers]
+    kept = {worker: tensor.clone() for worker, tensor in zip(workers, given_tensors, strict=True)}
+    add = METHODS["allreduce"](4, [[torch.zeros(1)]])._add  # type: ignore[attr-defined]
+    raised = calls(grid, workers, lambda worker: Group((0, 1, 2, 3), worker.pipeline),
+                   lambda worker, group: AllReduce([kept[worker]], add), seed=5)
+    assert set(raised.values()) == {None}
+    expected = ((given_tensors[0] + given_tensors[1]) + given_tensors[2]) + given_tensors[3]
+    assert all(torch.equal(tensor, expected) for tensor in kept.values())
+
+
+def test_objects_of_any_length_are_gathered_and_told():
+    grid = Grid(2, (1, 1))
+    left = [Worker(1, 0), Worker(0, 1), Worker(1, 1)]
+    made: dict[Worker, Objects] = {}
+
+    def call(worker: Worker, group: Group) -> Call:
+        made[worker] = Objects("all_gather_object", b"x" * (1 + 3 * worker.stage))
+        return made[worker]
+
+    raised = calls(grid, left, lambda worker: Group((0, 1, 2, 3), place_of(worker, grid).ranks[worker][0]), call)
+    assert set(raised.values()) == {None}
+    assert all(objects.found == [b"x", b"x", b"xxxx", b"xxxx"] for objects in made.values())
+
+
+def test_where_nobody_can_answer_the_error_names_who_is_gone_and_the_remedy():
+    """A group of two stages of different pipelines: no other worker has a part in it like the one that is gone."""
+    grid = Grid(2, (1, 1))
+    place, group = place_of(Worker(0, 0), grid), Group((0, 3), 0)
+    roll = Roll.of(group, place, [Worker(0, 0), Worker(1, 0), Worker(0, 1)])
+    roll.check(Call())  # a barrier is of those that are there
+    with pytest.raises(UnsupportedError, match=r"all_gather\(\) .* worker 1:1 \(rank 3\) is gone.*max_restarts"):
+        roll.check(AllGather([[torch.zeros(1)] * 2], [torch.zeros(1)]))
+    roll.check(AllGather([[torch.zeros(1)] * 2], [torch.zeros(1)], sink=1))  # nobody wants it any more
+    roll.check(Broadcast([torch.zeros(1)], 0))
+    with pytest.raises(UnsupportedError, match="broadcast"):
+        roll.check(Broadcast([torch.zeros(1)], 1))
+
+
+def test_in_a_group_of_one_pipeline_the_lowest_peer_answers_from_its_own():
+    grid = Grid(2, (1, 1, 1))
+    place, group = place_of(Worker(1, 0), grid), Group((1, 4), 0)
+    left = [worker for worker in grid.workers() if worker not in (Worker(1, 1), Worker(0, 1))]
+    roll = Roll.of(group, place, left)
+    assert roll.answers == (1, 3), "2:1 has rank 5, and is the fourth of those that are left"
+    assert group.of_pipeline(2, place) == Group((2, 5), 0) and group.pipeline(place) == 1
+
+
+def test_one_that_passes_over_a_call_has_what_it_would_have_had_if_all_had_given_the_same():
+    group = Group((0, 1, 2), 1)
+    add = METHODS["allreduce"](3, [[torch.zeros(1)]])._add  # type: ignore[attr-defined]
+    total, told, piece = torch.ones(1), torch.ones(1), torch.full((1,), 5.0)
+    pass_over(AllReduce([total], add), group)
+    pass_over(Broadcast([told], 0), group)
+    pass_over(Scatter(piece, [], 0), group)
+    assert (total.item(), told.item(), piece.item()) == (3.0, 1.0, 5.0)
