@@ -80,7 +80,8 @@ class Left:
 
 def last(loop: Loop, wanted: Path | None = None) -> LastCheckpoint:
     assert loop.training.beginning is not None
-    return LastCheckpoint(loop, loop.training.beginning, wanted and str(wanted), lambda groups: nullcontext())
+    return LastCheckpoint(loop, loop.training.beginning, wanted and str(wanted), lambda groups: nullcontext(),
+                          lambda folder, iteration: nullcontext())
 
 
 @pytest.fixture(autouse=True)

@@ -169,16 +169,3 @@ def test_a_script_that_fails_before_it_trains_tells_the_others_and_one_that_has_
     session.fail(ValueError("late"))
     session.finish()
     assert [name for name, *_ in worker.done] == ["fail", "finish", "close"]
-
-
-def test_groups_of_the_framework_are_freed_when_a_worker_is_gone(session):
-    freed: list[bool] = []
-    session._break_off = lambda: freed.append(True)
-    session._abort(2)
-    worker = started(session)
-    session.agent.breaks_off = False
-    session._abort(3)
-    assert not freed
-    session.agent.breaks_off = True
-    session._abort(4)
-    assert freed and worker.done == [("abort", 3), ("abort", 4)]

@@ -19,11 +19,8 @@ from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import nn
 
-from megatron_recycle.errors import GenerationOver
-from megatron_recycle.runtime.comm.abort import abort, foreign, retire
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.rendezvous import job_store, meet, new_group, unless_interrupted
-from megatron_recycle.runtime.comm.threads import Threads
+from megatron_recycle.runtime.comm.rendezvous import new_group
 from megatron_recycle.runtime.place import Place
 
 _TIMEOUT_SECONDS = 600.0
@@ -35,56 +32,14 @@ _OF_PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PAR
              "_EXPERT_DATA_PARALLEL_GROUP")
 
 
-class Detached:
-    """Makes Megatron's own collectives end at this worker; made once, before training.
-
-    ``speaks`` tells whether this worker writes the log. ``joining``: this process comes into a running job. ``threads``
-    make and end groups.
-    """
-
-    def __init__(self, place: Place, speaks: Callable[[], bool], joining: bool, threads: Threads) -> None:
-        state: Any = parallel_state
-        self._place = place
-        self._threads = threads
-        self._first = not joining
-        self._prefix = ""
-        self._spanning = {name: getattr(state, name) for name in _SHARED}
-        self._alone = dict.fromkeys(_SHARED, _alone(place))
-        state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
-        state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
-        _use(self._alone)
-        _detach_timers(speaks)
-
-    def abort(self) -> None:
-        """A worker is gone: free whoever waits in the groups that span all, from any thread."""
-        self._first = False
-        abort([foreign(group) for group in set(self._spanning.values())], self._threads)
-
-    @contextmanager
-    def attached(self, prefix: str, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """Inside the block Megatron's groups span all workers again, who must all be there and come here.
-
-        ``prefix`` is the generation's. Raises GenerationOver if a newer one begins first, else what torch raises.
-        """
-        if not self._first and self._prefix != prefix:
-            # What spanned all before is of no use since one of them died, or came.
-            if self._prefix:
-                self._retire(self._spanning)
-            self._prefix = ""
-            self._spanning = unless_interrupted(
-                interrupted, lambda over: _spanning(self._place, prefix, over), self._retire, self._threads)
-            self._prefix = prefix
-            if interrupted():  # too early for `abort` to have found these groups
-                raise GenerationOver("a newer generation was announced while Megatron's groups were being made")
-        _use(self._spanning)
-        try:
-            yield
-        finally:
-            _use(self._alone)
-
-
-    def _retire(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
-        retire([foreign(group) for group in set(groups.values())], self._threads)
+def detach(place: Place, speaks: Callable[[], bool]) -> None:
+    """Make Megatron's own collectives end at this worker; called once, before training. ``speaks`` tells whether this
+    worker writes the log."""
+    state: Any = parallel_state
+    state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
+    state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
+    _use(dict.fromkeys(_SHARED, _alone(place)))
+    _detach_timers(speaks)
 
 
 @contextmanager
@@ -126,22 +81,6 @@ class TensorGroup:
 def _use(groups: Mapping[str, Any]) -> None:
     for name, group in groups.items():
         setattr(parallel_state, name, group)
-
-
-def _spanning(place: Place, prefix: str, interrupted: Callable[[], bool]) -> dict[str, dist.ProcessGroup]:
-    """The groups of `_SHARED` over all positions, new ones."""
-    store = dist.PrefixStore(f"recycle/{prefix}/megatron", job_store(_CONNECT_SECONDS, interrupted))
-    meet(store, dist.get_rank(), sorted(rank for ranks in place.ranks.values() for rank in ranks), interrupted)
-    replicas = sorted(ranks[place.part] for worker, ranks in place.ranks.items() if worker.stage == place.me.stage)
-    model = sorted(rank for worker, ranks in place.ranks.items() if worker.pipeline == place.me.pipeline
-                   for rank in ranks)
-
-    def group(kind: str, ranks: list[int]) -> dist.ProcessGroup:
-        return new_group(f"recycle/{prefix}/megatron/{kind}", ranks, store, backend=place.backend,
-                         timeout=_TIMEOUT_SECONDS, connect_timeout=_CONNECT_SECONDS)
-
-    data = group(f"data{place.me.stage}.{place.part}", replicas)
-    return {**dict.fromkeys(_SHARED, data), "_MODEL_PARALLEL_GROUP": group(f"model{place.me.pipeline}", model)}
 
 
 def _alone(place: Place) -> dist.ProcessGroup:

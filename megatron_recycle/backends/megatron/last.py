@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_recycle.backends.megatron.aside import TRACKER, place_of
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.runtime.comm.handles import Groups, is_broken
 from megatron_recycle.runtime.comm.reduction import count
@@ -70,14 +71,17 @@ class LastCheckpoint:
         beginning: of its training.
         wanted: the folder that the configuration names; None: the loop's own (``--save``).
         among: a block in which Megatron and torch see those that are left, and nobody else.
+        beside: a block in which stock writes the checkpoint of an iteration into a folder in the way of `aside`.
     """
 
     def __init__(self, loop: Any, beginning: Beginning, wanted: str | None,
-                 among: Callable[[Groups], AbstractContextManager[None]]) -> None:
+                 among: Callable[[Groups], AbstractContextManager[None]],
+                 beside: Callable[[str, int], AbstractContextManager[None]]) -> None:
         self._loop = loop
         self._begun = beginning
         self._wanted = wanted
         self._among = among
+        self._beside = beside
         self._stock_save: Callable[..., Any] = loop.save_checkpoint
         self._own: set[Path] = set()
         """Checkpoints that this job has written, or begun to when they were not the newest one already: whole once
@@ -90,7 +94,7 @@ class LastCheckpoint:
 
     @contextmanager
     def saving(self, iteration: int) -> Iterator[None]:
-        """In the block the loop saves to its own folder, with all workers."""
+        """In the block the loop saves to its own folder."""
         with self._writing(self._loop.get_args().save, iteration):
             yield
 
@@ -104,7 +108,7 @@ class LastCheckpoint:
         folder, iteration = self.folder, self._begun.iteration + committed + 1
         if folder is None:
             raise RecycleError("nothing says where to; give --save DIR, or --recycle-emergency-checkpoint DIR")
-        place = _place(folder, iteration)
+        place = place_of(folder, iteration)
         mine, newest = count(groups.control, place in self._own, _newest(folder) == iteration)
         if newest and not mine:  # of an earlier job, and whole: it stays as it is
             raise RecycleError(f"{place} is there already, of an earlier job")
@@ -115,7 +119,7 @@ class LastCheckpoint:
             raise RecycleError("with --data-parallel-random-init it needs all workers, and some are missing; "
                                f"{_to_go_back_to(folder)}")
         try:
-            with self._among(groups), self._writing(folder, iteration):
+            with self._among(groups), self._writing(folder, iteration), self._beside(folder, iteration):
                 self._save(arguments, folder, iteration, committed + 1)
         except RuntimeError as error:
             if not is_broken(error):
@@ -126,8 +130,7 @@ class LastCheckpoint:
             groups.abort()
             if not error.failures:
                 return ""
-            failures = [f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values()]
-            raise RuntimeError("; ".join(failures)) from error
+            raise RuntimeError(what_failed(error)) from error
         except BaseException:
             groups.abort()  # they wait for this worker
             raise
@@ -161,21 +164,22 @@ class LastCheckpoint:
 
     @contextmanager
     def _writing(self, folder: str, iteration: int) -> Iterator[None]:
-        place = _place(folder, iteration)
+        place = place_of(folder, iteration)
         if _newest(folder) != iteration:
             self._own.add(place)
         yield
         self._own.add(place)
 
 
-def _place(folder: str, iteration: int) -> Path:
-    return Path(folder).absolute() / f"iter_{iteration:07d}"
+def what_failed(error: CheckpointException) -> str:
+    """The errors of those that could not write, in one line."""
+    return "; ".join(f"{type(failure).__name__}: {failure}" for failure, _ in error.failures.values())
 
 
 def _newest(folder: str) -> int | None:
     """The iteration of the checkpoint that is loaded by default."""
     try:
-        return int((Path(folder) / "latest_checkpointed_iteration.txt").read_text())
+        return int((Path(folder) / TRACKER).read_text())
     except (OSError, ValueError):
         return None
 

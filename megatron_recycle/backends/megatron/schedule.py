@@ -36,7 +36,7 @@ from megatron_recycle.membership import Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.standalone import backend_for, is_joining
+from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import refuse_itself
@@ -55,7 +55,6 @@ class RecycleSchedule:
         self._stage: MegatronStage
         self._last: LastCheckpoint | None
         self._microbatches = 0
-        self._detached: megatron_groups.Detached | None = None
         self._late: tuple[LateNumber, ...] = ()
         self._spoke = False
         self._data = LateSource()
@@ -150,13 +149,12 @@ class RecycleSchedule:
             source.forget(pipeline, (passes + 1) * self._microbatches)
         return reports
 
-    def attached(self) -> AbstractContextManager[None]:
-        """Inside the block Megatron's groups span all workers. Raises GenerationOver, or as torch does."""
-        assert self._detached is not None
-        return self._detached.attached(self.session.worker.store_prefix, self.session.worker.interrupted)
+    def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
+        """Inside the block ``groups`` are Megatron's for data parallelism."""
+        return megatron_groups.of_those_left(groups)
 
     def saving(self, iteration: int) -> AbstractContextManager[None]:
-        """In the block the loop saves a checkpoint of ``iteration``, with all workers."""
+        """In the block the loop saves a checkpoint of ``iteration``."""
         return nullcontext() if self._last is None else self._last.saving(iteration)
 
     @contextmanager
@@ -195,20 +193,16 @@ class RecycleSchedule:
         if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
             raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "
                                    "--recycle-emergency-checkpoint DIR")
-        self.session = Session(place, self._settings, self._options, self._stage.device, self._break_off)
+        self.session = Session(place, self._settings, self._options, self._stage.device)
         if self.session.rank == 0:
             for line in changed:
                 get_logger().info("megatron-recycle: %s", line)
         self.splitter = MegatronSplitter()
         self.session.start(self._stage, self.splitter, self._data,
                            save_last=None if self._last is None else self._last.write)
-        self._detached = megatron_groups.Detached(place, self.speaks, is_joining(), self.session.network.threads)
+        megatron_groups.detach(place, self.speaks)
         megatron_training.take_over(self.session, self)
         self._microbatches = microbatches
-
-    def _break_off(self) -> None:
-        if self._detached is not None:
-            self._detached.abort()
 
 
 def _place(microbatches: int) -> Place:

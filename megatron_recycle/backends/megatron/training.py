@@ -1,23 +1,31 @@
 """Megatron-LM's own training loop (`megatron.training`, not in the pip package), once workers may be missing.
 
-Its log line is written by the last rank, its date lines wait for all ranks, its checkpoints need every worker: these
-are rebound in the loop's module. `backends.megatron.options` treats its options.
+Its log line is written by the last rank, its date lines wait for all ranks, its checkpoints are written by all of them:
+these are rebound in the loop's module. `backends.megatron.options` treats its options.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from megatron_recycle.backends.megatron.last import LastCheckpoint
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_recycle.backends.megatron.aside import aside
+from megatron_recycle.backends.megatron.last import LastCheckpoint, what_failed
 from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP, apply, message
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.saving import Save
 
 LOOP = "megatron.training.training"
+_CHECKPOINTS = "megatron.training.checkpointing"
+_OF_GROUP = "recycle_group"
 
 
 class PluginSchedule(Protocol):
@@ -29,8 +37,8 @@ class PluginSchedule(Protocol):
     def log_part(self) -> str:
         """The plugin's part of it."""
 
-    def attached(self) -> AbstractContextManager[None]:
-        """Inside the block Megatron's groups span all workers. Raises GenerationOver, or as torch does."""
+    def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
+        """Inside the block ``groups`` are Megatron's for data parallelism."""
 
     def saving(self, iteration: int) -> AbstractContextManager[None]:
         """A block in which the loop saves ``iteration`` for good."""
@@ -68,16 +76,34 @@ def last_checkpoint(wanted: str | None,
     The arguments are those of `LastCheckpoint`."""
     loop: Any = sys.modules.get(LOOP)
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
-    return None if beginning is None else LastCheckpoint(loop, beginning, wanted, among)
+    return None if beginning is None else LastCheckpoint(
+        loop, beginning, wanted, among, lambda folder, iteration: aside(
+            sys.modules[_CHECKPOINTS], folder, iteration, "last", lambda place: None))
+
+
+def _folder(arguments: Any, passing: bool) -> str:
+    """Where the loop saves; ``passing``: a checkpoint that the next one of its kind takes the place of."""
+    if not passing:
+        return str(arguments.save)
+    own = arguments.non_persistent_global_ckpt_dir
+    return str(own or os.path.join(arguments.save, sys.modules[_CHECKPOINTS]._NON_PERSISTENT_CKPT_SUBDIR))
+
+
+def _needs_all(arguments: Any, passing: bool) -> str | None:
+    """The option with which no worker's part of a checkpoint is another one's; None: there is none."""
+    if arguments.data_parallel_random_init:
+        return "--data-parallel-random-init"
+    return "--non-persistent-ckpt-type local" if passing and arguments.non_persistent_ckpt_type == "local" else None
 
 
 def _forget_old_groups(loop: Any, arguments: Sequence[Any]) -> None:
-    """Megatron keeps how it saves, with the group that shares the writing, from one checkpoint to the next: without a
-    group that has become another one since."""
+    """Megatron keeps how it saves, with the group that shares the writing, from one checkpoint to the next: not with
+    other members."""
     group = loop.mpu.get_data_parallel_group(with_context_parallel=True)
     for context in (argument for argument in arguments if isinstance(argument, dict)):
-        if getattr(context.get("save_strategy"), "parallelization_group", group) is not group:
-            del context["save_strategy"]
+        if context.get(_OF_GROUP) is not group:
+            context.pop("save_strategy", None)
+            context[_OF_GROUP] = group
 
 
 def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], Any]:
@@ -90,7 +116,7 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     loop: Any = sys.modules.get(LOOP)
     if loop is None:
         return
-    save = loop.save_checkpoint
+    stock_save = loop.save_checkpoint
     append, report = loop.append_to_progress_log, loop.compute_throughputs_and_append_to_progress_log
     saved: set[int] = set()
 
@@ -103,21 +129,30 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
         now = loop.datetime.now() if override_timestamp is None else loop.datetime.fromtimestamp(override_timestamp)
         loop.print_rank_0(f"[{string}] datetime: {now:%Y-%m-%d %H:%M:%S} ")
 
-    def save_checkpoint(iteration: int, *arguments: Any, **keywords: Any) -> Any:
-        if session.catches_up:
-            return None  # the others have
+    def save_checkpoint(iteration: int, *given: Any, **keywords: Any) -> None:
+        arguments, passing = loop.get_args(), bool(keywords.get("non_persistent_ckpt", False))
+        folder = _folder(arguments, passing)
 
-        def write() -> Any:
-            passing = keywords.get("non_persistent_ckpt", False)
-            with schedule.attached(), nullcontext() if passing else schedule.saving(iteration):
-                _forget_old_groups(loop, [*arguments, *keywords.values()])
-                written = save(iteration, *arguments, **keywords)
+        def write(save: Save) -> None:
+            groups = save.generation.groups
+            needs_all = _needs_all(arguments, passing) if groups.control.size < arguments.world_size else None
+            if needs_all is not None:
+                get_logger().error("megatron-recycle: no checkpoint of iteration %d: with %s it needs the workers that "
+                                   "are missing (%s); training goes on", iteration, needs_all,
+                                   ", ".join(session.missing()))
+                return
+            with (schedule.among_peers(groups), nullcontext() if passing else schedule.saving(iteration),
+                  aside(sys.modules[_CHECKPOINTS], folder, iteration, save.name, save.whole)):
+                _forget_old_groups(loop, [*given, *keywords.values()])
+                try:
+                    stock_save(iteration, *given, **keywords)
+                except CheckpointException as error:  # no Exception
+                    save.check()
+                    raise RuntimeError(what_failed(error) or str(error)) from error
             saved.add(iteration)
-            return written
 
-        return session.together(
-            f"the checkpoint of iteration {iteration}", write, None,
-            without=f"no checkpoint of iteration {iteration}: it needs the workers that are missing")
+        session.save(f"the checkpoint of iteration {iteration}", write,
+                     otherwise=lambda: stock_save(iteration, *given, **keywords))
 
     def append_to_progress_log(string: str, barrier: bool = True) -> None:
         append(string, barrier=False)  # one rank writes; nothing is gained by waiting for the others
