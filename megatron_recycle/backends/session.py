@@ -53,8 +53,6 @@ class Session:
         settings: of the job.
         options: what `enable()` was given.
         device: where the stage computes.
-        break_off: frees whoever waits in groups of the framework's own, since a worker is gone; called in the agent's
-            thread.
 
     Attributes:
         agent: this process's link to the coordinator.
@@ -64,15 +62,13 @@ class Session:
         busy: whether the runtime is at work, and not the script's own code.
     """
 
-    def __init__(self, place: Place, settings: RecycleConfig, options: Options, device: torch.device,
-                 break_off: Callable[[], None] | None = None) -> None:
+    def __init__(self, place: Place, settings: RecycleConfig, options: Options, device: torch.device) -> None:
         self.place = place
         self.settings = settings
         self.network = TorchNetwork()
         self.generators = Generators(device, place.part)
         self.iteration = -1
         self._options = options
-        self._break_off = break_off
         self._worker: StageWorker | None = None
         self.busy = False
         self._thread = 0
@@ -194,10 +190,10 @@ class Session:
             self.worker.save(self.iteration + 1, among)
         return True
 
-    def evaluate(self, data: DataSource, number: int) -> torch.Tensor:
+    def evaluate(self, data: DataSource, number: int, limit: int | None = None) -> torch.Tensor:
         """Forwards of global batch ``number`` of ``data``; see `StageWorker.evaluate`."""
         self._begin()
-        return self.worker.evaluate(self.iteration + 1, data, number)
+        return self.worker.evaluate(self.iteration + 1, data, number, limit)
 
     @property
     def catches_up(self) -> bool:
@@ -293,5 +289,3 @@ class Session:
         """The generation in force is over, for another one of this number. In the agent's thread."""
         if self._worker is not None:
             self._worker.abort(generation)
-            if self._break_off is not None and self.agent.breaks_off:
-                self._break_off()

@@ -24,6 +24,7 @@ from megatron_recycle.runtime.compute.data import Batch, DataSource, digest
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
+from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.site import Site
@@ -229,10 +230,16 @@ def batch_of(site: Site, data: DataSource, iteration: int, pipeline: int, microb
     return data.batch(pipeline, iteration * site.place.grid.microbatches[pipeline] + microbatch)
 
 
-def evaluate(site: Site, standing: Standing, generation: Generation, data: DataSource, number: int) -> None:
-    """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards. Raises GenerationOver."""
-    place, transport = site.place, generation.transport
+def evaluate(site: Site, standing: Standing, generation: Generation, data: DataSource, number: int,
+             limit: int | None = None) -> None:
+    """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards; each pipeline has
+    micro-batches below ``limit``, if that is given. Raises GenerationOver."""
+    place, transport, groups = site.place, generation.transport, generation.groups
     reports: dict[Microbatch, tuple[float, ...]] = {}
+    beyond = [] if limit is None else [
+        (pipeline, microbatch) for pipeline, microbatch in place.grid.items()
+        if number * place.grid.microbatches[pipeline] + microbatch >= limit]
+    program = generation.program.without(beyond, groups.me) if beyond else generation.program
 
     def enter(action: Action) -> None:
         site.phases.enter(Phase.EVALUATE, standing.iteration, action)
@@ -247,20 +254,29 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
             with site.phases.waiting("an activation"):
                 inputs = tuple(transport.receive(Message("F", pipeline, microbatch)))
         site.phases.activity.work("evaluate")
-        seed = seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage)
-        site.framework.generators.seed(seed)
-        with generation.groups.together():
+        site.framework.generators.seed(
+            seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage))
+        with groups.together():
             made = site.stage.forward(inputs, batch)
         if place.last:
-            reports[pipeline, microbatch] = made.report
+            reports[pipeline, microbatch] = made.report or loss_report(made.loss)
         else:
             transport.send(Message("F", pipeline, microbatch), made.outputs)
         transport.post()
 
-    transport.follow(generation.plan, "F")
+    if isinstance(data, Shared):
+        wanted = [microbatch for microbatch in place.grid.items() if microbatch not in beyond]
+        with site.phases.waiting("data of the evaluation"):
+            whole = data.share(program.plan, wanted, number, groups)
+        if not whole:
+            site.asked.evaluations.skip()
+            return
+    transport.forget_shapes()
+    transport.follow(program.plan, "F")
     transport.begin()
     with torch.no_grad():
-        execute(site, standing, [action for action in generation.program.actions if action.kind == "F"],
+        execute(site, standing, [action for action in program.actions if action.kind == "F"],
                 {"F": forward}, enter, "the evaluation")
     with site.phases.waiting("the evaluation's end"):
-        site.asked.evaluations.complete(reports, generation.groups)
+        site.asked.evaluations.complete(reports, groups)
+    transport.forget_shapes()

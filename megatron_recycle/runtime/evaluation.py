@@ -7,14 +7,44 @@ only: these are at most one pass ahead, and give the others the table in the rec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
 import torch
 
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Standing
-from megatron_recycle.plan import Grid
+from megatron_recycle.plan import Grid, Microbatch, Plan
 from megatron_recycle.runtime.comm.handles import Groups
 
 Reports = dict[tuple[int, int], tuple[float, ...]]
 """(pipeline, micro-batch) -> what the last stage reports of it."""
+
+
+LOSS_WIDTH = 2
+"""Numbers that are reported of a micro-batch where the framework has none of its own: `loss_report`."""
+_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """Micro-batches of which some can be read by some workers only."""
+
+    def share(self, plan: Plan, microbatches: Sequence[Microbatch], number: int, groups: Groups) -> bool:
+        """Before pass ``number`` over ``microbatches`` in the order of ``plan``, by all workers together: let everybody
+        have what it reads. Returns whether everybody has, which all are told alike. Raises GenerationOver."""
+
+
+def loss_report(loss: torch.Tensor | None) -> tuple[float, ...]:
+    """A micro-batch's loss, in a table of float64, and its type. Raises UnsupportedError where it is no scalar."""
+    if loss is None or loss.numel() != 1 or loss.dtype not in _TYPES:
+        raise UnsupportedError("evaluation needs one scalar loss of each micro-batch: return one from loss_fn")
+    return loss.item(), float(_TYPES.index(loss.dtype))
+
+
+def losses(table: torch.Tensor) -> torch.Tensor:
+    """The losses in a table of `loss_report`, (micro-batches,), in their own type."""
+    return table[:, 0].to(_TYPES[int(table[0, 1])])
 
 
 class Evaluations:
@@ -26,7 +56,8 @@ class Evaluations:
         width: numbers that the last stage reports of each micro-batch.
 
     Attributes:
-        table: (total micro-batches, width) float64, of the last pass that is done everywhere.
+        table: (total micro-batches, width) float64, of the last pass that is done everywhere; not a number where a
+            micro-batch was left out.
     """
 
     def __init__(self, standing: Standing, grid: Grid, width: int) -> None:
@@ -47,6 +78,11 @@ class Evaluations:
         # One slot per micro-batch, filled by the one worker that ran it: exact in any order.
         groups.control.sum(table).wait()
         self.table = table
+        self._standing.evaluate()
+
+    def skip(self) -> None:
+        """There is no pass, as everybody has been told: its table has no number in it."""
+        self.table = torch.full_like(self.table, torch.nan)
         self._standing.evaluate()
 
     def reconcile(self, groups: Groups) -> None:

@@ -29,7 +29,7 @@ from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.draining import drain
 from megatron_recycle.runtime.equality import verify_boundary
-from megatron_recycle.runtime.evaluation import Evaluations
+from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.generation import Current, Generation
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
@@ -74,7 +74,8 @@ class StageWorker:
             place=place, config=config, framework=framework, agent=agent, network=network or TorchNetwork(),
             phases=phases, trainable=Trainable(stage), meters=Meters(stage.device),
             current=Current(),
-            asked=Asked(Evaluations(self.standing, place.grid, stage.report_width), Collectives(place)))
+            asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
+                                          Collectives(place)))
         self.stepper = Stepper(self.site, self.standing)
         self._between = Between(self.site, self.stepper)
         agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
@@ -116,23 +117,25 @@ class StageWorker:
             self._between.leave()
             return self._loss_of(iteration)
 
-    def evaluate(self, iteration: int, data: DataSource, number: int) -> torch.Tensor:
+    def evaluate(self, iteration: int, data: DataSource, number: int, limit: int | None = None) -> torch.Tensor:
         """Forwards of one global batch, through any failures, before ``iteration`` is trained.
 
         Args:
             iteration: the one that training goes on with.
             data: micro-batches by place.
             number: of the global batch in ``data``, from 0.
+            limit: how many micro-batches of each pipeline there are in ``data``; None: as many as are asked for.
 
         Returns:
-            The last stage's reports of each micro-batch, (total, width), the same on all workers.
+            The last stage's reports of each micro-batch, (total, width), the same on all workers; `loss_report` where
+            it has none of its own. Not a number if the data could not be read everywhere (`Shared`).
 
         Raises JobEnded if the job cannot go on.
         """
         def run() -> None:
             # Done already: a failure has told this worker so, or it was before this worker came in.
             while self.standing.evaluated < self.standing.passes:
-                evaluate(self.site, self.standing, self.site.current.get(), data, number)
+                evaluate(self.site, self.standing, self.site.current.get(), data, number, limit)
 
         with self._inside():
             self.begin(iteration)

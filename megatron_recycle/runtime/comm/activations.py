@@ -125,6 +125,11 @@ class Transport:
             self._order.begin()
         self.post()
 
+    def forget_shapes(self) -> None:
+        """Between two iterations, by all workers: what comes next may have other shapes, which are told anew."""
+        self._sender.forget_shapes()
+        self._receiver.forget_shapes()
+
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending ``tensors``; never waits for the receiver."""
         target = self._sender.target(message)

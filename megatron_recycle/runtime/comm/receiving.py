@@ -69,6 +69,11 @@ class Receiver:
             channel.posted = 0
             channel.pending.clear()
 
+    def forget_shapes(self) -> None:
+        """The next activation of each channel is preceded by its shapes again."""
+        for channel in self._channels.values():
+            channel.meta = channel.header = None
+
     def receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
         source, number = self._places[message]

@@ -69,6 +69,12 @@ class Sender:
         for channel in self._channels.values():
             channel.sent = 0
 
+    def forget_shapes(self) -> None:
+        """The next activation of each channel is preceded by its shapes again."""
+        self.meta = None
+        for channel in self._channels.values():
+            channel.announced = False
+
     def target(self, message: Message) -> Worker:
         """The worker that ``message`` goes to, as the next one."""
         target = self._targets[message]

@@ -36,7 +36,8 @@ _PASSES = 8
 @dataclass(frozen=True)
 class _Item:
     batch: Batch
-    at: Read
+    at: Read | DataError
+    """Where it comes from, or why nobody but this worker can read it."""
 
 
 class LoaderSource:
@@ -46,9 +47,11 @@ class LoaderSource:
         pipeline: whose micro-batches the script's iterator gives.
         seeds: what random numbers they are read with.
         part: tensor-parallel rank; others than the first may have no iterator, and read nothing then.
+        anything: whether it may be an iterator over something else: what that gives, only this worker can read.
     """
 
-    def __init__(self, pipeline: int, seeds: Seeds, part: int = 0) -> None:
+    def __init__(self, pipeline: int, seeds: Seeds, part: int = 0, anything: bool = False) -> None:
+        self.anything = anything
         self._pipeline = pipeline
         self._seeds = seeds
         self._part = part
@@ -79,6 +82,8 @@ class LoaderSource:
         item = self._item(number)
         if pipeline == self._pipeline:
             return item.batch
+        if isinstance(item.at, DataError):
+            raise item.at
         return self._copies_of(item.at.of).batch(pipeline, item.at.position, number)
 
     def forget(self, pipeline: int, before: int) -> None:
@@ -119,6 +124,7 @@ class LoaderSource:
 
     def prove(self, item: _Item, number: int) -> None:
         """Whether a copy for the own pipeline gives what the script's iterator has given. Raises DataError."""
+        assert not isinstance(item.at, DataError)
         copies = self._copies_of(item.at.of)
         if digest(copies.batch(self._pipeline, item.at.position, number)) != digest(item.batch):
             raise DataError(
@@ -160,10 +166,16 @@ class _Stream:
         with noting_reads(lambda of: self._source.seed(self._number, of)) as reads:
             batch = next(iterator)
         self._ahead = [*self._ahead, *reads][-_AHEAD:]
-        item = _Item(batch, self._came_from(iterator, batch, [read for _, read in reads], self._number - begin))
-        if item.at.of is not self._proved:
-            self._source.prove(item, self._number)
-            self._proved = item.at.of
+        try:
+            at = self._came_from(iterator, batch, [read for _, read in reads], self._number - begin)
+            item = _Item(batch, at)
+            if at.of is not self._proved:
+                self._source.prove(item, self._number)
+                self._proved = at.of
+        except DataError as error:
+            if not self._source.anything:
+                raise
+            item = _Item(batch, error)
         self._number += 1
         return item
 
