@@ -118,6 +118,14 @@ class RecycleConfig:
     leave_timeout: float = _option(
         60.0, "time that a checkpoint of on_leave may take; then all workers are ended", unit="s"
     )
+    guard: str = _option(
+        "none",
+        "what is kept of a stage that has one worker; memory: a copy of its state in the memory of another stage's "
+        "worker, on another host if there is one, so that the stage comes back if it is lost; every worker keeps two "
+        "copies of its own state then",
+        choices=("none", "memory"),
+    )
+    guard_interval: int = _option(10, "iterations between two copies of guard: as many can be lost with a last copy")
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
     moves: bool = _option(
         False,
@@ -249,7 +257,8 @@ class RecycleConfig:
         return "\n".join(lines)
 
     def _check_ranges(self) -> None:
-        least_values = {"block": 1, "cap": 1, "max_restarts": 0, "verify_every": 0, "seed": 0}
+        least_values = {"block": 1, "cap": 1, "max_restarts": 0, "verify_every": 0, "seed": 0,
+                        "guard_interval": 1}
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -21,7 +21,8 @@ from megatron_recycle.backends.living import LivingGroups
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
-from megatron_recycle.errors import GenerationOver, JobEnded
+from megatron_recycle.environment import Launched
+from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded
 from megatron_recycle.membership import Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
@@ -75,6 +76,9 @@ class Session:
         self._groups: ScriptGroups | None = None
         if self.rank == 0:
             get_logger().info(settings.describe())
+        if settings.guard == "memory" and not Launched.read().by_recycle_run:
+            raise ConfigError("guard memory needs `recycle run`, which starts a process for a stage that is lost; the "
+                              "launcher of this job starts none. Use `recycle run`, or leave guard out")
         self.agent: Agent = connect(place, settings, options.embed, self._abort)
         self._script = ScriptEnd(self.fail)
         atexit.register(self.finish)

@@ -11,7 +11,7 @@ from megatron_recycle.control.server import Server
 from megatron_recycle.control.telling import Telling
 from megatron_recycle.control.wire import Message
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership.inputs import NoLoss, ReportsLate, SavedLate
+from megatron_recycle.membership.inputs import NoLoss, PlaceLate, ReportsLate, SavedLate
 from megatron_recycle.membership.next_life import NextLife, Shape, node_of, plan_life
 from megatron_recycle.membership.state import State
 
@@ -64,6 +64,9 @@ class AsyncioExecutor:
 
     def await_loss(self, decision: do.AwaitLoss) -> None:
         self._clocks.after(self._clocks.timeouts.detection, NoLoss(decision.generation, decision.since))
+
+    def await_place(self, decision: do.AwaitPlace) -> None:
+        self._clocks.after(self._clocks.timeouts.start_timeout, PlaceLate(decision.generation))
 
     def await_saved(self, decision: do.AwaitSaved) -> None:
         limit = self._clocks.timeouts.save_timeout if decision.limit is None else decision.limit

@@ -26,7 +26,7 @@ from megatron_recycle.control.searches import Plans
 from megatron_recycle.control.wire import Message, encode
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import records
-from megatron_recycle.membership.inputs import Input, NoLoss, ReportsLate, Restarted, SavedLate
+from megatron_recycle.membership.inputs import Input, NoLoss, PlaceLate, ReportsLate, Restarted, SavedLate
 from megatron_recycle.membership.messages import FROM_WORKER, check, wire_forms
 from megatron_recycle.membership.state import Phase, State
 
@@ -178,6 +178,7 @@ class InMemory:
 
     def command(self, decision: do.Command) -> None:
         self.commands.append(json.loads(json.dumps(decision.message)))
+        self._changed()
 
     def emit(self, decision: do.Emit) -> None:
         self._tell(decision.event)
@@ -187,6 +188,9 @@ class InMemory:
 
     def await_loss(self, decision: do.AwaitLoss) -> None:
         self._in(self._timeouts.detection, NoLoss(decision.generation, decision.since))
+
+    def await_place(self, decision: do.AwaitPlace) -> None:
+        self._in(self._timeouts.start_timeout, PlaceLate(decision.generation))
 
     def await_saved(self, decision: do.AwaitSaved) -> None:
         limit = self._timeouts.save_timeout if decision.limit is None else decision.limit

@@ -14,7 +14,7 @@ from megatron_recycle.observe.text import printable
 
 _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
-    "joined", "join_failed", "moving", "move_failed", "skipped", "saved",
+    "restoring", "restored", "joined", "join_failed", "moving", "move_failed", "skipped", "saved",
     "finished",
 )
 _AGAIN: Mapping[str, tuple[str, ...]] = {
@@ -62,6 +62,8 @@ class Summary:
             return None
         if "error" in event and "pid" in event:
             self.errors[event["rank"], event["pid"]] = event["error"]
+        if name == "last_copy":
+            return _last_copy(event)
         if name == "started":
             self.names = {rank: name for name, rank in event["ranks"].items()}
             return _started(event)
@@ -130,6 +132,18 @@ def _started(event: Mapping[str, Any]) -> str:
     several = len(set(event.get("hosts", {}).values())) > 1
     copies = len(event.get("grid", {}).get("microbatches", ())) > 1
     return f"{line}\nrecycle: {event['survival']}" if "survival" in event and (several or not copies) else line
+
+
+def _last_copy(event: Mapping[str, Any]) -> str:
+    """A warning: with what would follow, and what helps."""
+    kept = event.get("kept_by") or {}
+    held = ", ".join(f"stage {stage} has one worker left ({worker}"
+                     + (f"; {kept[stage]} keeps a copy)" if stage in kept else ")")
+                     for stage, worker in event["stages"].items())
+    without = any(stage not in kept for stage in event["stages"])
+    how = ("; what only it has is lost with it: fill the empty places (max_restarts, `recycle run --join`), or begin "
+           "with guard memory or --restarts") if without else ""
+    return f"recycle: warning: {held}{how}"
 
 
 def _line(event: Mapping[str, Any]) -> str:

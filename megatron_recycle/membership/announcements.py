@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.membership.resume import Resume
@@ -38,13 +38,15 @@ class Go:
     closing: str | None = None
     left_out: Sequence[tuple[int, str]] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without."""
+    keepers: Mapping[str, str] = field(default_factory=dict)
+    """By stage with one worker, the worker of another stage that keeps a copy of it."""
     tries: int = 0
     """Generations with the same members in a row before this one, without progress."""
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> Go:
         """From a checked message."""
-        names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out")
+        names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out", "keepers")
         return cls(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
 
 

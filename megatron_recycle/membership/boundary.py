@@ -25,7 +25,7 @@ def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
     """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
     quiet = state.phase is Phase.TRAINING and state.since is None and not state.switch
     asked = state.joiners or state.leaving or moving.moved(state)
-    if not quiet or not asked or not (_entering(state) or _going(state)):
+    if not quiet or not asked or not (entering(state) or _going(state)):
         return state, decisions
     number = state.offers + 1
     state = state.with_(switch=number, offers=number)
@@ -47,10 +47,10 @@ def switch(state: State, now: float) -> Step:
         return ending.leave(state, Closing(text, again=True), now)
     if text:
         return closing.end(state, 1, text, now, again=True)
-    return failing.next_generation(state, leavers, now, now, joined=_entering(state))
+    return failing.next_generation(state, leavers, now, now, joined=entering(state))
 
 
-def _entering(state: State) -> dict[str, Member]:
+def entering(state: State) -> dict[str, Member]:
     """The processes that can be taken in: joiners, and with them the stranded parts of their worker. All parts of a
     worker come in, or none."""
     found = {
@@ -69,7 +69,7 @@ def _going(state: State) -> dict[str, FailureKind]:
     wanted = [name for name, member in state.members.items() if member.incarnation in state.leaving]
     moved = dict.fromkeys((name for name in moving.moved(state) if name not in wanted), FailureKind.MOVE)
     staying = by_stage(state.stages, set(state.proven) - set(wanted))
-    joining = by_stage(state.stages, _entering(state))
+    joining = by_stage(state.stages, entering(state))
     kept = {names[0] for stage, names in enumerate(by_stage(state.stages, wanted))
             if names and joining[stage] and not staying[stage]}
     return {**dict.fromkeys((name for name in in_order(wanted) if name not in kept), FailureKind.LEAVE), **moved}

@@ -69,6 +69,13 @@ class AwaitSaved:
 
 
 @dataclass(frozen=True)
+class AwaitPlace:
+    """Feed `PlaceLate(generation)` when the time for the processes of a lost stage is over."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class MakePlan:
     """Make a plan at once for the grid without `failed`, and feed `Planned` or `PlanFailed`."""
 
@@ -110,5 +117,6 @@ class End:
     again: bool = False
 
 
-Decision = Record | Note | Tell | Command | Await | AwaitSaved | AwaitLoss | MakePlan | Improve | FindMoves | Emit | End
+Decision = (Record | Note | Tell | Command | Await | AwaitPlace | AwaitSaved | AwaitLoss | MakePlan | Improve
+            | FindMoves | Emit | End)
 Step = tuple[State, tuple[Decision, ...]]

@@ -13,7 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.membership import closing, commands, forming, joining, messages, moving, poison, records, training
+from megatron_recycle.membership import (
+    closing,
+    commands,
+    forming,
+    guarding,
+    joining,
+    messages,
+    moving,
+    poison,
+    records,
+    training,
+)
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Command, Decision, Emit, MakePlan, Step, Tell
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Reported, ReportsLate
@@ -149,17 +160,15 @@ def next_generation(
     )
     events = (*of_each, *more, _decided(state, reason, now))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
-    announce: list[Decision] = [
-        Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state)),
-        MakePlan(state.generation, state.failed),
-        Await(state.generation),
-    ]
+    announce: list[Decision] = [Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state))]
+    announce += () if guarding.waits(state) else (MakePlan(state.generation, state.failed),)
+    announce.append(Await(state.generation))
     told: list[Decision] = [*told_out, *map(Emit, events)]
     told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
              else messages.fence(state, member) for member in removed]
     record = records.decided(state, events)
     state, commits = training.committed_by_all(state, now)
-    if (text := stage_gone(state)) is not None:
+    if (text := stage_gone(state)) is not None and not guarding.possible(state):
         state, ending = closing.end(state, 1, text, now, again=True)
         return state, (record, *told, *commits, *ending)
     return state, (record, *announce, *told, *commits)
@@ -279,24 +288,30 @@ def _go(state: State, now: float) -> Step:
     holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.unproven}
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)
-    resume = decide(state.stages, holding, state.reports, announced=announced)
+    resume = decide(state.stages, holding, state.reports, announced=announced) if stage_gone(state) is None else (
+        guarding.resume(state))
     if isinstance(resume, DeadEnd):
         return closing.end(state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
+    plan, back = state.plan, tuple[dict[str, Any], ...]()
+    if resume.restored:
+        state, back = guarding.went_back(state, resume, now)
     go = {
         "type": "go",
         "generation": state.generation,
         "attempt": resume.attempt,
         "members": incarnations,
-        "plan": state.plan,
+        "plan": plan,
         "resume": resume.to_json(),
         "prefix": messages.group_prefix(state.generation, incarnations),
         "tries": state.mended,
         "closing": None if state.closing is None else state.closing.message,
         "left_out": [list(each) for each in state.left_out],
+        "keepers": guarding.keepers(state),
     }
-    events = [training.reconciled_event(state, resume, now)] if state.generation > 1 else []
-    record = records.went(state, resume, state.plan.get("digest"), events)
+    back += guarding.exposed(state, now)
+    events = [*back, training.reconciled_event(state, resume, now)] if state.generation > 1 else []
+    record = records.went(state, resume, plan.get("digest"), events)
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
     limit = () if state.closing is None else (AwaitSaved(state.generation),)
     return state, (record, Tell(tuple(incarnations.values()), go), *map(Emit, events), *limit)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import closing, commands, messages, records
+from megatron_recycle.membership import closing, commands, guarding, messages, records
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
@@ -111,7 +111,7 @@ def _form(state: State, now: float) -> Step:
         ranks={member.worker: member.rank for member in state.known.values()},
     )
     hosts = {name: state.members[name].host for name in in_order(state.members)}
-    survival = judge(hosts, state.host)
+    survival = judge(hosts, state.host, guarding.wanted(state))
     started = {
         "event": "started",
         "t": now,

@@ -241,6 +241,13 @@ class Restarted:
 
 
 @dataclass(frozen=True)
+class PlaceLate:
+    """The time for the processes of a lost stage is over."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Interrupted:
     """Somebody outside (a signal, a limit of time, the launcher) ends the job. `again`: the script may do better if it
     is started again."""
@@ -273,6 +280,7 @@ Input = (
     | Raised
     | Saved
     | SavedLate
+    | PlaceLate
     | Written
     | NoLoss
     | Stuck

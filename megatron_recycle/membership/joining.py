@@ -22,7 +22,8 @@ def hello(state: State, member: Member) -> Step:
     if text is not None:
         return state, (messages.refuse(member, text),)
     joiners = {**state.joiners, member.worker: member}
-    state = state.with_(joiners=joiners, known={**state.known, member.incarnation: member})
+    restoring = {name: number for name, number in state.restoring.items() if name != member.worker}
+    state = state.with_(joiners=joiners, restoring=restoring, known={**state.known, member.incarnation: member})
     # It may believe that it is in: taken in by a coordinator that died before it could tell the end of that.
     return state, (Tell((member.incarnation,), messages.stop(state)),)
 

@@ -22,6 +22,7 @@ from megatron_recycle.membership import (
     messages,
     moving,
     reconnect,
+    restoring,
     returning,
     script_errors,
     training,
@@ -47,6 +48,7 @@ def step(state: State, happened: Input, now: float, offers: bool = True) -> Step
     after, decisions = _HANDLERS[type(happened)](state, happened, now)
     if after.moves:
         after, decisions = moving.follow(state, after, decisions, now)
+    after, decisions = restoring.propose(after, decisions, now)
     return boundary.propose(after, decisions) if offers else (after, decisions)
 
 
@@ -95,6 +97,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.Boundary: boundary.stands,
     inputs.Saved: closing.saved,
     inputs.SavedLate: closing.late,
+    inputs.PlaceLate: restoring.late,
     inputs.Written: checkpoints.written,
     inputs.Finished: ending.finished,
     inputs.Interrupted: ending.interrupted,

@@ -89,6 +89,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "closing": (str, type(None)),
         "left_out": list,
         "tries": int,
+        "keepers": dict,
     },
     "answer": {"number": int},
     "noted": {"generation": int, "place": str},
@@ -115,7 +116,7 @@ REPORT = {
     "verdict": (dict, type(None)),
     "actions": int,
 }
-OPTIONAL_REPORT = {"committed": int, "earlier": int}
+OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "apart": int, "guard": dict}
 """Further fields of a report (see `resume.decide`); one of a wrong type is refused all the same."""
 
 
@@ -145,6 +146,10 @@ def check_report(report: Mapping[str, Any]) -> None:
     """Raises WireError if a report (see `resume.decide`) lacks a field or has one of a wrong type."""
     _fields("report", report, REPORT)
     _fields("report", report, {name: OPTIONAL_REPORT[name] for name in OPTIONAL_REPORT if name in report})
+    kept = {"own": [], "of": {}, **report.get("guard", {})}
+    if not isinstance(kept["of"], dict) or not all(isinstance(each, list) and all(type(one) is int for one in each)
+                                                   for each in (kept["own"], *kept["of"].values())):
+        raise WireError(f"report: guard is {report['guard']!r:.60}, which names no iterations")
     verdict = report["verdict"]
     if verdict is not None and not isinstance(verdict.get("iteration"), int):
         raise WireError("report: its verdict names no iteration")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from megatron_recycle.membership import commands, messages, records
+from megatron_recycle.membership import commands, guarding, messages, records
 from megatron_recycle.membership.decisions import Decision, Emit, FindMoves, Step
 from megatron_recycle.membership.failure_kinds import FailureKind, describe_status
 from megatron_recycle.membership.inputs import Exited, MovesFound, StaysOut
@@ -73,7 +73,9 @@ def not_started(state: State, happened: Exited, now: float) -> Step:
     process that this rank has had."""
     own = happened.move == state.move
     to = next((to for to in state.moves if own and state.ranks[to] == happened.rank), None)
-    if to is None or to in state.joiners or to in state.members:
+    if to is None:
+        return guarding.not_started(state, happened.rank, happened.move), ()
+    if to in state.joiners or to in state.members:
         return state, ()
     return _drop(state, to, f"{_PROCESS} ended with {describe_status(happened.status)}; see {happened.log}",
                  now)

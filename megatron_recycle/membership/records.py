@@ -107,6 +107,8 @@ TRANSIENT: Mapping[str, str] = {
     "losses": "expendable: of iterations that were not told of yet",
     "returned": "it is about this coordinator's own return",
     "go": "whoever has not heard it says so, and the recovery is begun again",
+    "restoring": "processes are started again",
+    "restores": "a coordinator that has come back tries as often again",
     "switch": _OFFERED,
     "offered": _OFFERED,
     "better": "it is searched for again",
@@ -208,6 +210,9 @@ def restore(size: int, records: Sequence[Json], told: Sequence[Json] = ()) -> St
         resume = Resume.from_json(record["resume"])
         before = resume.target if record["generation"] == 1 else -1  # a checkpoint's iterations are not of this run
         state = state.with_(resume=resume, committed=max(state.committed, before))
+        if resume.restored:  # all went back
+            since = [event for event in told if event.get("generation", 0) >= record["generation"]]
+            state = state.with_(committed=max(resume.target, _committed((), since)))
     if (record := _last(records, "checkpoint")) is not None:
         state = state.with_(checkpoint=record["checkpoint"])
     if (record := _last(records, "end")) is not None:

@@ -19,6 +19,10 @@ class Resume:
     `copies` maps a worker that does not hold `target` to a peer that does. `verdict` is what is known of
     `target`'s norm and overflow, None if it must be computed again. `redone` counts actions of `next` that
     were done once already and are lost. `joined` have come in and get everything from their peers.
+
+    With `restored` nobody holds some stages: all go back to their own copies of `target`, `joined` gets, by stage, the
+    copy that a worker of another stage keeps, and the scripts of those that are left have come past all that belongs to
+    the iteration `regained`.
     """
 
     target: int
@@ -28,6 +32,8 @@ class Resume:
     copies: Mapping[str, str] = field(default_factory=dict)
     redone: int = 0
     joined: tuple[str, ...] = ()
+    restored: Mapping[str, str] = field(default_factory=dict)
+    regained: int = -1
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -38,11 +44,13 @@ class Resume:
             "copies": dict(self.copies),
             "redone": self.redone,
             "joined": list(self.joined),
+            "restored": dict(self.restored),
+            "regained": self.regained,
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Resume:
-        names = ("target", "next", "attempt", "verdict", "copies", "redone")
+        names = ("target", "next", "attempt", "verdict", "copies", "redone", "restored", "regained")
         return cls(**{key: data[key] for key in names}, joined=tuple(data["joined"]))
 
 

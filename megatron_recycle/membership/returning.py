@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_recycle.membership import boundary, closing, failing, messages, moving
+from megatron_recycle.membership import boundary, closing, failing, guarding, messages, moving
 from megatron_recycle.membership.decisions import AwaitSaved, Decision, Emit, Step, Tell
 from megatron_recycle.membership.inputs import Hello, Restarted
 from megatron_recycle.membership.state import Phase, State
@@ -33,7 +33,8 @@ def coordinator(state: State, happened: Restarted, now: float) -> Step:
     if state.phase is not Phase.RETURNING:
         return state, ()
     restarted = Emit({"event": "restarted", "t": now, "generation": state.generation})
-    if (text := failing.stage_gone(state)) is not None:  # decided, but the end was not written down any more
+    text = None if guarding.possible(state) else failing.stage_gone(state)
+    if text is not None:  # decided, but the end was not written down any more
         state, ending = closing.end(state, 1, text, now, again=True)
         return state, (restarted, *ending)
     return state, (restarted,) if state.closing is None else (restarted, AwaitSaved(state.generation))

@@ -55,6 +55,8 @@ class Reconciliation:
         verdict: what to settle the iteration by; None: it is committed here, or to be committed `anew` by all.
         anew: nobody who is left knows the verdict.
         give: peers of this stage come in and take everything.
+        back: some stage is lost: this worker goes back to its own copy of an earlier state, and nothing else of this is
+            to be done.
     """
 
     enter: bool = False
@@ -64,6 +66,7 @@ class Reconciliation:
     verdict: Verdict | None = None
     anew: bool = False
     give: bool = False
+    back: bool = False
 
 
 @dataclass
@@ -89,6 +92,7 @@ class Standing:
         verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
         passes: of evaluation, and checkpoints, that the script has asked for; `evaluated`: those that are done
             everywhere, as far as this worker knows.
+        asked: the last iteration that the script has asked for; `apart`: whether it has asked for something else since.
         promises: what this worker has promised in the generation.
     """
 
@@ -113,6 +117,8 @@ class Standing:
     verified: int = -1
     passes: int = 0
     evaluated: int = 0
+    asked: int = -1
+    apart: bool = False
     promises: Promises = field(default_factory=lambda: Promises(0))
 
     # ---- what is told
@@ -131,7 +137,7 @@ class Standing:
         """Where this worker stands, for the coordinator."""
         return {"iteration": self.iteration, "attempt": self.attempt, "holds": self.holds, "stepped": self.stepped,
                 "committed": self.committed, "verdict": self.verdict.to_json() if self.verdict else None,
-                "actions": len(self.done), "earlier": self.earlier}
+                "actions": len(self.done), "earlier": self.earlier, "asked": self.asked, "apart": int(self.apart)}
 
     # ---- the groups that it trains on
 
@@ -161,6 +167,13 @@ class Standing:
     def renew(self) -> None:
         """The members of the generation meet again on new groups."""
         self.epoch = Epoch(self.epoch.generation, self.epoch.renewal + 1)
+
+    # ---- what the script asks for
+
+    def ask(self, iteration: int | None = None) -> None:
+        """For this iteration; None: for something that all workers do between two."""
+        self.apart = iteration is None
+        self.asked = self.asked if iteration is None else iteration
 
     # ---- an iteration
 
@@ -245,6 +258,8 @@ class Standing:
         joined = workers_of(resume.joined)
         if worker in joined:
             return Reconciliation(enter=True)
+        if resume.restored:
+            return Reconciliation(back=True)
         assert target <= self.stepped + 1 and self.committed <= target <= self.committed + 1, (
             f"{target} cannot be reached by undoing or making one step: {self}")
         pairs = sorted((Process.parse(to), Process.parse(source).worker) for to, source in resume.copies.items())

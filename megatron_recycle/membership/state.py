@@ -178,6 +178,10 @@ class State:
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
     checkpoint: Message | None = None
     """The newest checkpoint that is whole: ``place``, and the ``iteration`` whose end it is of."""
+    restoring: Mapping[str, int] = field(default_factory=dict)
+    """Positions of a lost stage whose processes are being started, and the number of that (as of a move)."""
+    restores: int = 0
+    """Processes that were started for lost stages since an iteration was committed."""
     closing: Closing | None = field(default=None, metadata=_OF_GENERATION)
     """The end that this generation is for, if it does not train."""
 

@@ -20,18 +20,21 @@ class Survival:
     fatal: Mapping[str, list[int]] = field(default_factory=dict)
 
 
-def judge(hosts: Mapping[str, str], coordinator: str = "") -> Survival:
+def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False) -> Survival:
     """The consequences of losing each host, for these processes.
 
     Args:
         hosts: where each process is, by its name (see `names`). A worker is lost with any part of it.
         coordinator: the host that the coordinator is on; empty if nobody knows.
+        guarded: whether a copy of a stage with one worker is kept elsewhere.
     """
     where: dict[int, dict[int, set[str]]] = {}  # stage -> pipeline -> the hosts of its parts
     for name, host in hosts.items():
         worker = Process.parse(name).worker
         where.setdefault(worker.stage, {}).setdefault(worker.pipeline, set()).add(host)
     copies = min(len(workers) for workers in where.values())
+    if copies < 2 and guarded:
+        return Survival("each stage has one worker: one that is lost costs the iterations since the last copy (guard)")
     if copies < 2:
         return Survival("each stage has one worker: no failure can be survived. Survivors need two pipelines or more")
     all_hosts = sorted(set(hosts.values()))

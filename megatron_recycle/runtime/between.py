@@ -35,10 +35,12 @@ class Between:
         changed = self._modes.look()
         if changed and self._modes.gone():
             self._edits.refuse_loss(self._stepper.standing.stepped)
-        if changed or self._edits.found():
+        if edited := changed or self._edits.found():
             settle()
-        if stage.look() or changed:
+        if looked := stage.look() or changed:
             trainable.lay_out()
+        if edited or looked:
+            trainable.guard.forget()  # to go back would be to lose what the script does once
         self._modes.remember()
 
     def trained(self) -> bool:

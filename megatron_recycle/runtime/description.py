@@ -29,4 +29,4 @@ def description(site: Site) -> dict[str, Any]:
             "move_cost": config.move_cost, "horizon": config.horizon,
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
             "emergency": None if site.framework.save_last is None else config.emergency_checkpoint != "none",
-            "poison": config.poison, "backend": place.backend, "torch": torch.__version__}
+            "poison": config.poison, "guard": config.guard, "backend": place.backend, "torch": torch.__version__}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -67,6 +67,7 @@ class Generation:
         program: the plan in use.
         reduction: how the plan's gradients become one.
         transport: of activations and gradients, on these groups.
+        keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: by the last two attempts, beside gradients. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
     """
@@ -79,14 +80,16 @@ class Generation:
     program: Program
     reduction: Reduction
     transport: Transport
+    keepers: Mapping[int, Worker] = field(default_factory=dict)
     shared: deque[tuple[Agreement, LossRelay]] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, left_out: Sequence[tuple[int, str]], groups: Groups,
-           stage: Stage, plan: Plan, exact: bool) -> Generation:
+           stage: Stage, plan: Plan, exact: bool, keepers: Mapping[int, Worker] | None = None) -> Generation:
         """A new one, that follows ``plan``."""
         return cls(epoch, prefix, tries, left_out, groups, Program.of(plan, groups.me),
-                   reduction_of(exact, plan, groups.me, stage.averaging), Transport(groups, stage.device))
+                   reduction_of(exact, plan, groups.me, stage.averaging), Transport(groups, stage.device),
+                   keepers or {})
 
     @property
     def plan(self) -> Plan:

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
@@ -26,9 +26,10 @@ from megatron_recycle.runtime.compute.data import NotReadHere, digest
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, store_prefix
+from megatron_recycle.runtime.guard import go_back, take_back
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.state_copy import give, stage_tensors, take
+from megatron_recycle.runtime.state_copy import give, stage_tensors
 from megatron_recycle.runtime.stepper import Stepper
 
 _POLL_SECONDS = 0.001
@@ -43,13 +44,13 @@ def join(site: Site, stepper: Stepper) -> Generation:
     learnt = site.framework.setup.close() if site.framework.setup is not None else ()
     if site.agent.outside:
         return _follow(site, stepper, enter(site, stepper.standing))
-    site.agent.ready(description(site), stepper.standing.report(), learnt)
+    site.agent.ready(description(site), _report(site, stepper.standing), learnt)
     return _follow(site, stepper, site.agent.wait_go(1))
 
 
 def enter(site: Site, standing: Standing) -> Go | None:
     """Say that the model is built, and wait for a generation with this worker in it; None if one came and went."""
-    site.agent.ready(description(site), standing.report())
+    site.agent.ready(description(site), _report(site, standing))
     return site.agent.wait_taken_in()
 
 
@@ -63,14 +64,15 @@ def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
     return _follow(site, stepper, report(site, stepper.standing))
 
 
-def finish(site: Site, stepper: Stepper) -> None:
-    """The script has nothing more to do: stand by until that is so everywhere, since another worker may fail
-    before it has made its last step."""
+def stand_by(site: Site, stepper: Stepper) -> bool:
+    """The script has nothing more to do: stand by until that is so everywhere, since another worker may fail before it
+    has made its last step. Returns whether it is; not after another worker's failure."""
     site.phases.tell_resumed()
-    while not site.agent.finished():
-        retire(site, stepper)
-        _follow(site, stepper, report(site, stepper.standing))
-        site.phases.tell_resumed()
+    if site.agent.finished():
+        return True
+    retire(site, stepper)
+    _follow(site, stepper, report(site, stepper.standing))
+    return False
 
 
 def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
@@ -167,8 +169,12 @@ def report(site: Site, standing: Standing) -> Go | None:
                                  "that one is replaced", site.place.me, site.place.name)
         return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
     generation = site.agent.stop_generation
-    site.agent.report(generation, standing.report())
+    site.agent.report(generation, _report(site, standing))
     return site.agent.wait_go(generation)
+
+
+def _report(site: Site, standing: Standing) -> dict[str, Any]:
+    return {**standing.report(), "guard": site.trainable.guard.report()}
 
 
 def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
@@ -177,7 +183,8 @@ def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
     standing.join(go.generation)
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, go.left_out, groups, site.stage,
-                               Plan.from_json(go.plan), site.exact)
+                               Plan.from_json(go.plan), site.exact,
+                               {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()})
     install(site, standing, generation)
     site.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
     return generation
@@ -221,11 +228,15 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     anything beyond it is undone and forgotten. A worker that comes in gets everything from its peers."""
     groups, standing = generation.groups, stepper.standing
     todo = standing.reconciliation(go.resume)
-    if not todo.enter:
+    if not todo.enter and not todo.back:
         stepper.reconcile(todo, go.resume.target, groups)
     site.asked.reconcile(groups)
     if todo.enter:
         _take_in(site, stepper, groups, go)
+    elif todo.back:
+        site.phases.enter(Phase.JOINING, go.resume.next)
+        with _copying(site):
+            go_back(site, stepper, groups, go)
     elif todo.give:
         site.phases.enter(Phase.JOINING, go.resume.next)
         with _copying(site):
@@ -236,11 +247,13 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     """This worker comes in: it takes everything from its peers."""
     site.phases.enter(Phase.JOINING, go.resume.next)
     with _copying(site):
-        tensors, facts, received = take(groups, workers_of(go.resume.joined), site.stage.device)
+        tensors, facts, received = take_back(site, groups, go)
     if stepper.standing.verdict is None:  # it has never been in, so that it has let go of nothing
         with _copying(site):  # a factory is read from its beginning, which may take minutes as well
             compare_data(site, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
     stepper.enter(tensors, facts)
+    if go.resume.restored:  # the others' scripts are further than their state
+        stepper.standing.entered = go.resume.regained
     site.trainable.brought = tensors, facts["counters"]
     site.trainable.lay_out()
     site.forget_data(go.resume.target)

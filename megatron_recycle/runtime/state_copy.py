@@ -72,13 +72,13 @@ def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.T
     if not takers or groups.me not in givers:
         return
     own = {**tensors}
-    written = json.dumps({"facts": _written(facts, own), "tensors": [_described(name, own[name]) for name in own]})
+    told = json.dumps({"facts": written(facts, own), "tensors": [described(name, own[name]) for name in own]})
     mine = [piece for piece in pieces({name: tensor.nbytes for name, tensor in own.items()}, len(givers))
             if givers[piece.giver] == groups.me]
-    flat = {name: _bytes_of(tensor) for name, tensor in own.items()}
+    flat = {name: bytes_of(tensor) for name, tensor in own.items()}
     control = groups.stage_control
     moving: list[Pending] = []
-    text = torch.frombuffer(bytearray(written.encode()), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(told.encode()), dtype=torch.uint8)
     size = torch.tensor([text.numel()])
     for taker in map(peers.index, takers):
         if givers[0] == groups.me:
@@ -87,7 +87,7 @@ def give(groups: Groups, joined: Sequence[Worker], tensors: Mapping[str, torch.T
             part = flat[piece.name][piece.start:piece.stop]
             moving.append(_comm(groups, part).send(part, taker, STATE_PIECES[number]))
     # While they travel.
-    sums = torch.tensor([_checksum(flat[piece.name][piece.start:piece.stop]) for piece in mine] or [0])
+    sums = torch.tensor([checksum(flat[piece.name][piece.start:piece.stop]) for piece in mine] or [0])
     moving += [control.send(sums, taker, STATE_SUMS[0]) for taker in map(peers.index, takers)]
     for pending in moving:
         pending.wait()
@@ -115,11 +115,11 @@ def take(groups: Groups, joined: Sequence[Worker],
     told = json.loads(text.numpy().tobytes())
     tensors = {name: torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
                for name, kind, shape, on_cpu in told["tensors"]}
-    flat = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
+    flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
     cut = pieces({name: tensor.nbytes for name, tensor in tensors.items()}, len(givers))
     _receive(groups, givers, cut, flat)
     received = Received(sum(tensor.nbytes for tensor in tensors.values()), 1000 * (time.monotonic() - began))
-    return tensors, _read(told["facts"], tensors), received
+    return tensors, read(told["facts"], tensors), received
 
 
 def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Span], flat: Mapping[str, torch.Tensor]) -> None:
@@ -134,7 +134,7 @@ def _receive(groups: Groups, givers: Sequence[int], cut: Sequence[Span], flat: M
     for share, coming in zip(shares, arriving):
         for piece, pending in zip(share, coming):
             pending.wait()
-            found.append((piece, _checksum(pending.tensor)))
+            found.append((piece, checksum(pending.tensor)))
     sent = []
     for giver, share in zip(givers, shares):
         sums = torch.zeros(max(1, len(share)), dtype=torch.int64)
@@ -156,21 +156,23 @@ def _comm(groups: Groups, tensor: torch.Tensor) -> Comm:
     return groups.stage_control if tensor.device.type == "cpu" else groups.stage
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's memory as (nbytes,) uint8; a copy if it is not contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _checksum(part: torch.Tensor) -> int:
+def checksum(part: torch.Tensor) -> int:
+    """CRC-32 of a tensor of bytes."""
     return zlib.crc32(part.cpu().numpy())
 
 
-def _described(name: str, tensor: torch.Tensor) -> list[Any]:
+def described(name: str, tensor: torch.Tensor) -> list[Any]:
+    """Name, type and shape, and whether it is in CPU memory: for JSON."""
     return [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor.device.type == "cpu"]
 
 
-def _written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` for JSON; tensors in it go to ``tensors``. `_read` gives it back, equal and of the same types."""
+def written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` for JSON; tensors in it go to ``tensors``. `read` gives it back, equal and of the same types."""
     if isinstance(value, _SCALARS):
         return value
     if isinstance(value, torch.Tensor):
@@ -178,15 +180,16 @@ def _written(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         tensors[name] = value
         return ["tensor", name]
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return [type(value).__name__, *(_written(item, tensors) for item in value)]
+        return [type(value).__name__, *(written(item, tensors) for item in value)]
     if type(value) in (dict, Counter):
-        items = [[_written(key, tensors), _written(item, tensors)] for key, item in value.items()]
+        items = [[written(key, tensors), written(item, tensors)] for key, item in value.items()]
         return [type(value).__name__, *items]
     # A giver must not fail: the one that wants to come in is told, and refuses.
     return ["unknown", f"{type(value).__module__}.{type(value).__qualname__}"]
 
 
-def _read(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def read(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What `written` was given; its tensors are taken out of ``tensors``. Raises TransferError."""
     if not isinstance(value, list):
         return value
     kind, *items = value
@@ -196,7 +199,7 @@ def _read(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         raise TransferError(f"the job's counters (optimizer, schedule) hold a {items[0]}, which cannot be passed on: a "
                             "worker cannot come back to this job")
     if kind in ("dict", "Counter"):
-        pairs = [(_read(key, tensors), _read(item, tensors)) for key, item in items]
+        pairs = [(read(key, tensors), read(item, tensors)) for key, item in items]
         return dict(pairs) if kind == "dict" else Counter(dict(pairs))
-    read = [_read(item, tensors) for item in items]
-    return tuple(read) if kind == "tuple" else read
+    parts = [read(item, tensors) for item in items]
+    return tuple(parts) if kind == "tuple" else parts

@@ -128,7 +128,8 @@ class Stepper:
     def _committed(self, verdict: Verdict, adopt: bool) -> None:
         """An iteration is final; ``adopt``: every worker has promised what this one has."""
         site, last = self._site, self._site.current.last
-        site.forget_data(verdict.iteration)
+        oldest = site.trainable.guard.oldest
+        site.forget_data(verdict.iteration if oldest is None else min(oldest, verdict.iteration))
         site.agent.committed(verdict.iteration, verdict.loss)
         if last is not None:
             self._profiling.committed(site, last, verdict.iteration, self.undo.nbytes)

@@ -9,6 +9,7 @@ import torch
 
 from megatron_recycle.runtime.comm.trained_alike import Trained
 from megatron_recycle.runtime.compute.accumulate import Layout
+from megatron_recycle.runtime.copies import Guard
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -19,10 +20,12 @@ class Trainable:
         layout: of the flat gradient.
         trained: which parameters that are, to be compared with the peers'.
         brought: the tensors and counters that this worker came in with, until it trains.
+        guard: copies of the stage's state, and of others', that training can go back to.
     """
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
+        self.guard = Guard()
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
         self.lay_out()
 

@@ -13,7 +13,7 @@ import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
-from megatron_recycle.errors import GenerationOver, JobEnded, UnsupportedError
+from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.membership import THE_END, Process, Standing, StepMode
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
@@ -31,6 +31,7 @@ from megatron_recycle.runtime.draining import drain
 from megatron_recycle.runtime.equality import verify_boundary
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.generation import Current, Generation
+from megatron_recycle.runtime.guard import refresh
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
 from megatron_recycle.runtime.place import Place
@@ -66,6 +67,10 @@ class StageWorker:
             raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with "
                                    "DeepSpeed, and with Megatron-LM's own training loop. Leave it out, and save often "
                                    "enough")
+        if config.guard == "memory" and place.grid.stages == 1:
+            raise ConfigError("guard memory keeps a stage's copy on a worker of another stage, and a pipeline of one "
+                              "stage has none: leave guard out, and give `recycle run --restarts N` for the loss of "
+                              "the last worker")
         me = Process(place.me, place.part if place.parts > 1 else None)
         self.standing = Standing(me, StepMode.of(config.step == "staggered"))
         phases = Phases(self.standing, agent, Activity(config.stall_floor), observer)
@@ -107,6 +112,7 @@ class StageWorker:
         """
         with self._inside():
             self.begin(iteration)
+            self.standing.ask(iteration)
             if self.has_done(iteration):
                 return self._loss_of(iteration)
             self._between.take_in(self.settle)
@@ -139,6 +145,7 @@ class StageWorker:
 
         with self._inside():
             self.begin(iteration)
+            self.standing.ask()
             self.settle()
             self.standing.passes += 1
             self._through_failures(run)
@@ -156,9 +163,11 @@ class StageWorker:
 
         with self._inside():
             self.begin(iteration)
+            self.standing.ask()
             self.settle()
             self.standing.passes += 1
             self._through_failures(run)
+
     def collective(self, group: Group, call: Call, after: int) -> None:
         """Make a ``call`` of the script's, which has trained iteration ``after`` last, through any failures.
 
@@ -174,6 +183,7 @@ class StageWorker:
                 collectives.attempt(site.current.get().groups, lambda phase: site.phases.enter(phase, after))
 
         with self._inside():
+            self.standing.ask()
             self.settle()
             collectives.begin(group, call, after)
             self._through_failures(run)
@@ -198,9 +208,15 @@ class StageWorker:
     def finish(self) -> None:
         """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
         self.settle()
-        with self.site.phases.activity.during(STANDING_BY, THE_END), self._telling():
-            recovery.finish(self.site, self.stepper)
+        last = self.standing.stepped
+        with self.site.phases.activity.during(STANDING_BY, THE_END):
+            while not self._stands_by():
+                self._through_failures(lambda: self._run_to(last, commit=True))  # all may have gone back
         self.close()
+
+    def _stands_by(self) -> bool:
+        with self._telling():
+            return recovery.stand_by(self.site, self.stepper)
 
     def close(self) -> None:
         """Leave the job, which knows already whether the script has failed.
@@ -281,6 +297,7 @@ class StageWorker:
         if standing.promises.ends_before(iteration):
             self._await_switch(iteration)
         verify_boundary(site, self.stepper, generation, iteration)
+        refresh(site, self.stepper, generation, iteration)
         return self._adopt(iteration)
 
     def _adopt(self, iteration: int) -> Generation:

@@ -204,3 +204,8 @@ def test_settings_cannot_be_changed_after_they_were_printed():
 def test_the_documented_table_is_the_one_of_the_code():
     documented = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     assert config.docs_table() in documented, "paste the output of python -m megatron_recycle.config"
+
+
+def test_a_guard_that_never_copies_is_refused() -> None:
+    with pytest.raises(ConfigError, match="guard_interval is 0; give 1 or more"):
+        RecycleConfig(guard="memory", guard_interval=0)

@@ -30,6 +30,15 @@ def test_what_is_told_again_counts_once_and_makes_no_line() -> None:
     assert (len(summary.failures), summary.joined, summary.moved) == (2, 1, 1)
 
 
+def test_a_last_copy_is_a_warning_with_what_helps() -> None:
+    event = {"event": "last_copy", "t": 2.0, "generation": 2, "stages": {"0": "1:0", "1": "1:1"}}
+    line = Summary().add({**event, "kept_by": {"1": "0:0"}})
+    assert line is not None and line.startswith(
+        "recycle: warning: stage 0 has one worker left (1:0), stage 1 has one worker left (1:1; 0:0 keeps a copy); ")
+    assert "--restarts" in line
+    assert "--restarts" not in (Summary().add({**event, "kept_by": {"0": "0:1", "1": "0:0"}}) or "")
+
+
 def test_each_process_has_its_own_row_and_its_own_failure(capsys: pytest.CaptureFixture[str]) -> None:
     summary = Summary()
     for event in (STARTED, suspected(10, 1), {"event": "resumed", "t": 2.5, "generation": 2, "ms": 400.0},

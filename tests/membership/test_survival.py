@@ -51,6 +51,10 @@ def test_one_pipeline_survives_nothing() -> None:
         assert "no failure can be survived" in judge(job).text
 
 
+def test_one_pipeline_with_copies_elsewhere_loses_iterations_only() -> None:
+    assert "costs the iterations since the last copy" in judge({"0:0": "a", "0:1": "b"}, guarded=True).text
+
+
 def test_the_event_of_the_start_says_it() -> None:
     cluster = Cluster()
     for name in cluster.names:

@@ -46,11 +46,14 @@ class Control:
 
     def __init__(self, size: int, seed: int = 0, slow: float = 0.0, longest: float = 0.004) -> None:
         self.failure: BaseException | None = None
+        self.start: Callable[[int], None] = lambda rank: None
+        """Called with the rank of each process that the coordinator wants to be started."""
         self.changed = threading.Condition()
         self._size = size
         self._draw, self._slow, self._longest = random.Random(seed), slow, longest
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._delays = Delays()
+        self._obeyed = 0
         self._coordinator = self._led()
         threading.Thread(target=self._serve, name="memory-control", daemon=True).start()
 
@@ -98,6 +101,11 @@ class Control:
         return self._draw.uniform(0, self._longest) if self._draw.random() < self._slow else 0.0
 
     def _notify(self) -> None:
+        commands = self._coordinator.commands if hasattr(self, "_coordinator") else []
+        new, self._obeyed = commands[self._obeyed:], len(commands)
+        for command in new:
+            if command["type"] == "start":
+                self.call(lambda rank=command["rank"]: self.start(rank))
         with self.changed:
             self.changed.notify_all()
 

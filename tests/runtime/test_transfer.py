@@ -32,27 +32,27 @@ def test_every_byte_is_sent_once_and_no_peer_sends_much_more_than_its_share(size
     Counter({3: 1, 7: 2})], ids=repr)
 def test_counters_come_back_equal_and_of_the_same_types(value: Any):
     tensors: dict[str, torch.Tensor] = {}
-    text = json.dumps(transfer._written(value, tensors))
-    read = transfer._read(json.loads(text), tensors)
+    text = json.dumps(transfer.written(value, tensors))
+    read = transfer.read(json.loads(text), tensors)
     assert read == value and type(read) is type(value) and repr(read) == repr(value)
 
 
 def test_tensors_among_the_counters_travel_as_tensors():
     tensors = {"parameter 0": torch.zeros(2)}
-    written = json.loads(json.dumps(transfer._written({"scale": torch.tensor(3.0)}, tensors)))
+    written = json.loads(json.dumps(transfer.written({"scale": torch.tensor(3.0)}, tensors)))
     assert len(tensors) == 2
-    assert transfer._read(written, tensors)["scale"].item() == 3.0 and list(tensors) == ["parameter 0"]
+    assert transfer.read(written, tensors)["scale"].item() == 3.0 and list(tensors) == ["parameter 0"]
 
 
 def test_what_cannot_be_written_is_named_to_the_one_that_comes_in():
-    written = transfer._written({"when": range(3)}, {})
+    written = transfer.written({"when": range(3)}, {})
     with pytest.raises(transfer.TransferError, match="range"):
-        transfer._read(written, {})
+        transfer.read(written, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float16])
 def test_any_type_is_sent_as_its_bytes(dtype: torch.dtype):
     for tensor in (torch.ones(3, 2, dtype=dtype), torch.ones((), dtype=dtype), torch.ones(4, 3, dtype=dtype).t()):
-        flat = transfer._bytes_of(tensor)
+        flat = transfer.bytes_of(tensor)
         assert flat.numel() == tensor.numel() * tensor.element_size()
         assert flat.view(dtype).reshape(tensor.shape).equal(tensor)

@@ -1,0 +1,145 @@
+"""The last copy of a stage: who else keeps a copy of its state (`guard: memory`), and where training goes back to if it
+is lost. Pure, like `machine`.
+
+While a stage has one worker, every worker copies its own state between two iterations now and then, and another stage's
+worker takes the copy of that stage too. A stage that is lost gets a new process (`restoring`), with the state that its
+keeper has; all others go back to their own copies of the same iteration.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume
+from megatron_recycle.membership.state import Phase, State
+from megatron_recycle.plan.grid import Worker
+
+
+@dataclass(frozen=True)
+class Source:
+    """The state to go back to: that after ``iteration``. `keepers` have, by stage, that of a lost stage. The scripts
+    have asked for everything up to the iteration after ``regained``."""
+
+    iteration: int
+    regained: int
+    keepers: Mapping[int, str]
+
+
+def wanted(state: State) -> bool:
+    """Whether the job keeps copies of last copies."""
+    return (state.description or {}).get("guard") == "memory"
+
+
+def keepers(state: State) -> dict[str, str]:
+    """By stage with one worker, the worker of another stage that keeps its copy: on another host if there is one, and
+    of those the one with the fewest copies to keep."""
+    if not wanted(state):
+        return {}
+    hosts: dict[Worker, str] = {}
+    for name in in_order(state.members):
+        hosts.setdefault(Process.parse(name).worker, state.members[name].host)
+    stages = Counter(worker.stage for worker in hosts)
+    kept: Counter[Worker] = Counter()
+    found: dict[str, str] = {}
+    for last in (worker for worker in hosts if stages[worker.stage] == 1):
+        others = [worker for worker in hosts if worker.stage != last.stage]
+        if others:
+            keeper = min(others, key=lambda one: (hosts[one] == hosts[last], kept[one], one))
+            kept[keeper] += 1
+            found[str(last.stage)] = str(keeper)
+    return found
+
+
+def exposed(state: State, now: float) -> tuple[dict[str, Any], ...]:
+    """The event of stages that have come down to one worker with this generation. Only a warning: with `guard` they
+    come back, with `moves` a worker may move in, and `--restarts` starts the script again."""
+    before = [] if state.go is None else list(state.go["members"])
+    single = {str(stage): names for stage, names in _singles([*state.members]).items() if stage not in _singles(before)}
+    if not before or not single:
+        return ()
+    kept = keepers(state)
+    event = {"event": "last_copy", "t": now, "generation": state.generation, "stages": single,
+             "kept_by": {stage: kept[stage] for stage in single if stage in kept} or None}
+    return (event,)
+
+
+def _singles(names: Sequence[str]) -> dict[int, str]:
+    """Stages with one worker, and that worker."""
+    workers = {Process.parse(name).worker for name in names}
+    counts = Counter(worker.stage for worker in workers)
+    return {worker.stage: str(worker) for worker in sorted(workers) if counts[worker.stage] == 1}
+
+
+def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
+    """The stages that nobody of these stands for; by default of the members, whether they hold its state or not."""
+    there = {Process.parse(name).worker.stage for name in (state.members if names is None else names)}
+    return [stage for stage in range(state.stages) if stage not in there]
+
+
+def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int]) -> Source | str:
+    """The newest state that all of a job can go back to, by the reports of those that are left; or why there is none.
+
+    A worker with several parts keeps what all of them keep.
+    """
+    if any(report.get("apart") for report in reports.values()):
+        return "its workers were in the midst of a checkpoint or an evaluation"
+    own = [set(report.get("guard", {}).get("own", ())) for report in reports.values()]
+    common = set.intersection(*own) if own else set()
+    found: dict[int, dict[int, str]] = {}  # iteration -> stage -> keeper
+    for worker in dict.fromkeys(str(Process.parse(name).worker) for name in in_order(reports)):
+        parts = [report for name, report in reports.items() if str(Process.parse(name).worker) == worker]
+        for stage in lost:
+            of_parts = [set(report.get("guard", {}).get("of", {}).get(str(stage), ())) for report in parts]
+            for iteration in common & set.intersection(*of_parts):
+                found.setdefault(iteration, {}).setdefault(stage, worker)
+    whole = [iteration for iteration, by in found.items() if len(by) == len(lost)]
+    if not whole:
+        stages = ", ".join(map(str, lost))
+        return f"nobody who is left keeps a copy of stage {stages} that all others can go back to"
+    asked = max(report.get("asked", report["iteration"]) for report in reports.values())
+    return Source(max(whole), asked - 1, found[max(whole)])
+
+
+def possible(state: State) -> bool:
+    """Whether a lost stage may come back."""
+    return wanted(state) and state.closing is None and bool(state.members)
+
+
+def waits(state: State) -> bool:
+    """Whether the survivors wait for a process of a stage that has none."""
+    return state.phase is Phase.RECOVERING and possible(state) and bool(empty_stages(state))
+
+
+def not_started(state: State, rank: int, move: int) -> State:
+    """A process that was started for a lost stage has ended before it said hello."""
+    kept = {name: number for name, number in state.restoring.items()
+            if (state.ranks[name], number) != (rank, move)}
+    return state if len(kept) == len(state.restoring) else state.with_(restoring=kept)
+
+
+def resume(state: State) -> Resume | DeadEnd:
+    """Where training goes on with the processes that have come for lost stages."""
+    lost = empty_stages(state, [*state.proven])
+    found = source(state.reports, lost)
+    if isinstance(found, str):
+        stages = ", ".join(map(str, lost))
+        return DeadEnd(f"stage {stages} has no worker left and cannot come back: {found}. {RESTART}")
+    attempts = [report["attempt"] for report in state.reports.values()]
+    announced = 0 if state.resume is None else state.resume.attempt
+    return Resume(found.iteration, found.iteration + 1, 1 + max([announced, *attempts]),
+                  joined=tuple(in_order(state.unproven)), regained=found.regained,
+                  restored={str(stage): keeper for stage, keeper in found.keepers.items()})
+
+
+def went_back(state: State, resume: Resume, now: float) -> tuple[State, tuple[dict[str, Any]]]:
+    """The state of a job whose workers all go back, and the event that says how far."""
+    event = {"event": "restored", "t": now, "generation": state.generation, "iteration": resume.target,
+             "ms": state.ms(now), "stages": [int(stage) for stage in resume.restored], "from": dict(resume.restored),
+             "lost": max(0, state.committed - resume.target)}
+    by = dict.fromkeys(state.members, resume.target)
+    state = state.with_(committed=resume.target, committed_by=by, losses={}, behind=0, restoring={})
+    return state, (event,)

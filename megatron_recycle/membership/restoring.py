@@ -1,0 +1,95 @@
+"""A stage that nobody holds any more gets a new process, and the state that its keeper has (`guarding`). Pure, like
+`machine`.
+
+The survivors have reported and wait. A process is started for one position of the stage: where the last one has died,
+or, if that host is gone, beside a healthy worker, on its device. It builds its model and waits to come in; then a
+generation with it is decided, which goes on from the keeper's copy.
+"""
+
+from __future__ import annotations
+
+from megatron_recycle.membership import boundary, closing, commands, failing, guarding
+from megatron_recycle.membership.decisions import AwaitPlace, Decision, Emit, Step
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import PlaceLate
+from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.state import Member, State
+
+_TRIES = 3
+"""Processes that may end before their stage trains again."""
+
+
+def propose(state: State, decisions: tuple[Decision, ...], now: float) -> Step:
+    """An afterthought of every step: the next process is started, or those that are there come in."""
+    if not guarding.waits(state) or len(state.reports) < len(state.members) - len(state.unproven):
+        return state, decisions
+    entering = boundary.entering(state)
+    lost = guarding.empty_stages(state)
+    if not guarding.empty_stages(state, [*state.members, *entering]):
+        since = now if state.since is None else state.since
+        reason = f"stage {', '.join(map(str, lost))} comes back"
+        state, more = failing.next_generation(state, {}, since, now, joined=entering, reason=reason)
+        return state, (*decisions, *more)
+    missing = [stage for stage in lost if not by_stage(state.stages, {**state.joiners, **state.restoring})[stage]]
+    if not missing:
+        return state, decisions
+    if isinstance(why := guarding.source(state.reports, lost), str):
+        return _given_up(state, decisions, why, now)
+    for stage in missing:
+        if state.restores >= _TRIES * max(1, len(lost)):
+            return _given_up(state, decisions, f"{state.restores} processes for it have failed", now)
+        state, more = _start(state, stage, now)
+        decisions += more
+    return state, (*decisions, AwaitPlace(state.generation))
+
+
+def late(state: State, happened: PlaceLate, now: float) -> Step:
+    """No process has come for the stage."""
+    if happened.generation != state.generation or not guarding.waits(state):
+        return state, ()
+    return _given_up(state, (), "no process came for it in time", now)
+
+
+def _given_up(state: State, decisions: tuple[Decision, ...], why: str, now: float) -> Step:
+    text = (failing.stage_gone(state) or "").removesuffix(RESTART)
+    state, ending = closing.end(state, 1, f"{text}It could not be brought back: {why}. {RESTART}", now, again=True)
+    return state, (*decisions, *ending)
+
+
+def _start(state: State, stage: int, now: float) -> Step:
+    """Start a process for each part of one worker of ``stage``, unless a launcher does that by itself."""
+    worker = _position(state, stage)
+    names = [name for name in in_order(state.ranks) if str(Process.parse(name).worker) == worker]
+    names = [name for name in names if name not in state.stranded and name not in state.joiners]
+    state = state.with_(restores=state.restores + 1, move=state.move + 1,
+                        restoring={**state.restoring, **dict.fromkeys(names, state.move + 1)})
+    told: list[Decision] = []
+    for name in names:
+        kind = state.out.get(name, FailureKind.EXIT)
+        by_itself = (state.description or {}).get("max_restarts") and kind.refilled and name not in state.given_up
+        beside = _beside(state, name, stage)
+        if not by_itself:
+            told.append(commands.start(state, name, beside))
+        told.append(Emit({"event": "restoring", "t": now, "generation": state.generation, "worker": name,
+                          "rank": state.ranks[name], "host": beside.host}))
+    return state, tuple(told)
+
+
+def _position(state: State, stage: int) -> str:
+    """The worker of the stage to come back: the last one whose host is there, if there is one."""
+    out = [name for name in state.out if Process.parse(name).worker.stage == stage]
+    near = [name for name in out if state.out[name] is not FailureKind.UNREACHABLE and not state.restores]
+    return str(Process.parse((near or out)[-1]).worker)
+
+
+def _beside(state: State, name: str, stage: int) -> Member:
+    """The process whose device the new one gets: its own one before, if that host is there and has not failed yet; else
+    a survivor's of the stage with most workers."""
+    before = next((member for member in reversed([*state.known.values()]) if member.worker == name), None)
+    if before is not None and state.out.get(name) is not FailureKind.UNREACHABLE and state.restores <= 1:
+        return before
+    part = Process.parse(name).part
+    alike = [member for other, member in state.proven.items() if Process.parse(other).part == part]
+    peers = by_stage(state.stages, state.proven)
+    return max(alike, key=lambda member: len(peers[Process.parse(member.worker).worker.stage]))

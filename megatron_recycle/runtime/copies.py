@@ -1,0 +1,131 @@
+"""Copies of a stage's whole state in a worker's own memory: what they are, how they travel, and which are kept.
+
+A copy is text and tensors in CPU memory, as `state_copy` describes a state to a worker that comes in; nothing that
+trains shares memory with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_recycle.errors import TransferError
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.tags import GUARD
+from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, pieces, read, written
+
+_SIZE, _TEXT, _SUMS, _FIRST_PIECE = GUARD[0], GUARD[1], GUARD[2], 3
+_KEPT = 2
+"""Copies of one stage: all workers have the one before as long as some make the next."""
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A stage's state between two iterations. `text` says what the tensors are, and has all that is none."""
+
+    text: str
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], facts: Any) -> StateCopy:
+        """Of what `state_copy.give` takes."""
+        own = {**tensors}
+        told = {"facts": written(facts, own)}
+        text = json.dumps({**told, "tensors": [described(name, tensor) for name, tensor in own.items()]})
+        return cls(text, {name: tensor.detach().cpu().contiguous().clone() for name, tensor in own.items()})
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def open(self, device: torch.device) -> tuple[dict[str, torch.Tensor], Any]:
+        """The tensors, each where it was, and the facts; the copy stays as it is. Raises TransferError."""
+        told = json.loads(self.text)
+        tensors = {name: self.tensors[name].to("cpu" if on_cpu else device, copy=True)
+                   for name, _, _, on_cpu in told["tensors"]}
+        return tensors, read(told["facts"], tensors)
+
+
+def send(comm: Comm, to: int, copy: StateCopy) -> None:
+    """Send a copy to rank ``to`` of ``comm``. Raises GenerationOver."""
+    text = torch.frombuffer(bytearray(copy.text.encode()), dtype=torch.uint8)
+    flat = {name: bytes_of(tensor) for name, tensor in copy.tensors.items()}
+    cut = pieces({name: part.nbytes for name, part in flat.items()}, 1)
+    moving = [comm.send(torch.tensor([text.numel()]), to, _SIZE), comm.send(text, to, _TEXT)]
+    parts = [flat[piece.name][piece.start:piece.stop] for piece in cut]
+    moving += [comm.send(part, to, GUARD[_FIRST_PIECE + number]) for number, part in enumerate(parts)]
+    moving.append(comm.send(torch.tensor([*map(checksum, parts)] or [0]), to, _SUMS))
+    for pending in moving:
+        pending.wait()
+
+
+def receive(comm: Comm, source: int) -> StateCopy:
+    """Receive what `send` sends. Raises GenerationOver, and TransferError if it arrives damaged."""
+    size = torch.zeros(1, dtype=torch.int64)
+    comm.receive(size, source, _SIZE).wait()
+    text = torch.empty(int(size), dtype=torch.uint8)
+    comm.receive(text, source, _TEXT).wait()
+    told = text.numpy().tobytes().decode()
+    tensors = {name: torch.empty(shape, dtype=getattr(torch, kind))
+               for name, kind, shape, _ in json.loads(told)["tensors"]}
+    flat = {name: bytes_of(tensor) for name, tensor in tensors.items()}
+    cut = pieces({name: part.nbytes for name, part in flat.items()}, 1)
+    parts = [flat[piece.name][piece.start:piece.stop] for piece in cut]
+    arriving = [comm.receive(part, source, GUARD[_FIRST_PIECE + number]) for number, part in enumerate(parts)]
+    sums = torch.zeros(max(1, len(parts)), dtype=torch.int64)
+    arriving.append(comm.receive(sums, source, _SUMS))
+    for pending in arriving:
+        pending.wait()
+    if [checksum(part) for part in parts] != sums.tolist()[:len(parts)]:
+        raise TransferError("a stage's state arrived damaged: its checksums differ from the sender's. Check the "
+                            "network and this host's memory")
+    return StateCopy(told, tensors)
+
+
+class Guard:
+    """The copies that a worker keeps.
+
+    Attributes:
+        own: of its own stage, by the iteration after which they were made.
+        of: of other stages, by stage, likewise.
+    """
+
+    def __init__(self) -> None:
+        self.own: dict[int, StateCopy] = {}
+        self.of: dict[int, dict[int, StateCopy]] = {}
+        self._made = (0, -1)
+
+    def due(self, generation: int, iteration: int, every: int) -> bool:
+        """Whether copies are made before ``iteration``: the first time in a generation, and before one of ``every``."""
+        return self._made[0] != generation or (iteration % every == 0 and self._made[1] != iteration)
+
+    def keep(self, generation: int, iteration: int, own: StateCopy, of: Mapping[int, StateCopy]) -> None:
+        """Keep the copies made before ``iteration``, and those made before them."""
+        self._made = generation, iteration
+        self.own = _latest({**self.own, iteration - 1: own})
+        self.of = {stage: _latest({**self.of.get(stage, {}), iteration - 1: copy}) for stage, copy in of.items()}
+
+    def forget(self) -> None:
+        """The copies are of no use any more; new ones are made when they are due."""
+        self.own, self.of = {}, {}
+
+    @property
+    def oldest(self) -> int | None:
+        """The earliest iteration after which training can go on; None: it never goes back."""
+        return min(self.own, default=None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for copies in (self.own, *self.of.values()) for copy in copies.values())
+
+    def report(self) -> dict[str, Any]:
+        """What there is, for the coordinator."""
+        return {"own": sorted(self.own), "of": {str(stage): sorted(copies) for stage, copies in self.of.items()}}
+
+
+def _latest(copies: Mapping[int, StateCopy]) -> dict[int, StateCopy]:
+    return {iteration: copies[iteration] for iteration in sorted(copies)[-_KEPT:]}

@@ -1,0 +1,108 @@
+"""The last copy of a stage, guarded (`guard: memory`): who copies what before which iteration, and the way back.
+
+As long as some stage has one worker, all workers copy their own state every `guard_interval` iterations, at the same
+boundary, and that stage's goes to its keeper, a worker of another stage, as well. A stage that is lost comes back with
+a new process: it gets its keeper's copy, and all others take up their own copies of the same iteration.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron_recycle.control import Go
+from megatron_recycle.membership import workers_of
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.activity import COPY
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.copies import StateCopy, receive, send
+from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.state_copy import Received, give, stage_tensors, take
+from megatron_recycle.runtime.stepper import Stepper
+
+
+def refresh(site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
+    """Before ``iteration`` begins, make copies if they are due; all workers do so at the same iteration. Not before
+    an iteration was committed: what there is then, the script can make again.
+
+    Raises GenerationOver and WrongGuess.
+    """
+    guard, number = site.trainable.guard, generation.epoch.generation
+    if not generation.keepers:
+        guard.forget()
+        return
+    if not guard.due(number, iteration, site.config.guard_interval):
+        return
+    stepper.wait()
+    if stepper.standing.verdict is None:
+        return
+    began, first = time.monotonic(), not guard.own
+    with site.phases.working(COPY):
+        own = StateCopy.of(stage_tensors(site.stage), stepper.facts())
+        kept = _exchange(generation, own)
+        guard.keep(number, iteration, own, kept)
+    if first or kept:
+        _tell(site, iteration, own, kept, 1000 * (time.monotonic() - began))
+
+
+def _exchange(generation: Generation, own: StateCopy) -> dict[int, StateCopy]:
+    """The copies of other stages that this worker keeps."""
+    groups = generation.groups
+    found: dict[int, StateCopy] = {}
+    for stage, keeper in generation.keepers.items():
+        last = groups.peers(stage)[0]
+        if groups.me == last:
+            send(groups.control, groups.control_ranks[keeper], own)
+        elif groups.me == keeper:
+            found[stage] = receive(groups.control, groups.control_ranks[last])
+    return found
+
+
+def _tell(site: Site, iteration: int, own: StateCopy, kept: Mapping[int, StateCopy], ms: float) -> None:
+    """The cost of copies: an event of each keeper, and a line of each worker that begins to copy."""
+    if kept:
+        size = sum(copy.nbytes for copy in kept.values())
+        site.agent.event("guarded", iteration=iteration - 1, stages=sorted(kept), bytes=size, ms=round(ms, 1))
+    else:
+        get_logger().info(
+            "megatron-recycle: worker %s keeps two copies of its state, %.1f MiB each, in CPU memory, made in %.0f ms "
+            "every %d iterations, while a stage has one worker (guard)", site.place.name, own.nbytes / 2**20, ms,
+            site.config.guard_interval)
+
+
+def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
+    """For a worker that is left: take up the state after the iteration that all go back to, and give those that come in
+    what they need. Raises GenerationOver."""
+    me, guard, target = groups.me, site.trainable.guard, go.resume.target
+    joined = workers_of(go.resume.joined)
+    get_logger().warning("megatron-recycle: stage %s was lost: all go back to the state after iteration %d, from "
+                         "copies in memory", ", ".join(go.resume.restored), target)
+    for stage, keeper in _restored(go).items():
+        if me == keeper:
+            for worker in (worker for worker in joined if worker.stage == stage):
+                send(groups.control, groups.control_ranks[worker], guard.of[stage][target])
+    stepper.enter(*guard.own[target].open(site.stage.device))
+    site.trainable.brought = None
+    site.trainable.lay_out()
+    give(groups, joined, stage_tensors(site.stage), stepper.facts())
+
+
+def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tensor], Any, Received]:
+    """For a worker that comes in: the state of its stage, from the keeper or, if others hold it, from them. Raises
+    GenerationOver and TransferError."""
+    keeper = _restored(go).get(groups.me.stage)
+    if keeper is None:
+        return take(groups, workers_of(go.resume.joined), site.stage.device)
+    began = time.monotonic()
+    copy = receive(groups.control, groups.control_ranks[keeper])
+    received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
+    return *copy.open(site.stage.device), received
+
+
+def _restored(go: Go) -> dict[int, Worker]:
+    return {int(stage): Worker.parse(keeper) for stage, keeper in go.resume.restored.items()}

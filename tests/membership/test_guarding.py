@@ -1,0 +1,134 @@
+"""The last copy of a stage, on paper: who keeps a copy of it, where all go back to, and which process comes for it."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import guarding, inputs
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.guarding import Source, source
+from megatron_recycle.membership.state import Member, State
+from tests.membership.cluster import Cluster, endings, events, report, told
+
+
+def state_of(hosts: dict[str, str], stages: int) -> State:
+    members = {name: Member(name, rank, f"{name}/0", 1000 + rank, host)
+               for rank, (name, host) in enumerate(hosts.items())}
+    description = {"guard": "memory", "grid": {"stages": stages, "microbatches": [2] * 4}}
+    return State(size=len(members), members=members, description=description)
+
+
+@given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 3)), st.sampled_from("abc"), min_size=1))
+def test_each_last_copy_is_kept_by_another_stage_on_another_host_if_there_is_one(places):
+    hosts = {f"{d}:{s}": host for (d, s), host in sorted(places.items())}
+    found = guarding.keepers(state_of(hosts, 4))
+    stages = [int(name[-1]) for name in hosts]
+    alone = [name for name in hosts if stages.count(int(name[-1])) == 1]
+    assert found.keys() == {name[-1] for name in alone if len(set(stages)) > 1}
+    for name in alone:
+        if (keeper := found.get(name[-1])) is not None:
+            others = [other for other in hosts if other[-1] != name[-1]]
+            assert keeper in others
+            assert hosts[keeper] != hosts[name] or all(hosts[other] == hosts[name] for other in others)
+
+
+@given(st.lists(st.tuples(st.sets(st.integers(0, 5), max_size=2), st.sets(st.integers(0, 5), max_size=2)), min_size=1,
+                max_size=4))
+def test_all_go_back_to_the_newest_iteration_that_all_have(copies):
+    """Survivors of stage 0, and what each keeps of itself and of the lost stage 1."""
+    reports = {f"{d}:0": report(6, 5, asked=6, apart=0, guard={"own": sorted(own), "of": {"1": sorted(of)}})
+               for d, (own, of) in enumerate(copies)}
+    able = [k for k in range(6) if all(k in own for own, _ in copies) and any(k in of for _, of in copies)]
+    found = source(reports, [1])
+    if not able:
+        assert isinstance(found, str)
+        return
+    assert isinstance(found, Source) and found.iteration == max(able) and found.regained == 5
+    assert max(able) in copies[int(found.keepers[1][0])][1]
+
+
+def guarded() -> Cluster:
+    """2 x 2 workers that have committed 5, with copies of 3."""
+    cluster = Cluster(2)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, guard="memory")
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    return cluster
+
+
+def reports(cluster: Cluster) -> list[do.Decision]:
+    return cluster.reports(iteration=6, holds=5, asked=6, apart=0, guard={"own": [3], "of": {"1": [3]}})
+
+
+def test_a_stage_that_comes_down_to_one_worker_is_told_with_who_keeps_a_copy():
+    cluster = guarded()
+    cluster.exit("0:1")
+    cluster.plan()
+    (event,) = events(cluster.reports(iteration=6, holds=5), "last_copy")
+    assert (event["stages"], event["kept_by"]) == ({"1": "1:1"}, {"1": "0:0"})
+    ((_, go),) = told(cluster.log[-20:], "go")
+    assert go["keepers"] == {"1": "0:0"}
+
+
+def lost() -> Cluster:
+    cluster = guarded()
+    cluster.exit("0:1"), cluster.plan(), cluster.reports(iteration=6, holds=5)
+    return cluster
+
+
+def test_a_lost_stage_is_not_the_end_a_process_is_started_where_the_last_one_died_and_all_go_back():
+    cluster = lost()
+    decisions = cluster.exit("1:1")
+    assert not endings(decisions) and not [one for one in decisions if isinstance(one, do.MakePlan)]
+    decisions = reports(cluster)
+    (start,) = [dict(one.message) for one in decisions if isinstance(one, do.Command)]
+    assert (start["type"], start["rank"], start["beside"], start["pid"]) == ("start", 3, 3, 1003)
+    cluster.hello("1:1", life=1)
+    ready = inputs.Ready("1:1/1", {**(cluster.state.description or {})}, report(attempt=0))
+    (decided,) = events(cluster.feed(ready), "decided")
+    assert decided["reason"] == "stage 1 comes back"
+    cluster.plan()
+    decisions = cluster.reports("0:0", "1:0", iteration=6, holds=5, asked=6, apart=0,
+                                guard={"own": [3], "of": {"1": [3]}})
+    ((_, go),) = told(decisions, "go")
+    assert (go["resume"]["target"], go["resume"]["regained"], go["resume"]["restored"]) == (3, 5, {"1": "0:0"})
+    assert go["resume"]["joined"] == ["1:1"] and cluster.state.committed == 3
+    assert events(decisions, "restored")[0]["lost"] == 2
+
+
+@pytest.mark.parametrize("first, rank, beside", [(FailureKind.EXIT, 1, {1}), (FailureKind.UNREACHABLE, 3, {0, 2})])
+def test_where_the_host_is_gone_the_process_is_started_where_another_one_has_died_or_beside_a_survivor(
+        first, rank, beside):
+    cluster = guarded()
+    cluster.declare(first, "0:1/0"), cluster.plan(), cluster.reports(iteration=6, holds=5)
+    cluster.declare(FailureKind.UNREACHABLE, "1:1/0")
+    (start,) = [dict(one.message) for one in reports(cluster) if isinstance(one, do.Command)]
+    assert start["rank"] == rank and start["beside"] in beside
+
+
+def test_processes_that_do_not_come_up_end_the_job_in_the_end():
+    cluster = lost()
+    cluster.exit("1:1")
+    reports(cluster)
+    for _ in range(3):
+        start = next(dict(one.message) for one in reversed(cluster.log) if isinstance(one, do.Command))
+        decisions = cluster.feed(inputs.Exited(start["rank"], 4711, 1, cluster.now, "log", start["move"]))
+    (end,) = endings(decisions)
+    assert end.again and "It could not be brought back: 3 processes for it have failed" in end.message
+    cluster = lost()
+    cluster.exit("1:1")
+    reports(cluster)
+    (end,) = endings(cluster.feed(inputs.PlaceLate(cluster.state.generation)))
+    assert end.again and "no process came for it in time" in end.message
+
+
+def test_without_a_copy_the_job_ends_and_says_so():
+    cluster = lost()
+    cluster.exit("1:1")
+    (end,) = endings(cluster.reports(iteration=6, holds=5))
+    assert end.again and "nobody who is left keeps a copy of stage 1" in end.message

@@ -1,0 +1,123 @@
+"""The last copy of a stage is lost, and the stage comes back from the memory of another one's worker (`guard:
+memory`)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from tests.memory.job import Job, Moment, Shape, differences, undisturbed
+from tests.seeds import seeds
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
+
+GUARDED = {"guard": "memory", "guard_interval": 2}
+SHAPE = Shape(2, 2, 2, 8).with_settings(**GUARDED)
+PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped")
+
+
+def told(job: Job, name: str) -> list[dict[str, Any]]:
+    return [event for event in job.control.events if event["event"] == name]
+
+
+def check_ends_well(job: Job, out: Collection[str] = (), restored: int = 1) -> None:
+    """As if nothing had happened, bit for bit; who came in has the last loss, and knows no earlier ones."""
+    job.control.wait_until(lambda: len(told(job, "restored")) >= restored or told(job, "finished"), "restored", 60.0)
+    reference = undisturbed(job.shape.with_settings(step="barrier", guard="none", guard_interval=10))
+    for rank, result in job.wait().items():
+        name = job.processes[rank].name
+        if name in out:
+            continue
+        assert result.status == 0, f"{name} has ended with {result.status}: {result.error}\n{job.where()}"
+        found = differences(result, reference[rank]) - {"losses", "evaluated"}
+        assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
+        assert result.losses[-1] == reference[rank].losses[-1]
+    committed = [one["iteration"] for one in told(job, "committed")]
+    assert committed[-1] == job.shape.iterations - 1 and set(committed) == {*range(job.shape.iterations)}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_the_last_two_workers_of_a_stage_are_killed_one_after_the_other(phase, stage):
+    first, last = Moment(f"0:{stage}", "forward", 1), Moment(f"1:{stage}", phase, 5)
+    with Job(SHAPE, [first, last], seed=stage) as job:
+        check_ends_well(job, out={first.worker})
+    (event,) = told(job, "restored")
+    assert event["stages"] == [stage] and event["iteration"] in (3, 4) and event["lost"] <= 2
+    assert told(job, "guarded")[0]["bytes"] > 0
+
+
+@pytest.mark.parametrize("worker", ["0:0", "0:1", "0:2"])
+@pytest.mark.parametrize("iteration", [2, 5, 7])
+def test_a_job_of_one_pipeline_outlives_its_workers(worker, iteration):
+    """Nobody has a peer: every stage is its own last copy, from the first commit on."""
+    shape = Shape(1, 3, 3, 8, clipping=0.05).with_settings(**GUARDED)
+    with Job(shape, [Moment(worker, "backward", iteration, 1)], seed=iteration) as job:
+        check_ends_well(job)
+
+
+def test_two_stages_are_lost_one_after_the_other():
+    shape = Shape(1, 3, 2, 9).with_settings(**GUARDED)
+    with Job(shape, [Moment("0:1", "forward", 3), Moment("0:2", "forward", 7)]) as job:
+        check_ends_well(job, restored=2)
+
+
+@pytest.mark.parametrize("dies", ["1:0", "1:1"])
+@pytest.mark.parametrize("seed", range(2))
+def test_another_failure_on_the_way_back(dies, seed):
+    """The process that has come for the lost stage dies as well, or the keeper's peer."""
+    kills = [Moment("0:0", "forward", 1), Moment("1:0", "backward", 5), Moment(dies, "joining", 4)]
+    with Job(SHAPE, kills, seed=seed) as job:
+        check_ends_well(job, out={"0:0"} | ({dies} - {"1:0"}), restored=1 + (dies == "1:0"))
+    assert not job.kills
+
+
+@pytest.mark.parametrize("phase, iteration", [("recovering", 5), ("joining", 4)])
+def test_a_stage_whose_keeper_dies_with_it_is_lost(phase, iteration):
+    kills = [Moment("0:0", "forward", 1), Moment("1:0", "backward", 5), Moment("0:1", phase, iteration)]
+    with Job(SHAPE, kills) as job:
+        job.wait_event("finished")
+        job.wait()
+    end = told(job, "finished")[-1]
+    assert "nobody who is left keeps a copy of stage 0 that all others can go back to" in end["message"]
+    assert job.control.state.ended[2], "the script may be started again"
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "save"])
+def test_a_stage_that_is_lost_in_a_checkpoint_or_an_evaluation_does_not_come_back(phase):
+    """A process that comes in could not tell what the others' scripts have done already."""
+    shape = Shape(2, 2, 2, 6, evaluate=(4,), save=(4,)).with_settings(**GUARDED)
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", phase, 3)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    assert "in the midst of a checkpoint or an evaluation" in told(job, "finished")[-1]["message"]
+
+
+def test_evaluations_and_checkpoints_that_are_done_are_not_done_again():
+    shape = Shape(2, 2, 2, 8, evaluate=(3, 5), save=(3, 5)).with_settings(**{**GUARDED, "guard_interval": 4})
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+        check_ends_well(job, out={"0:1"})
+    (event,) = told(job, "restored")
+    assert event["iteration"] == 3 and event["lost"] == 2
+    assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 3", "iteration 5"]
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_last_copies(seed):
+    """Any job, any two moments; the coordinator may die on the way."""
+    draw = random.Random(seed)
+    shape = draw.choice([
+        Shape(2, 2, 2, 8), Shape(2, 3, 3, 8), Shape(2, 2, 4, 8, clipping=0.05), Shape(2, 2, 2, 8, tied=True),
+        Shape(2, 2, 2, 8, scale=64.0, overflows=((1, 1), (0, 2)))])
+    shape = shape.with_settings(guard="memory", guard_interval=draw.choice([1, 2, 3]),
+                                step=draw.choice(["staggered", "barrier"]))
+    stage, first = draw.randrange(shape.stages), draw.randrange(2)
+    kills = [Moment(f"{first}:{stage}", draw.choice(PHASES), 1), Moment(f"{1 - first}:{stage}", draw.choice(PHASES), 5)]
+    with Job(shape, kills, seed=seed, slow=draw.choice([0.0, 0.1, 0.5])) as job:
+        if draw.random() < 0.5:
+            job.wait_event("restoring")
+            job.control.call(lambda: job.control.kill(0.01), draw.uniform(0.0, 0.03))
+        check_ends_well(job, out={kills[0].worker})

@@ -1,0 +1,61 @@
+"""A real DeepSpeed script loses both workers of a stage, and trains on in the same job: with the copy that another
+stage's worker keeps (`guard: memory`)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_recycle.observe.events import read_events
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpt_deepspeed.py"
+LIMIT = 150
+DIES = """
+import os, runpy, signal, sys
+import deepspeed
+
+initialize = deepspeed.initialize
+def failing(*args, **keywords):
+    engine, *rest = initialize(*args, **keywords)
+    train_batch = engine.train_batch
+    def train(*args):
+        dies = {{"2": 3, "3": 8}}.get(os.environ["RANK"])
+        if engine.global_steps == dies and "RECYCLE_JOIN" not in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return train_batch(*args)
+    engine.train_batch = train
+    return engine, *rest
+deepspeed.initialize = failing
+sys.argv[0] = {script!r}
+runpy.run_path({script!r}, run_name="__main__")
+"""
+TRAINING = ["--iterations", "12", "--log-every", "2", "--length", "16", "--width", "16", "--blocks", "2", "--batch",
+            "2"]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(LIMIT + 30)]
+
+
+def test_both_workers_of_a_stage_are_killed_and_all_go_back_to_the_last_copy(tmp_path: Path):
+    """The iterations since the copy are made again, with the same losses, bit for bit."""
+    (tmp_path / "train.py").write_text(DIES.format(script=str(SCRIPT)))
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RECYCLE_REDUCTION": "exact",
+               "RECYCLE_GUARD": "memory", "RECYCLE_GUARD_INTERVAL": "5", "RECYCLE_VERIFY": "peers"}
+    command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", "run", "train.py",
+               *TRAINING]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=LIMIT)
+    told = done.stdout + done.stderr
+    assert done.returncode == 0, told
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert re.search(r"warning: stage 1 has one worker left \(1:1; 0:0 keeps a copy\)", told), told
+    (restored,) = [event for event in events if event["event"] == "restored"]
+    assert (restored["stages"], restored["iteration"], restored["lost"]) == ([1], 4, 3)
+    losses: dict[int, list[str]] = {}
+    for event in events:
+        if event["event"] == "committed":
+            losses.setdefault(event["iteration"], []).append(repr(event["loss"]))
+    assert sorted(losses) == [*range(12)] and [len(losses[one]) for one in (5, 6, 7)] == [2, 2, 2]
+    assert all(len(set(of)) == 1 for of in losses.values()), losses
