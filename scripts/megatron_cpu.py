@@ -25,7 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 
-class _CudaMeansCpu(TorchFunctionMode):
+class CudaMeansCpu(TorchFunctionMode):
     """Rewrites `device="cuda"` and `.cuda()`; `.type()` answers with the name that Megatron looks for."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -91,12 +91,13 @@ def install(*, pretend: bool = False) -> None:
     random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Installed for good: there is no block to leave.
-    contextlib.ExitStack().enter_context(_CudaMeansCpu())
+    contextlib.ExitStack().enter_context(CudaMeansCpu())
     if pretend:
-        _pretend(cuda)
+        pretend_gpus(cuda)
 
 
-def _pretend(cuda: Any) -> None:
+def pretend_gpus(cuda: Any) -> None:
+    """Claim that there are GPUs."""
     cuda.is_available = lambda: True
     cuda.device_count = lambda: 8
     cuda.get_device_capability = lambda *arguments: (8, 0)

@@ -124,6 +124,8 @@ class DeepSpeedStage:
         outputs = engine.module(single)
         if not engine.is_last_stage():
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if engine.has_attention_mask or engine.has_bool_tensors:  # stock's next stage gets it as booleans
+                outputs = (*outputs[:-1], outputs[-1].bool())
             if self.parameters and not any(tensor.requires_grad for tensor in outputs):
                 raise UnsupportedError(
                     "no output of this stage has a gradient, so that its parameters would never be trained. Reentrant "

@@ -46,8 +46,6 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
         (engine.is_pipe_partitioned or engine.is_grad_partitioned, "partitioned activations: turn them off"),
         (engine.module.dynamic_shape, "PipelineModule(dynamic_shape=True): use one shape for all micro-batches"),
         (engine.module.seed_layers, "PipelineModule(seed_layers=True): randomness is seeded by place already"),
-        (engine.has_attention_mask or engine.has_bool_tensors, "has_attention_mask / has_bool_tensors: not needed, "
-         "boolean tensors are sent as they are"),
         (engine.curriculum_learning_enabled() or engine.random_ltd_enabled(), "curriculum learning and random-LTD: "
          "turn them off"),
         (any(isinstance(part, nn.Embedding) and part.sparse for part in engine.module.modules()),
