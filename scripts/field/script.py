@@ -17,6 +17,7 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -91,10 +92,31 @@ def without_compiling() -> None:
     subprocess.run = run
 
 
+def without_vision() -> None:
+    """Megatron-DeepSpeed: its training loop imports its vision models, which a GPT does not use, and these
+    torchvision; and a part of DeepSpeed that newer ones do not have, for `--compression-training`."""
+    for name in ("torchvision", "torchvision.transforms", "torchvision.datasets", "torchvision.models",
+                 "deepspeed.compression.compress"):
+        sys.modules[name] = module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        module.__getattr__ = _something  # type: ignore[method-assign]
+
+
+def _something(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return object
+
+
+def megatron_deepspeed(checkout: Path) -> None:
+    without_compiling()
+    without_vision()
+
+
 SHIMS: dict[str, Callable[[Path], None]] = {
     "deepspeed-examples": stand_in_torchvision,
     "gpt-neox": lambda checkout: without_compiling(),
-    "megatron-deepspeed": lambda checkout: without_compiling(),
+    "megatron-deepspeed": megatron_deepspeed,
 }
 
 
@@ -128,8 +150,9 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def watch(fault: Fault, folder: Path, rank: int) -> None:
-    """Record losses in ``folder``, and let ``fault`` happen."""
+def watch(fault: Fault, folder: Path, rank: int, gives_metrics: bool) -> None:
+    """Record losses in ``folder``, and let ``fault`` happen. ``gives_metrics``: `eval_batch()` gives a pair, as in
+    gpt-neox's own fork of DeepSpeed; with DeepSpeed itself gpt-neox fails in its first evaluation."""
     import deepspeed
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -153,7 +176,7 @@ def watch(fault: Fault, folder: Path, rank: int) -> None:
                 result = evaluate(*arguments, **keywords)
                 loss = result[0] if isinstance(result, tuple) else result
                 record.write(json.dumps({"evaluate": engine.global_steps, "loss": float(loss.mean()).hex()}) + "\n")
-                return result
+                return (result, {}) if gives_metrics else result
             engine.train_batch, engine.eval_batch = train_batch, eval_batch
         return (engine, *others)
     deepspeed.initialize = watched
@@ -194,7 +217,10 @@ def main(arguments: list[str]) -> None:
     sys.argv = arguments
     sys.path.insert(0, os.path.dirname(os.path.realpath(arguments[0])))
     SHIMS[kind](checkout)
-    watch(Fault(os.environ.get("FIELD_FAULT", ""), rank), Path(os.environ["FIELD_RECORD"]), rank)
+    watch(Fault(os.environ.get("FIELD_FAULT", ""), rank), Path(os.environ["FIELD_RECORD"]), rank,
+          gives_metrics=kind == "gpt-neox")
+    if kind == "megatron-deepspeed":  # as DeepSpeed's launcher does
+        sys.argv.append(f"--local_rank={os.environ['LOCAL_RANK']}")
     runpy.run_path(arguments[0], run_name="__main__")
 
 
