@@ -32,7 +32,8 @@ MOMENTS = ("forward", "barrier", "save", "evaluation", "log")
 
 def cuda_means_cpu() -> None:
     """torch's CUDA is the CPU in this process; fused kernels are compiled for nothing."""
-    os.environ.update({"DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"})
+    size = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": size, "TORCHDYNAMO_DISABLE": "1"})
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
     for name in ("synchronize", "set_device", "empty_cache", "reset_peak_memory_stats", "manual_seed_all"):
@@ -46,7 +47,7 @@ def cuda_means_cpu() -> None:
     for kind, dtype in (("Long", torch.long), ("Int", torch.int), ("Float", torch.float), ("Byte", torch.uint8)):
         setattr(cuda, f"{kind}Tensor", _maker(dtype))
     pretend_gpus(cuda)
-    cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda.device_count = lambda: int(size)
     contextlib.ExitStack().enter_context(CudaMeansCpu())  # for good: there is no block to leave
 
 

@@ -36,6 +36,7 @@ from megatron_recycle.backends.deepspeed.config import (
 from megatron_recycle.backends.deepspeed.evaluation import Taken
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
+from megatron_recycle.backends.deepspeed.monitors import Event, Monitors
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
 from megatron_recycle.backends.options import Options
@@ -109,6 +110,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._seconds = 0.0  # of training since the last log line
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
+        self.monitor: Monitors = Monitors(self.monitor, self.speaks, lambda: self.session.busy)
         self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
@@ -157,7 +159,18 @@ class RecyclePipelineEngine(PipelineEngine):
             return self._aggregate_total_loss()
         refuse_other_sizes(self, self._started_with)
         check_data(self, self.session.generators, self._plain, self._source, self.session.iteration)
-        return super().train_batch()
+        loss = super().train_batch()
+        if self.monitor.enabled:
+            self.monitor.write(self._numbers(loss))
+        return loss
+
+    def _numbers(self, loss: torch.Tensor) -> list[Event]:
+        """What stock's monitors write of an iteration."""
+        found = {"lr": self.get_lr()[0], "train_loss": loss.mean().item()}
+        if self.fp16_enabled():
+            found["loss_scale"] = self._get_optimizer_loss_scale()
+        return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in found.items()
+                if value is not None]
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
         return self._configure_fp16_optimizer(optimizer, torch.bfloat16)
@@ -279,6 +292,9 @@ class RecyclePipelineEngine(PipelineEngine):
         nothing = (loss, None) if given.get("return_logits") else loss
         result = self.session.together("eval_batch()", evaluate, nothing)
         data.finish()
+        if self.monitor.enabled and not self.session.catches_up:
+            loss = result[0] if given.get("return_logits") else result
+            self.monitor.write([("Train/Samples/eval_loss", loss.mean().item(), self.global_samples)])
         return result
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:

@@ -1,0 +1,83 @@
+"""DeepSpeed's monitors (TensorBoard, CSV, Weights & Biases, Comet), which go on when the rank that writes them dies.
+
+Stock writes on rank 0, while it trains. Here the first live worker writes an iteration's numbers once, when the
+iteration is over for its script; one that has not written before opens the same files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from deepspeed.monitor import comet, csv_monitor, monitor, tensorboard, wandb
+
+Event = tuple[str, float, int]
+"""Name, value, samples so far."""
+
+_MODULES: Sequence[Any] = (monitor, tensorboard, csv_monitor, wandb, comet)
+"""They ask the process group for nothing but this worker's rank."""
+
+
+class Monitors:
+    """Stands in the place of the engine's `MonitorMaster`.
+
+    Args:
+        stock: the engine's, which writes on rank 0 only.
+        writes: whether this worker is the one that writes now.
+        busy: whether it is DeepSpeed that asks, and not the script: then nothing is written, since the iteration may
+            be made again.
+    """
+
+    def __init__(self, stock: monitor.MonitorMaster, writes: Callable[[], bool], busy: Callable[[], bool]) -> None:
+        self._stock = stock
+        self._writes = writes
+        self._busy = busy
+        self._own: monitor.MonitorMaster | None = None
+        self.enabled: bool = stock.enabled
+        if self.enabled and stock.monitor_config.wandb.enabled and os.environ.get("RECYCLE_RUN_DIR"):
+            # Whoever takes over writes on into the same run.
+            os.environ.setdefault("WANDB_RUN_ID", Path(os.environ["RECYCLE_RUN_DIR"]).name)
+            os.environ.setdefault("WANDB_RESUME", "allow")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stock, name)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """As stock's, for the script's own numbers."""
+        if not self._busy():
+            self.write(events)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Write ``events`` if this worker is the one that does."""
+        if not self.enabled or not self._writes():
+            return
+        with _as_rank_zero():
+            if self._own is None:
+                self._own = self._opened()
+            self._own.write_events(events)
+
+    def _opened(self) -> monitor.MonitorMaster:
+        stock, config = self._stock, self._stock.monitor_config
+        parts = (stock.tb_monitor, stock.wandb_monitor, stock.csv_monitor, stock.comet_monitor)
+        own = stock if any(part is not None for part in parts) else monitor.MonitorMaster(config)
+        if own.csv_monitor is not None:  # files that are there have their first line
+            files = Path(own.csv_monitor.log_dir).glob("*.csv")
+            own.csv_monitor.filenames += [file.stem for file in files]
+        return own
+
+
+@contextmanager
+def _as_rank_zero() -> Iterator[None]:
+    """Inside the block DeepSpeed's monitors take this worker for rank 0."""
+    before = [module.dist for module in _MODULES]
+    for module in _MODULES:
+        module.dist = SimpleNamespace(get_rank=lambda *_: 0)
+    try:
+        yield
+    finally:
+        for module, dist in zip(_MODULES, before):
+            module.dist = dist
