@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from megatron_recycle.backends.megatron import hook
+from megatron_recycle.backends.options import Options
+from megatron_recycle.config import RecycleConfig
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 
 pytest.importorskip("megatron.core")
@@ -249,3 +252,19 @@ def test_a_job_that_starts_again_with_fewer_pipelines_keeps_megatrons_global_bat
     (line,) = keep_batch(arguments, 4)
     assert arguments.global_batch_size == 8 and "is 8 and not 2" in line
     assert keep_batch(arguments, 4) == []
+
+
+def test_the_fork_of_core_that_a_deepspeed_script_brings_along_keeps_its_own_schedules(monkeypatch):
+    """Megatron-DeepSpeed's loop asks for a schedule before it evaluates, and uses DeepSpeed's engine."""
+    fork, schedules = ModuleType("megatron.core"), ModuleType(hook.SCHEDULES)
+    fork.__file__ = "megatron/core/__init__.py"
+    schedules.get_forward_backward_func = lambda: "its own"
+    monkeypatch.setitem(sys.modules, "megatron.core", fork)
+    monkeypatch.setitem(sys.modules, hook.SCHEDULES, schedules)
+    monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+    hook.is_deepspeeds_fork.cache_clear()
+    hook.install(Options(config=RecycleConfig()))
+    try:
+        assert schedules.get_forward_backward_func() == "its own"
+    finally:
+        hook.is_deepspeeds_fork.cache_clear()

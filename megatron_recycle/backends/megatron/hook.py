@@ -47,6 +47,8 @@ def install(options: Options) -> None:
             settings = replace(settings, step="barrier")
         if not settings.enabled:
             return stock(*args, **keywords)
+        if is_deepspeeds_fork():
+            return stock(*args, **keywords)
         if not made:
             from megatron_recycle.backends.megatron.version import check_version
             check_version()
@@ -55,6 +57,19 @@ def install(options: Options) -> None:
         return made[0]
 
     _rebind(SCHEDULES, _NAME, get_forward_backward_func)
+
+
+@functools.cache
+def is_deepspeeds_fork() -> bool:
+    """Whether `megatron.core` is an old one that a DeepSpeed script has brought along (Megatron-DeepSpeed's): its loop
+    asks for a schedule even where DeepSpeed's engine trains. One line says so, once."""
+    if hasattr(sys.modules.get("megatron.core"), "__version__") or "deepspeed" not in sys.modules:
+        return False
+    if not Launched.read().rank:
+        get_logger().warning(
+            "megatron-recycle: %s is a fork of megatron-core without a version: its own schedules stay as they are, and "
+            "only what deepspeed.PipelineEngine trains goes on after a failure", sys.modules["megatron.core"].__file__)
+    return True
 
 
 def watch_arguments(options: Options) -> None:
