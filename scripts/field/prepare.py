@@ -53,7 +53,7 @@ def megatron_deepspeed(checkout: Path, folder: Path) -> list[str]:
     """A micro-batch is one sample: with more its attention calls view() on what torch has not made contiguous."""
     import torch
 
-    _write_text(checkout, folder, lambda tokens: torch.tensor(tokens))
+    _write_text(checkout, folder, torch.tensor)
     config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 4,
               "gradient_clipping": 1.0, "zero_optimization": {"stage": 0}}
     (folder / "ds.json").write_text(json.dumps(config))
