@@ -2,8 +2,8 @@
 
     python scripts/field/run.py KIND CHECKOUT [--needs FOLDER] [--moments forward save] [--folder runs/field]
 
-KIND names the script (`SCRIPTS`), CHECKOUT its repository's folder at the commit that stands there or near it (README.md
-says how to get both). Prints a line for each run, and ends with 1 unless every run ends well with the losses of the
+KIND names the script (`SCRIPTS`), CHECKOUT its repository's folder at the commit that stands there or near it (see
+README.md). Prints a line for each run, and ends with 1 unless every run ends well with the losses of the
 undisturbed one, bit for bit (`reduction: exact`).
 """
 

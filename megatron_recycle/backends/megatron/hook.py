@@ -67,8 +67,8 @@ def is_deepspeeds_fork() -> bool:
         return False
     if not Launched.read().rank:
         get_logger().warning(
-            "megatron-recycle: %s is a fork of megatron-core without a version: its schedules stay as they are, and only "
-            "what deepspeed.PipelineEngine trains goes on after a failure", sys.modules["megatron.core"].__file__)
+            "megatron-recycle: %s is a fork of megatron-core without a version: its schedules stay as they are, and "
+            "only what deepspeed.PipelineEngine trains goes on after a failure", sys.modules["megatron.core"].__file__)
     return True
 
 
