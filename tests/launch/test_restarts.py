@@ -11,7 +11,9 @@ import pytest
 from megatron_recycle.launch.restarts import Restarts
 from tests.launch.running import Running, launched
 
-JOINS = {"iterations": 8, "pause": {"4": 2, "0": 5}, "description": {"max_restarts": 1}}
+ITERATIONS = 150
+"""Many more than it takes until all have heard that somebody waits."""
+JOINS = {"iterations": ITERATIONS, "pause": {"4": 2, "0": 5}, "description": {"max_restarts": 1}}
 """Rank 4 is worker 1:1, to be killed before iteration 2; rank 0 lets nobody go beyond 5 until the joiner is there."""
 
 
@@ -22,10 +24,10 @@ def lose_and_wait(job: Running) -> None:
     job.paused(0)
 
 
-def check(job: Running, iterations: int = 8) -> None:
+def check(job: Running) -> None:
     """All was committed once, with all workers at last."""
     assert job.wait() == 0, job.where()
-    assert [event["iteration"] for event in job.events if event["event"] == "committed"] == list(range(iterations))
+    assert [event["iteration"] for event in job.events if event["event"] == "committed"] == list(range(ITERATIONS))
     assert [event for event in job.events if event["event"] == "decided"][-1]["out"] == {}
     assert job.children() == []
 
@@ -58,14 +60,14 @@ def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) 
 @pytest.mark.slow
 def test_the_coordinator_is_killed_while_a_worker_is_being_taken_in(tmp_path: Path) -> None:
     """Generation 3 has it, and rank 2 does not report for that: so nobody was told to go."""
-    with launched(tmp_path / "run", {**JOINS, "iterations": 80, "pause_report": {"2": 3}}) as job:
+    with launched(tmp_path / "run", {**JOINS, "pause_report": {"2": 3}}) as job:
         lose_and_wait(job)
         job.go_on(0)
         job.paused(2)
         os.kill(job.coordinator(), signal.SIGKILL)
         job.event("decided", generation=4)
         job.go_on(2)
-        check(job, 80)
+        check(job)
         assert job.event("joined")["generation"] > 3
 
 

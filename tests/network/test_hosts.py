@@ -135,7 +135,7 @@ def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_p
         assert [event["out"] for event in decided] == [{"1:1": "unreachable", "2:1": "unreachable"}]
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
     orders = {"pause": {"0": 3}, "patience": 3}
     with launched_on(net, tmp_path / "run", *fake(orders), "--nproc", "2", str(FAKE_WORKER)) as several:
@@ -149,8 +149,9 @@ def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
 
 
 def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, tmp_path: Path):
-    pause = {"0": 3, "1": 6}  # the one to be cut off in, the other to come back in
-    with launched_on(net, tmp_path / "run", *fake({"pause": pause}), "--nproc", "2", str(FAKE_WORKER)) as several:
+    # One pause to be cut off in, one to come back in, and many more iterations than it takes until all know of that.
+    orders = {"pause": {"0": 3, "1": 6}, "iterations": 150}
+    with launched_on(net, tmp_path / "run", *fake(orders), "--nproc", "2", str(FAKE_WORKER)) as several:
         several.job.paused(0)
         set_link(net.names[1], False)
         assert several.job.event("decided")["out"] == {"2:0": "unreachable", "0:1": "unreachable"}
