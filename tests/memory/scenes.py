@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tests.memory.job import Job, Moment, Shape, check
+from tests.memory.wires import Asked
 
 SHAPES = {
     "3x2": Shape(3, 2, 2, 3),
@@ -32,7 +34,7 @@ PER_MICROBATCH = ("forward", "backward", "weight", "evaluate")
 
 @dataclass
 class Scene:
-    """What happens in a job: ``kills`` where somebody gets there, ``play`` beside it."""
+    """What happens in a job: ``kills`` and ``asked`` where somebody gets there, ``play`` beside it."""
 
     name: str
     shape: Shape
@@ -44,14 +46,15 @@ class Scene:
     slow: float = 0.0
     sure: bool = False
     """Whether all of ``kills`` come to pass."""
+    asked: list[Asked] = field(default_factory=list)
 
     def __str__(self) -> str:
-        told = [f"kill {one}" for one in self.kills] + [f"hold {one}" for one in self.holds]
+        told = [f"kill {one}" for one in [*self.kills, *self.asked]] + [f"hold {one}" for one in self.holds]
         return f"{self.name}: {', '.join(told)}"
 
     def run(self, seed: int) -> Job:
         """Raises AssertionError if anything differs, or hangs."""
-        job = Job(self.shape, self.kills, holds=self.holds, seed=seed, slow=self.slow)
+        job = Job(self.shape, self.kills, holds=self.holds, seed=seed, slow=self.slow, asked=self.asked)
         try:
             with job:
                 if self.play is not None:
@@ -63,6 +66,14 @@ class Scene:
         return job
 
 
+@functools.cache
+def operations(shape: Shape) -> dict[str, list[Asked]]:
+    """All that each worker asks of a network with NCCL's rules in a job without failures."""
+    job = Job(shape, seed=1)
+    job.run()
+    return {worker: [one for one in job.deaths.all() if one.worker == worker] for worker in shape.workers}
+
+
 class Draw:
     """Draws scenes."""
 
@@ -71,8 +82,8 @@ class Draw:
 
     def scene(self) -> Scene:
         name = self.random.choice(list(SHAPES))
-        kind = self.random.choice([self.one, self.two, self.during_the_recovery, self.apart, self.coordinator,
-                                   self.with_coordinator, self.comes_back, self.frozen])
+        kind = self.random.choice([self.one, self.asks, self.both_ask, self.two, self.during_the_recovery, self.apart,
+                                   self.coordinator, self.with_coordinator, self.comes_back, self.frozen])
         scene = kind(SHAPES[name])
         scene.name = f"{name}, {kind.__name__}"
         scene.slow = self.random.choice([0.0, 0.1, 0.5])
@@ -101,6 +112,15 @@ class Draw:
     def one(self, shape: Shape) -> Scene:
         worker = self.random.choice(shape.workers)
         return Scene("", shape, [self.moment(shape, worker)], out={worker}, sure=True)
+
+    def asks(self, shape: Shape) -> Scene:
+        """It dies inside a reduction, a commit, a roll-back, or while its communicators are made."""
+        worker = self.random.choice(shape.workers)
+        return Scene("", shape, out={worker}, asked=[self.random.choice(operations(shape)[worker])])
+
+    def both_ask(self, shape: Shape) -> Scene:
+        pair = self.pair(shape)
+        return Scene("", shape, out=set(pair), asked=[self.random.choice(operations(shape)[one]) for one in pair])
 
     def two(self, shape: Shape) -> Scene:
         """The second may have nothing to die of any more, so it is not sure to be out."""

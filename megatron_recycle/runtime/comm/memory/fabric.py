@@ -55,12 +55,24 @@ class Fabric:
             if not ordered:
                 end.closed.update(rank for rank, other in board.ends.items() if other.process.dead or other.aborted)
             process.ends.append(end)
+            self._time.wake(board)
         return Comm(end, InMemory(ordered), table, of, names)
 
     @property
     def communicators(self) -> list[tuple[str, str]]:
         """All that were ever made: generation and name."""
         return list(self._boards)
+
+    def connected(self, comm: Comm) -> bool:
+        """Whether all members have come to make ``comm``; waits a moment for them. With NCCL's rules none has it before,
+        and one that has died meanwhile is waited for for ever."""
+        end: End = comm.group
+        with self._time.lock:
+            end.process.check()
+            there = not end.board.ordered or len(end.board.ends) == end.board.size
+            if not there:
+                self._time.block(f"rank {end.process.rank}", end.board, _LOOK)
+            return there
 
     def meet(self, process: Host, prefix: str, everyone: Sequence[int]) -> bool:
         """Whether all are where ``prefix`` is built, and alive; waits a moment for them."""

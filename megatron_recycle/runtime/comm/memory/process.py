@@ -48,8 +48,12 @@ class MemoryNetwork(Host):
         names = place.names
 
         def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
-            return self._fabric.end(self, (prefix, name), list(ranks).index(self.rank), len(ranks), table, host=host,
+            made = self._fabric.end(self, (prefix, name), list(ranks).index(self.rank), len(ranks), table, host=host,
                                     of=f"generation {generation}", names=[names[rank] for rank in ranks])
+            while not self._fabric.connected(made):
+                if interrupted():
+                    raise GenerationOver("a newer generation was announced while this one was being connected")
+            return made
 
         return assemble(generation, place, members, make, self.threads)
 
