@@ -14,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_recycle.control.clocks import Timeouts
@@ -25,7 +26,7 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.state import Phase, State
 
 LIMITS = Timeouts(heartbeat_interval=0.0, heartbeat_timeout=0.5, report_timeout=10.0)
-"""Reports count as late after 10 s, and a hint that no failure explains brings a new generation after 0.5 s."""
+"""A hint that no failure explains brings a new generation after 0.5 s."""
 
 
 @functools.cache
@@ -42,23 +43,27 @@ class Control:
         seed: of the time that messages take.
         slow: the share of messages that take a while.
         longest: seconds that they take at most.
+        patience: seconds after which reports count as late.
     """
 
-    def __init__(self, size: int, seed: int = 0, slow: float = 0.0, longest: float = 0.004) -> None:
+    def __init__(self, size: int, seed: int = 0, slow: float = 0.0, longest: float = 0.004,
+                 patience: float = LIMITS.report_timeout) -> None:
         self.failure: BaseException | None = None
         self.start: Callable[[int], None] = lambda rank: None
         """Called with the rank of each process that the coordinator wants to be started."""
         self.changed = threading.Condition()
         self._size = size
+        self._limits = replace(LIMITS, report_timeout=patience)
         self._draw, self._slow, self._longest = random.Random(seed), slow, longest
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._delays = Delays()
         self._obeyed = 0
         self._coordinator = self._led()
-        threading.Thread(target=self._serve, name="memory-control", daemon=True).start()
+        self.thread = threading.Thread(target=self._serve, name="memory-control", daemon=True)
+        self.thread.start()
 
     def _led(self, before: InMemory | None = None) -> InMemory:
-        return InMemory(self._size, Plans(_plan), self.later, time.time, delay=self.delay, timeouts=LIMITS,
+        return InMemory(self._size, Plans(_plan), self.later, time.time, delay=self.delay, timeouts=self._limits,
                         changed=self._notify, before=before)
 
     @property
@@ -96,6 +101,12 @@ class Control:
     def close(self) -> None:
         self._delays.close()
         self._inbox.put(None)
+
+    def idle(self) -> bool:
+        """Whether there is nothing to decide now."""
+        looked = threading.Event()
+        self.call(looked.set)
+        return looked.wait(0.05)
 
     def delay(self) -> float:
         return self._draw.uniform(0, self._longest) if self._draw.random() < self._slow else 0.0

@@ -15,6 +15,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from tests.memory.wires import Asked, Deaths, Wires
 CPU = torch.device("cpu")
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
+_QUIET = 0.3
+"""Seconds for which all workers wait, with nothing under way and nothing to decide, after which nobody can go on."""
 
 
 class Killed(BaseException):
@@ -155,11 +158,14 @@ class Job:
         slow: the share of messages that take a while.
         at: called in a worker's thread whenever it gets to a phase.
         asked: who dies when it asks what of the network.
+        rules: further ones of `Wires`.
+        patience: seconds after which a worker that does not report is out.
     """
 
     def __init__(self, shape: Shape, kills: Sequence[Moment] = (), *, holds: Sequence[Moment] = (), seed: int = 0,
                  slow: float = 0.0, at: Callable[[Job, Moment], None] | None = None,
-                 asked: Sequence[Asked] = ()) -> None:
+                 asked: Sequence[Asked] = (), rules: Mapping[str, bool] = MappingProxyType({}),
+                 patience: float = 10.0) -> None:
         self.shape = shape
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
@@ -169,8 +175,8 @@ class Job:
         self.ranks = {worker: (worker.stage * shape.pipelines + worker.pipeline,) for worker in self.grid.workers()}
         self.names = {rank: str(worker) for worker, (rank,) in self.ranks.items()}
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
-        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2))
-        self.control = Control(len(self.ranks), seed + 1, slow)
+        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), **rules)
+        self.control = Control(len(self.ranks), seed + 1, slow, patience=patience)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []
         self._pids = iter(range(1000, 2000))
@@ -289,6 +295,26 @@ class Job:
         if die:
             self.kills.add(hold)
         self.holds[hold].set()
+
+    def wait_waiting(self, *waits: str) -> None:
+        """Until all of ``waits`` are in what the network tells of who waits for what."""
+        end = time.monotonic() + LIMIT
+        while not all(each in self.fabric.standing() for each in waits):
+            assert time.monotonic() < end, f"nobody waits: {waits}\n{self.where()}"
+            time.sleep(0.01)
+
+    def wait_or_stuck(self) -> str:
+        """Until all have ended, or nobody can go on: where everybody stands then."""
+        begun = since = time.monotonic()
+        while threads := [each.thread for each in self.processes.values() if each.thread.is_alive()]:
+            stuck = self.fabric.stuck(threads)
+            if not stuck or not (self.control.idle() or self.fabric.stuck([*threads, self.control.thread])):
+                since = time.monotonic()
+            if stuck and time.monotonic() > since + _QUIET:
+                return stuck
+            assert time.monotonic() < begun + LIMIT, f"neither over nor stuck\n{self.where()}"
+            threads[0].join(0.02)
+        return ""
 
     def where(self) -> str:
         """Where each worker stood."""

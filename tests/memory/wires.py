@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
-from megatron_recycle.runtime.comm.memory.ends import Host, Operation
+from megatron_recycle.runtime.comm.memory.ends import End, Host, Operation
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
 
 
@@ -27,24 +28,74 @@ class Asked:
 
 
 class Wires(Fabric):
-    """Calls ``at(process, what)`` in the thread that asks; ``what`` has the communicator's name and the kind."""
+    """Calls ``at(process, what)`` in the thread that asks; ``what`` has the communicator's name and the kind.
 
-    def __init__(self, seed: int, at: Callable[[Host, str], None], **options: Any) -> None:
+    Further rules of NCCL, where a communicator is ordered:
+
+    Args:
+        at: see above; may kill.
+        busy_aborts: an abort waits for the device, and so for the process' other communicators with something pending,
+            until they are being aborted, too.
+        first_uses: a communicator is not made when it is asked for but at its first operation, which waits for all
+            members' and can be freed by nobody.
+    """
+
+    def __init__(self, seed: int, at: Callable[[Host, str], None], *, busy_aborts: bool = True,
+                 first_uses: bool = False, **options: Any) -> None:
         super().__init__(seed, **options)
         self._at = at
+        self._busy_aborts, self._first_uses = busy_aborts, first_uses
+        self._used: set[End] = set()
+        self._aborting: set[End] = set()
 
     def end(self, process: Host, key: tuple[str, str], rank: int, size: int, table: Table = CONTROL,
             **options: Any) -> Comm:
         self._at(process, f"connect {key[1]}")
         return super().end(process, key, rank, size, table, **options)
 
+    def connected(self, comm: Comm) -> bool:
+        return self._first_uses or super().connected(comm)
+
     def post(self, operation: Operation) -> None:
         self._at(operation.end.process, f"{operation.kind} {operation.end.board.name}")
+        self._use(operation.end)
         super().post(operation)
 
     def post_batch(self, batch: Sequence[Operation]) -> None:
         self._at(batch[0].end.process, f"batch {batch[0].end.board.name}")
         super().post_batch(batch)
+
+    def abort(self, end: End) -> None:
+        if self._busy_aborts and end.board.ordered:
+            with self._time.lock:
+                self._aborting.add(end)
+                while busy := [other for other in end.process.ends if other.board.ordered and not other.aborted
+                               and other not in self._aborting and self._pending(other)]:
+                    self._wait(end, f"an abort that {busy[0].board.name} keeps waiting")
+        super().abort(end)
+
+    def _use(self, end: End) -> None:
+        if self._first_uses and end.board.ordered:
+            with self._time.lock:
+                self._used.add(end)
+                while not all(end.board.ends.get(rank) in self._used for rank in range(end.board.size)):
+                    self._wait(end, f"the others' first use of {end.board.name}")
+
+    def _wait(self, end: End, what: str) -> None:
+        end.process.check()
+        self._time.block(f"rank {end.process.rank}", what, 0.001)
+
+    def standing(self) -> str:
+        """Who waits for what."""
+        with self._time.lock:
+            return self._time.standing()
+
+    def stuck(self, threads: Collection[threading.Thread]) -> str:
+        """Where everybody stands and what is in the queues, if all ``threads`` wait here and nothing is under way; else
+        nothing."""
+        with self._time.lock:
+            idle = not self._time.flights and self._time.waits(threads)
+            return f"{self._time.standing()}\n{self._report()}" if idle else ""
 
 
 class Deaths:

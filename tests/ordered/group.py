@@ -176,7 +176,7 @@ class OrderedGroup(dist.ProcessGroup):
     def _collective(self, what: str, given: torch.Tensor, into: torch.Tensor,
                     fold: Callable[[list[bytes]], list[bytes]],
                     after: Callable[[], None] = lambda: None) -> OrderedWork:
-        signature = (what, tuple(given.shape), str(given.dtype))
+        signature = (what, given.numel(), str(given.dtype))
         self._collectives += 1
 
         def run(queue: Queue) -> bool:

@@ -19,6 +19,9 @@ from megatron_recycle.runtime.comm.waits import WayOut
 _LOOK = 0.001
 """Seconds after which who waits for others to connect looks whether that is still wanted."""
 
+_GARBAGE = 113
+"""For whole numbers; others are nan."""
+
 _Get = Callable[[], "Operation | None"]
 
 
@@ -64,8 +67,8 @@ class Fabric:
         return list(self._boards)
 
     def connected(self, comm: Comm) -> bool:
-        """Whether all members have come to make ``comm``; waits a moment for them. With NCCL's rules none has it before,
-        and one that has died meanwhile is waited for for ever."""
+        """Whether all members have come to make ``comm``; waits a moment for them. With NCCL's rules none has it
+        before, and one that has died meanwhile is waited for for ever."""
         end: End = comm.group
         with self._time.lock:
             end.process.check()
@@ -238,8 +241,8 @@ class Fabric:
             return
         end = operation.end
         operation.over, operation.error = True, error
-        if end.aborted and end.board.ordered and operation.kind != "send" and operation.tensor.is_floating_point():
-            operation.tensor.detach().fill_(math.nan)
+        if end.aborted and end.board.ordered and operation.kind != "send":
+            operation.tensor.detach().fill_(math.nan if operation.tensor.is_floating_point() else _GARBAGE)
         while end.queue and all(each.over for each in end.queue[0]):
             end.queue.popleft()
             if end.queue and not end.aborted:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,6 +203,10 @@ class Schedule:
         """Everybody who waits is told `Stuck`."""
         self._stuck = self._stuck or why
         self.wake()
+
+    def waits(self, threads: Collection[threading.Thread]) -> bool:
+        """Whether all ``threads`` wait here, and none of them has been told to look again."""
+        return all(thread in self._waiting and not self._waiting[thread].event.is_set() for thread in threads)
 
     def standing(self) -> str:
         """Where every thread that waits here stands."""
