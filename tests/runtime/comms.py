@@ -66,6 +66,7 @@ def ordered(size: int, table: Table = CONTROL) -> list[Comm]:
 
     def connect(rank: int) -> None:
         group = OrderedGroup(store, rank, size, timedelta(seconds=60), Rules(connecting=False))
+        group.connect()
         ends[rank] = Comm(group, Ordered(), table)
 
     threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
@@ -201,25 +202,24 @@ def test_an_abort_waits_for_who_is_posting_an_operation_but_not_for_ever():
 def test_a_process_whose_abort_hangs_ends_itself_and_one_that_only_tears_down_does_not(monkeypatch):
     """Nobody frees what waits in it; another process can take its place."""
     monkeypatch.setattr(aborts, "_LONGEST_ABORT", 0.05)
-    hanging, said = Hanging(), []
-    for end in ("abort", "retire"):
+    hanging, said = Hanging(), SimpleQueue[str]()
+    Ending(Threads(), said.put).abort([Comm(Liar(), hanging, CONTROL)])
+    text = said.get(timeout=20)
+    assert "has not aborted a communicator within" in text and "--max-restarts" in text
+    for end, library in (("retire", hanging), ("abort", Lying())):
         threads = Threads()
-        ending = Ending(threads, said.append)
-        getattr(ending, end)([Comm(Liar(), hanging, CONTROL)])
+        getattr(Ending(threads, said.put), end)([Comm(Liar(), library, CONTROL)])
         threads.close()
-        hanging.free.set()
-        assert len(said) == 1 and "has not aborted a communicator within" in said[0] and "--max-restarts" in said[0]
-    quick = Threads()
-    Ending(quick, said.append).abort([Comm(Liar(), Lying(), CONTROL)])
-    quick.close()
-    assert len(said) == 1
+        assert said.empty()
+    hanging.free.set()
 
 
-def test_the_end_of_such_a_process_says_why(monkeypatch, caplog):
-    ends = []
+def test_the_end_of_such_a_process_says_why(monkeypatch):
+    ends: list[Any] = []
     monkeypatch.setattr(aborts.os, "_exit", ends.append)
+    monkeypatch.setattr(aborts, "get_logger", lambda: SimpleNamespace(critical=lambda text, why: ends.append(why)))
     aborts.end_process("it hangs")
-    assert ends == [1] and "it hangs" in caplog.text
+    assert ends == ["it hangs", 1]
 
 
 def test_what_is_computed_while_an_abort_comes_does_not_count_whatever_it_raises():
