@@ -35,7 +35,9 @@ class Between:
         changed = self._modes.look()
         if changed and self._modes.gone():
             self._edits.refuse_loss(self._stepper.standing.stepped)
-        if edited := changed or self._edits.found():
+        # A copy to go back to is from before any change, final or not.
+        final = self._stepper.confirmed and not trainable.guard.own
+        if edited := changed or self._edits.found(final):
             settle()
         if looked := stage.look() or changed:
             trainable.lay_out()

@@ -136,6 +136,15 @@ class Stepper:
         if adopt:
             self.standing.promises.agreed(verdict.iteration)
 
+    @property
+    def confirmed(self) -> bool:
+        """Whether the last step will not be undone, as far as is known without waiting: its verdict has come, and no
+        stage guessed wrong."""
+        commit = self.pending
+        if commit is None:
+            return self.standing.committed == self.standing.stepped
+        return commit.known and not self._is_wrong(commit)
+
     def guess(self) -> float:
         """The coefficient that this stage's own numbers suggest."""
         assert self.held is not None

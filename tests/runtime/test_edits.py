@@ -92,8 +92,25 @@ def test_what_is_changed_on_a_final_step_simply_stands():
     assert not edits.found()
 
 
+def test_what_is_changed_after_the_verdict_has_come_stands_but_is_refused_as_before_it():
+    """What is refused does not depend on who is faster; and what the change brings along is watched."""
+    stage, wrong = OneWeight(), OneWeight(may_guess_wrong=True)
+    edits, of_wrong = Edits(stage), Edits(wrong)
+    edits.leave(open_=True)
+    of_wrong.leave(open_=True)
+    stage.rate = wrong.rate = 0.3
+    stage.module.drop = {"rate": 0.1}
+    stage.module.weight.data[0] = 5.0
+    assert edits.found() and not edits.found(final=True) and not of_wrong.found(final=True)
+    wrong.module.weight.data[0] = 5.0
+    assert of_wrong.found(final=True)
+    edits.leave(open_=True)
+    stage.module.drop["rate"] = 0.2
+    assert edits.found()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("shape", "start"), [((512, 512), 0), ((512, 512), 1), ((3, 5), 0), ((1,), 1)])
+@pytest.mark.parametrize(("shape", "start"), [((512, 512), 0), ((512, 512), 1), ((128, 128), 0), ((3, 5), 0), ((1,), 1)])
 def test_what_is_written_by_way_of_data_is_found_in_every_type_and_shape(
         dtype: torch.dtype, shape: tuple[int, ...], start: int):
     stage = OneWeight()

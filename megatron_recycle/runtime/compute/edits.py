@@ -23,7 +23,8 @@ from megatron_recycle.runtime.stage import Stage
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ROW = 32  # words of 64 bits whose sum may come round
-_LONG = 2**16  # bytes from which on rows are faster than numbers that torch widens
+_LONG = 2**18  # bytes from which on a parameter is added up where it lies
+_BESIDE = 2**22  # bytes of the copies of smaller ones, at most
 _ATOMS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _NAMED = 3  # tensors that a message lists
 _MAY_CHANGE = (
@@ -66,10 +67,16 @@ class Edits:
             self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors),
                                self._summed(tensors), self._variables)
 
-    def found(self) -> bool:
-        """Whether the script has changed anything that a step changes, or is made with."""
+    def found(self, final: bool = False) -> bool:
+        """Whether the script has changed anything that a step changes, or is made with. ``final``: that step will not be
+        undone, so that changes stand as they are; but those that would have been refused are, however early it is."""
         left = self._left
-        return left is not None and not (
+        if left is None:
+            return False
+        if final:
+            left.variables.changes()  # the insides of new values are watched from the next return on
+            return self._stage.may_guess_wrong and bool(self._written(left))
+        return not (
             same(left.references, self._stage.references) and same(left.counters, self._stage.counters())
             and not left.variables.changes() and not self._written(left))
 
@@ -125,7 +132,7 @@ class Edits:
         tensors = self._stage.state()
         versions = _versions(tensors)
         changed = {name for name in {**left.tensors, **versions} if left.tensors.get(name) != versions.get(name)}
-        return sorted({*changed, *self._summed(tensors).others(left.sums)})
+        return sorted(changed | self._summed(tensors).others(left.sums))
 
     def _summed(self, tensors: Mapping[str, torch.Tensor]) -> _Sums:
         parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
@@ -140,56 +147,99 @@ def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int, 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums of the parameters' bits, as whole numbers: one for each of ``names``, where the parameters are, so that
-    training does not wait for them before it returns to the script."""
+    """Sums of the parameters' bits, as whole numbers: for each the name of its parameter, which may have several. They
+    are where the parameters are, so that training does not wait for them before it returns to the script."""
 
     names: tuple[str, ...]
     numbers: torch.Tensor
 
-    def others(self, before: _Sums) -> list[str]:
+    def others(self, before: _Sums) -> set[str]:
         """The names that had another sum before."""
         if self.names == before.names:
-            return [name for name, one, other in zip(self.names, self.numbers.tolist(), before.numbers.tolist())
-                    if one != other]
-        known = dict(zip(before.names, before.numbers.tolist()))
-        return [name for name, number in zip(self.names, self.numbers.tolist()) if known.get(name, number) != number]
+            if torch.equal(self.numbers, before.numbers):
+                return set()
+            return {name for name, one, other in zip(self.names, self.numbers.tolist(), before.numbers.tolist())
+                    if one != other}
+        known, now = before._by_name(), self._by_name()
+        return {name for name, numbers in now.items() if known.get(name, numbers) != numbers}
+
+    def _by_name(self) -> dict[str, list[int]]:
+        found: dict[str, list[int]] = {}
+        for name, number in zip(self.names, self.numbers.tolist()):
+            found.setdefault(name, []).append(number)
+        return found
 
 
 class _Words:
-    """The memory of ``parameters`` as whole numbers: what is written by way of `.data` has no version."""
+    """The memory of ``parameters`` as whole numbers: what is written by way of `.data` has no version.
+
+    A processor adds up 64 bits at a time five times as fast as shorter numbers, which torch widens first. But the
+    exponents of numbers that are all doubled have grown by a power of two, of which 4096 come round to nothing: so in
+    short rows. Small parameters are copied beside each other first, each from the beginning of a row: two calls of
+    torch for all of them, in the place of two for each.
+    """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        self._names = tuple(parameters)
         self._places = _places(parameters)
-        self._views = [_words(tensor) for tensor in parameters.values()]
+        views = {name: _words(tensor) for name, tensor in parameters.items()}
+        rows = {name: -(-view.nbytes // (8 * _ROW)) for name, view in views.items()}
+        small = _first_of({name: view for name, view in views.items() if view.nbytes < _LONG})
+        large = [name for name in parameters if name not in small]
+        device = next((view.device for view in views.values()), None)
+        self._beside = torch.zeros(sum(rows[name] for name in small), _ROW, dtype=torch.int64, device=device)
+        self._small, self._slots, start = list(small.values()), [], 0
+        for name, view in small.items():
+            flat = self._beside.view(torch.int8).view(-1)[start:start + view.nbytes]
+            self._slots.append(flat.view(view.dtype).view(view.shape))
+            start += 8 * _ROW * rows[name]
+        self._large = [_in_rows(views[name]) for name in large]
+        self._names = *(name for name in small for _ in range(rows[name])), *large
 
     def are_of(self, parameters: Mapping[str, torch.Tensor]) -> bool:
         """Whether they still lie there."""
-        return self._names == tuple(parameters) and self._places == _places(parameters)
+        return self._places == _places(parameters)
 
     def sums(self) -> _Sums:
-        # A row's sum has 64 bits, of which both halves count.
-        sums = [words.sum(1).view(torch.int32).sum() if in_rows else words.sum() for words, in_rows in self._views]
-        return _Sums(self._names, torch.stack(sums) if sums else torch.empty(0, dtype=torch.int64))
+        # Of a row's sum, which has 64 bits, both halves count.
+        large = [words.sum(1).view(torch.int32).sum() if in_rows else words.sum() for words, in_rows in self._large]
+        if self._small:
+            torch._foreach_copy_(self._slots, self._small)
+        small = self._beside.sum(1)
+        return _Sums(self._names, torch.cat([small, torch.stack(large)]) if large else small)
 
 
-def _places(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    return [(tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors.values()]
+def _places(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, int, tuple[int, ...], tuple[int, ...]]]:
+    return [(name, tensor.data_ptr(), tensor.shape, tensor.stride()) for name, tensor in tensors.items()]
 
 
-def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """And whether they are in rows. A processor adds up 64 bits at a time five times as fast as shorter numbers, which
-    torch widens first. But the exponents of numbers that are all doubled have grown by a power of two, of which 4096
-    come round to nothing: so first in short rows."""
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """As whole numbers of the same size."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    size = tensor.element_size()
-    if not tensor.is_contiguous():
-        return tensor.view(_WORDS[size]), False
-    flat = tensor.view(-1)
-    if flat.nbytes < _LONG or flat.nbytes % (8 * _ROW) or flat.storage_offset() * size % 8:
-        return flat.view(_WORDS[min(size, 4)]), False
-    return flat.view(torch.int64).view(-1, _ROW), True
+    return tensor.view(_WORDS[tensor.element_size()])
+
+
+def _first_of(views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those that are copied beside each other: as many as there is room for, on one device."""
+    found: dict[str, torch.Tensor] = {}
+    room = _BESIDE
+    for name, view in views.items():
+        room -= view.nbytes
+        if room >= 0 and (not found or view.device == next(iter(found.values())).device):
+            found[name] = view
+    return found
+
+
+def _in_rows(words: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """And whether they are in rows of 64 bits each."""
+    if words.is_contiguous():
+        flat = words.view(-1)
+        if flat.nbytes % (8 * _ROW) == 0 and flat.storage_offset() * flat.element_size() % 8 == 0 and flat.nbytes:
+            return flat.view(torch.int64).view(-1, _ROW), True
+        if flat.element_size() == 8:
+            flat = flat.view(torch.int32)
+        return flat, False
+    return words, False
 
 
 def same(one: Any, other: Any) -> bool:
