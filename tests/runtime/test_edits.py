@@ -110,7 +110,8 @@ def test_what_is_changed_after_the_verdict_has_come_stands_but_is_refused_as_bef
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize(("shape", "start"), [((512, 512), 0), ((512, 512), 1), ((128, 128), 0), ((3, 5), 0), ((1,), 1)])
+@pytest.mark.parametrize(("shape", "start"),
+                         [((512, 512), 0), ((512, 512), 1), ((128, 128), 0), ((3, 5), 0), ((1,), 1)])
 def test_what_is_written_by_way_of_data_is_found_in_every_type_and_shape(
         dtype: torch.dtype, shape: tuple[int, ...], start: int):
     stage = OneWeight()

@@ -68,8 +68,11 @@ class Edits:
                                self._summed(tensors), self._variables)
 
     def found(self, final: bool = False) -> bool:
-        """Whether the script has changed anything that a step changes, or is made with. ``final``: that step will not be
-        undone, so that changes stand as they are; but those that would have been refused are, however early it is."""
+        """Whether the script has changed anything that a step changes, or is made with.
+
+        ``final``: that step will not be undone, so that changes stand as they are. Only those are told of then that
+        would be refused otherwise: what is refused must not depend on who is faster.
+        """
         left = self._left
         if left is None:
             return False
