@@ -4,6 +4,7 @@
 #   scripts/test.sh                                  everything but the tests of the night
 #   scripts/test.sh -m "not slow" -k recovery        some
 #   CAMPAIGN_SEEDS=5000 scripts/test.sh --night      more of each kind, and random campaigns as long as one likes
+#   scripts/test.sh --night --ordered tests/backends under NCCL's rules of order, without a GPU (docs/gpu.md)
 #
 # One test more runs at a time than there are cores, since jobs also wait: each has its own folder, ports and network.
 # PROCESSES=0 runs one after the other, for a debugger.
