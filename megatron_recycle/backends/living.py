@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+import torch.distributed as dist
+
 from megatron_recycle.runtime.comm.living.calls import Call
 from megatron_recycle.runtime.comm.living.exchange import Group, Roll
 from megatron_recycle.runtime.comm.living.script_groups import Asks, Reach
@@ -46,6 +48,14 @@ class LivingGroups:
         if not session.in_script or session.worker.standing.epoch.generation == 0:
             return Asks.LIBRARY
         return Asks.LATE if session.catches_up else Asks.SCRIPT
+
+    def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
+        """As in `script_groups.Job`."""
+        site = self._session.worker.site
+        last = site.current.last
+        if site.place.parts == 1 or last is None or last.groups.siblings is None:
+            return None
+        return tuple(site.place.ranks[site.place.me]), last.groups.siblings.group
 
     def make(self, group: Group, call: Call) -> None:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""

@@ -60,7 +60,7 @@ class Checkpoints:
         self._write_stage(groups, save_dir, hidden, said[0], dict(client_state or {}), exclude_frozen_parameters,
                           save.check)
         count(groups.control, True)  # every part is there
-        if groups.me == groups.members[0]:
+        if groups.me == groups.members[0] and groups.part == 0:
             save.whole(str(place.absolute()))
             _name(hidden, place)
             if save_latest:
@@ -87,7 +87,8 @@ class Checkpoints:
         place = Path(folder, tag)
         hidden = place.with_name(f".{place.name}.last")
         whole = _by_all(groups, partial(self._write_stage, groups, folder, hidden, tag))
-        whole = whole and _by_all(groups, partial(_finish, hidden, place) if groups.me == groups.members[0] else None)
+        whole = whole and _by_all(groups, partial(_finish, hidden, place) if (
+            groups.me == groups.members[0] and groups.part == 0) else None)
         return str(place.absolute()) if whole else ""  # the one that could not says why
 
     def _tag(self, tag: Any) -> str:

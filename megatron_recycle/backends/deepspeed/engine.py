@@ -101,6 +101,8 @@ class RecyclePipelineEngine(PipelineEngine):
         """The optimizer, if it has fp32 copies of 16-bit parameters."""
         super().__init__(*args, **keywords)
         check_supported(self)
+        # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
+        self.is_pipe_partitioned = self.is_grad_partitioned = False
         self._options = options
         self._stage = DeepSpeedStage(self, self.masters, settings, speaks=self.speaks,
                                      read_with=(self._dataset, options.data))
@@ -257,7 +259,7 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def speaks(self) -> bool:
         """Whether this worker says what is said once in a job: it is the first live one."""
-        return self.session.speaks()
+        return self.session.speaks() and self.session.place.part == 0
 
     def _log_as_rank_zero(self, loss: torch.Tensor) -> None:
         """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
@@ -324,10 +326,14 @@ class RecyclePipelineEngine(PipelineEngine):
 
 def _place(engine: PipelineEngine) -> Place:
     grid, topology = engine.grid, engine.grid.topology()
-    # Further axes, of size 1: others are refused.
-    rest = {axis: 0 for axis in topology.get_axis_names() if axis not in ("pipe", "data")}
-    ranks = {Worker(pipeline, stage): (topology.get_rank(pipe=stage, data=pipeline, **rest),)
-             for pipeline in range(grid.data_parallel_size) for stage in range(grid.pipe_parallel_size)}
-    return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), ranks=ranks,
-                 grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
+    axes = topology.get_axis_names()
+    parts = topology.get_dim("model") if "model" in axes else 1
+    # Further axes have size 1: others are refused.
+    rest = {axis: 0 for axis in axes if axis not in ("pipe", "data")}
+    ranks = {Worker(pipeline, stage): tuple(
+        topology.get_rank(pipe=stage, data=pipeline, **{**rest, **({"model": part} if "model" in axes else {})})
+        for part in range(parts)) for pipeline in range(grid.data_parallel_size)
+        for stage in range(grid.pipe_parallel_size)}
+    return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), part=grid.get_slice_parallel_rank(),
+                 ranks=ranks, grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
                  backend=backend_for(engine.device))

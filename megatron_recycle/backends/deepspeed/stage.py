@@ -13,6 +13,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
+from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
@@ -163,20 +164,24 @@ class DeepSpeedStage:
         return self._optimizer if self._optimizer is not None and self._optimizer.scales else None
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
-        """Stock's way of counting: in fp32 model-parallel rank 0 only, which in a pipeline is the first stage; in
-        16 bits all stages, a tied parameter once. Infinite if losses are scaled and a gradient has overflowed."""
-        engine = self._engine
+        """Stock's way of counting (`_counts`). Infinite if losses are scaled and a gradient has overflowed."""
         if self._scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
             return math.inf
         if self._clipping <= 0.0 and self._optimizer is None:
             return 0.0
-        everywhere = self._global_norm
-        if not everywhere and engine.grid.get_model_parallel_rank() != 0:
-            return 0.0
         counted = [gradient.detach().float() for parameter, gradient in zip(self.parameters, gradients)
-                   if not (everywhere and getattr(parameter, "ds_pipe_replicated", False))]
+                   if self._counts(parameter)]
         total = torch.stack(torch._foreach_norm(counted, 2.0)).pow(2.0).sum().float().item() if counted else 0.0
         return total if self._scaled is None else total / self._scaled.loss_scale**2
+
+    def _counts(self, parameter: nn.Parameter) -> bool:
+        """Whether ``parameter`` counts in the global norm: in fp32 those of model-parallel rank 0, which is the first
+        stage's first tensor-parallel part, and those that are cut over ranks, anywhere; in 16 bits those of all
+        stages, a tied one once, and of the other parts what is cut over them."""
+        cut, grid = is_model_parallel_parameter(parameter), self._engine.grid
+        if not self._global_norm:
+            return cut or grid.get_model_parallel_rank() == 0
+        return (cut or grid.get_slice_parallel_rank() == 0) and not getattr(parameter, "ds_pipe_replicated", False)
 
     def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
         return 0.0  # DeepSpeed does not count them
@@ -299,6 +304,8 @@ class DeepSpeedStage:
         grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage.group
         grid.ds_model_proc_group = grid.pp_proc_group = groups.pipeline.group
         engine.module.world_group = groups.world.group
+        if groups.siblings is not None:
+            grid.slice_proc_group = groups.siblings.group
         engine.reset_activation_shape()  # told with an evaluation's first message, which new neighbours have not seen
 
     def _load(self, data: Any) -> tuple[torch.Tensor, ...]:

@@ -42,8 +42,9 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
          f"optimizer {type(optimizer).__name__}: use one of torch.optim, for instance "
          '{"type": "Adam", "params": {"torch_adam": true}}'),
         (engine.has_moe_layers, "mixture-of-experts layers: use dense ones"),
-        (engine.grid.model_parallel_size > 1, "tensor parallelism: use a topology of pipe and data only"),
-        (engine.is_pipe_partitioned or engine.is_grad_partitioned, "partitioned activations: turn them off"),
+        (any(engine.grid.topology().get_dim(axis) > 1 for axis in engine.grid.topology().get_axis_names()
+             if axis not in ("pipe", "data", "model")), "a topology with further axes than pipe, data and model: let "
+         "these have size 1"),
         (engine.module.dynamic_shape, "PipelineModule(dynamic_shape=True): use one shape for all micro-batches"),
         (engine.module.seed_layers, "PipelineModule(seed_layers=True): randomness is seeded by place already"),
         (engine.curriculum_learning_enabled() or engine.random_ltd_enabled(), "curriculum learning and random-LTD: "

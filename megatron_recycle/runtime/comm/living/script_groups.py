@@ -93,6 +93,9 @@ class Job(Protocol):
     def make(self, group: Group, call: Call) -> None:
         """Carry ``call`` out. Raises JobEnded, UnsupportedError."""
 
+    def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
+        """The ranks of this worker's tensor-parallel parts, and their group of now; None if it has one part."""
+
     def reach(self, group: Group) -> Reach:
         """How ranks of ``group`` reach each other now. Raises JobEnded."""
 
@@ -165,7 +168,9 @@ class ScriptGroups:
         @functools.wraps(stock)
         def method(group: dist.ProcessGroup, *given: Any, **keywords: Any) -> Any:
             asks = self._job.asks()
-            if asks is Asks.LIBRARY or (found := self._groups.known(group)) is None or (
+            if asks is Asks.LIBRARY:
+                return stock(self._of_now(group), *given, **keywords)
+            if (found := self._groups.known(group)) is None or (
                     len(found.ranks) == 1 and not isinstance(group, Hollow)):
                 return stock(group, *given, **keywords)
             arguments = [*given, *keywords.values()]
@@ -176,6 +181,15 @@ class ScriptGroups:
             return done(arguments[0] if arguments and name != "barrier" else None)
 
         return method
+
+    def _of_now(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """What stands for ``group`` inside of an iteration: one that holds a worker's tensor-parallel parts, whoever
+        has made it, is the generation's, which ends with it and frees a part that waits for one that is gone."""
+        inside = self._job.inside()
+        if inside is None:
+            return group
+        found = self._groups.known(group)
+        return inside[1] if found is not None and found.ranks == inside[0] else group
 
     def _carry_out(self, asks: Asks, group: Group, call: Call) -> None:
         if asks is Asks.LATE:
