@@ -9,7 +9,7 @@ from typing import Any
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.job import Measured, Measurements
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, overfull
-from megatron_recycle.planner import Cache, ahead, improve, plan_for, recosted
+from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, pairs, plan_for, recosted
 from megatron_recycle.planner.baselines import drop
 
 WORTHWHILE = 0.02
@@ -49,6 +49,14 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
     )
 
 
+def partner_price(description: Mapping[str, Any], measured: Measured | None) -> PartnerPrice:
+    """The price of a pair of workers that have not talked yet. It is known in seconds, so that it counts only among
+    plans whose durations are measured."""
+    seconds = float(description.get("partner_cost") or 0.0)
+    in_seconds = measured is not None and not description.get("costs")
+    return PartnerPrice(1e6 * seconds if in_seconds else 0.0, float(description.get("horizon", 100.0)))
+
+
 class Planning:
     """`plan` at once and `improve` in the background, with the best plan of each membership kept.
 
@@ -65,6 +73,7 @@ class Planning:
         self._measurements = Measurements()
         self._before: Measured | None = None  # what was known before the last change, and plans were made ahead for
         self._best: dict[frozenset[str], Plan] = {}
+        self._partners: frozenset[tuple[Worker, Worker]] = frozenset()  # of the plan that was handed out last
         self._lock = threading.Lock()
         self.ahead: threading.Thread | None = None
         """Makes plans ahead; None before that has begun."""
@@ -80,22 +89,27 @@ class Planning:
                 known = drop(problem)
             else:
                 known = self._made(problem, problem_of(description, failed, self._before),
-                                   int(description.get("seed") or 0))
+                                   int(description.get("seed") or 0),
+                                   partner_price(description, self._measurements.known))
             with self._lock:
                 self._best[failed] = known
-        self._handed_out(known)
-        return known.to_json()
+        return self._hand_out(known)
 
-    def _made(self, problem: Problem, before: Problem, seed: int) -> Plan:
+    def _hand_out(self, plan: Plan) -> dict[str, Any]:
+        self._partners = pairs(plan)
+        self._handed_out(plan)
+        return plan.to_json()
+
+    def _made(self, problem: Problem, before: Problem, seed: int, price: PartnerPrice) -> Plan:
         """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
-        better and still has the memory."""
+        better, new partners paid, and still has the memory."""
         plan, earlier = plan_for(problem, self._cache, work=0, seed=seed), self._cache.get(before)
         if plan.stats.get("cached") or earlier is None or before == problem:
             return plan
         again = recosted(problem, earlier)
         if overfull(again):
             return plan
-        return again if again.objective_value < plan.objective_value else plan
+        return min(plan, again, key=lambda each: price.total(each, self._partners))
 
     def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
@@ -132,7 +146,8 @@ class Planning:
     ) -> dict[str, Any] | None:
         """A better plan within the job's `planner_budget`, or None. It is kept for later in any case.
 
-        With measured costs, which are never exact, it must be better by a share of `WORTHWHILE`.
+        With measured costs, which are never exact, it must be better by a share of `WORTHWHILE`, and what that saves
+        in the job's `horizon` must be more than its new partners cost. Kept for the next time it is all the same.
 
         A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what
         may fail next are made afterwards, until ``cancelled``.
@@ -158,14 +173,14 @@ class Planning:
         if better is None:
             return None
         measured = not description.get("costs") and self._measurements.known is not None
-        worth = replaced is not None or not measured or better.objective_value < (1 - WORTHWHILE) * before
+        price, partners = partner_price(description, self._measurements.known), pairs(incumbent)
+        pays = (before - better.objective_value) * price.horizon > price.of(better, partners)
+        worth = replaced is not None or not measured or (
+            better.objective_value < (1 - WORTHWHILE) * before and pays)
         with self._lock:
             self._best[failed] = better
         self._cache.put(problem, better)
-        if not worth:
-            return None
-        self._handed_out(better)
-        return better.to_json()
+        return self._hand_out(better) if worth else None
 
     def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
         """Members and the empty positions of other stages that they had better take."""

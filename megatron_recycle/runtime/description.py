@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.plan import Costs
+from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.site import Site
 
 
@@ -27,6 +28,7 @@ def description(site: Site) -> dict[str, Any]:
             "report_timeout": config.report_timeout,
             "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
             "move_cost": config.move_cost, "horizon": config.horizon,
+            "partner_cost": BACKENDS[place.backend].partner_cost,
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
             "emergency": None if site.framework.save_last is None else config.emergency_checkpoint != "none",
             "poison": config.poison, "guard": config.guard, "backend": place.backend, "torch": torch.__version__}

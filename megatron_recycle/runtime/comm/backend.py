@@ -52,11 +52,13 @@ class Backend:
             ever.
         host: whether it moves tensors that lie in CPU memory.
         quick: whether `abort` takes milliseconds for each other member. Otherwise it may hang, and needs a thread.
+        partner_cost: seconds that the first transfer of two workers takes beside what the message does.
     """
 
     ordered: bool
     host: bool
     quick: bool
+    partner_cost: float = 0.0
 
     def limit(self, group: Any) -> timedelta | None:
         """How long an operation on ``group`` may take; None if the library does not need to be told."""
@@ -137,6 +139,7 @@ class Nccl(Backend):
     """NVIDIA's library for tensors on GPUs. By its sources and torch's; none of this has run on a GPU."""
 
     ordered, host, quick = True, False, False
+    partner_cost = 0.15  # of a communicator of two (NVIDIA/nccl issue 1605); nobody has published a bare connection
 
     def __init__(self) -> None:
         self._streams = threading.local()
