@@ -6,7 +6,8 @@ it. Told what to do by RECYCLE_FAKE (JSON):
 `iterations`; `pause`: {rank: iteration} and `pause_report`: {rank: generation}, where a worker says so in a file
 and waits for it to go away, once: an iteration that is made again has no pause; `mute`: ranks that never report;
 `fail_at_start`: ranks; `fail_when_connected`: ranks; `patience`: seconds that a waiting one bears a coordinator
-out of reach; `marks`: a folder for these files.
+out of reach; `offered`: an iteration from which on none is held without the offer of a boundary, until somebody has
+come in; `marks`: a folder for these files.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ class FakeWorker:
         )
         self.waits_since: float | None = None
         self.paused: set[str] = set()
+        self.joined = False
         if "patience" in self.orders:
             self.agent.doing = self.doing
         launched, life = Launched.read(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -97,6 +100,7 @@ class FakeWorker:
         while True:
             if go is not None:
                 self.reconcile(go)
+                self.joined |= bool(go.resume.joined)
                 if self.name in go.resume.joined:
                     self.agent.holds(go.generation, {"bytes": 1000, "ms": 1.0})
                 self.agent.resumed(go.generation)
@@ -143,6 +147,8 @@ class FakeWorker:
             self.observe("forward", iteration)
             if not self.agreed(go, f"computed-{iteration}"):
                 return False
+            if not self.may_hold(go, iteration):
+                return False
             standing.hold(iteration)
             self.observe("reduced", iteration)
             offer = self.agent.offer
@@ -162,6 +168,12 @@ class FakeWorker:
         marks = self.marks / f"{go.generation}-{what}"
         return all((marks / name).read_text() == text for name in go.members)
 
+    def may_hold(self, go: Go, iteration: int) -> bool:
+        """Wait for an offer, if a test wants it; False if a stop came."""
+        first = self.orders.get("offered")
+        return first is None or iteration < first or self.waited(
+            go, lambda: self.joined or self.agent.offer is not None)
+
     def agreed(self, go: Go, what: str, text: str = "") -> bool:
         """Put a mark and wait for those of all members; False if a stop came."""
         marks = self.marks / f"{go.generation}-{what}"
@@ -170,12 +182,12 @@ class FakeWorker:
         (marks / f"{self.name}.part").rename(marks / self.name)
         self.waits_since = time.monotonic()
         try:
-            return self.all_marked(go, marks)
+            return self.waited(go, lambda: all((marks / name).exists() for name in go.members))
         finally:
             self.waits_since = None
 
-    def all_marked(self, go: Go, marks: Path) -> bool:
-        while not all((marks / name).exists() for name in go.members):
+    def waited(self, go: Go, reached: Callable[[], bool]) -> bool:
+        while not reached():
             if self.agent.stop_generation > go.generation:
                 return False
             if self.agent.ended is not None:

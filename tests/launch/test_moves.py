@@ -14,11 +14,11 @@ from megatron_recycle.control.planning import problem_of
 from megatron_recycle.launch.starting import Starts
 from tests.launch.running import Running, launched
 
-ITERATIONS = 150
+ITERATIONS = 50
 MOVES: dict[str, Any] = {"moves": True, "move_cost": 1.0, "horizon": 100.0}
-ORDERS = {"iterations": ITERATIONS, "pause": {"0": 2, "1": 2, "2": 5}, "description": MOVES}
+ORDERS = {"iterations": ITERATIONS, "pause": {"0": 2, "1": 2, "2": 5}, "offered": 6, "description": MOVES}
 """Of 3 pipelines; ranks 0 and 1 are 0:0 and 1:0, to be killed before iteration 2. Rank 2 (2:0) lets nobody go beyond 5
-until it is released. Rank 4 (1:1) is to move to 0:0."""
+until it is released; 6 is not held before all know that the process is ready to which rank 4 (1:1) moves, at 0:0."""
 
 
 def lose_two(job: Running) -> int:
@@ -100,7 +100,7 @@ def test_a_worker_moves_to_the_place_of_one_that_stands_still(tmp_path: Path) ->
 @pytest.mark.processes
 def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) -> None:
     """Another failure comes first: 0:1 dies, and stage 1 has nobody to spare."""
-    with launched(tmp_path / "run", {**ORDERS, "pause": {**ORDERS["pause"], "3": 5}}) as job:
+    with launched(tmp_path / "run", {**ORDERS, "offered": None, "pause": {**ORDERS["pause"], "3": 5}}) as job:
         lose_two(job)
         job.kill(3)
         assert job.event("move_failed")["reason"] == "the membership has changed"
@@ -111,8 +111,7 @@ def test_the_launcher_ends_the_new_process_when_the_move_ends(tmp_path: Path) ->
 @pytest.mark.slow
 def test_max_restarts_comes_first_and_a_rank_that_stays_out_is_moved_to(tmp_path: Path) -> None:
     description = {**MOVES, "max_restarts": 1}
-    orders = {"iterations": ITERATIONS, "pause": {"0": 2, "1": 2, "2": 5}, "description": description}
-    with launched(tmp_path / "run", orders) as job:
+    with launched(tmp_path / "run", {**ORDERS, "description": description}) as job:
         job.kill(0, 1)
         for name in ("0:0", "1:0"):
             os.kill(job.event("waiting", worker=name)["pid"], signal.SIGKILL)

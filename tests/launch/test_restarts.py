@@ -11,10 +11,10 @@ import pytest
 from megatron_recycle.launch.restarts import Restarts
 from tests.launch.running import Running, launched
 
-ITERATIONS = 150
-"""Many more than it takes until all have heard that somebody waits."""
-JOINS = {"iterations": ITERATIONS, "pause": {"4": 2, "0": 5}, "description": {"max_restarts": 1}}
-"""Rank 4 is worker 1:1, to be killed before iteration 2; rank 0 lets nobody go beyond 5 until the joiner is there."""
+ITERATIONS = 8
+JOINS = {"iterations": ITERATIONS, "pause": {"4": 2, "0": 5}, "offered": 6, "description": {"max_restarts": 1}}
+"""Rank 4 is worker 1:1, to be killed before iteration 2; rank 0 lets nobody go beyond 5 until the joiner is there, and 6
+is not held before all have heard of it."""
 
 
 def lose_and_wait(job: Running) -> None:

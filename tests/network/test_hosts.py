@@ -149,8 +149,8 @@ def test_a_host_whose_link_goes_down_ends_by_itself(net: Hosts, tmp_path: Path):
 
 
 def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, tmp_path: Path):
-    # One pause to be cut off in, one to come back in, and many more iterations than it takes until all know of that.
-    orders = {"pause": {"0": 3, "1": 6}, "iterations": 150}
+    # One pause to be cut off in, one to come back in; then all wait until they know of it.
+    orders = {"pause": {"0": 3, "1": 6}, "offered": 7, "iterations": 10}
     with launched_on(net, tmp_path / "run", *fake(orders), "--nproc", "2", str(FAKE_WORKER)) as several:
         several.job.paused(0)
         set_link(net.names[1], False)
