@@ -13,8 +13,8 @@ from tests.launch.running import Running, launched
 
 ITERATIONS = 8
 JOINS = {"iterations": ITERATIONS, "pause": {"4": 2, "0": 5}, "offered": 6, "description": {"max_restarts": 1}}
-"""Rank 4 is worker 1:1, to be killed before iteration 2; rank 0 lets nobody go beyond 5 until the joiner is there, and 6
-is not held before all have heard of it."""
+"""Rank 4 is worker 1:1, to be killed before iteration 2; rank 0 lets nobody go beyond 5 until the joiner is there, and
+6 is not held before all have heard of it."""
 
 
 def lose_and_wait(job: Running) -> None:
