@@ -32,6 +32,7 @@ from megatron_recycle.launch.worker_command import torchrun_environment
 from megatron_recycle.runtime.comm import abort, comm, rendezvous
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.memory.ends import Host, InMemory
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, WORLD
 from megatron_recycle.runtime.comm.threads import Threads
@@ -80,6 +81,7 @@ def posting_ahead(patch: pytest.MonkeyPatch) -> None:
 
 def waits_see_no_abort(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Comm, "is_aborted", lambda self: False)
+    patch.setattr(Groups, "counting", lambda self, what: contextlib.nullcontext())
 
 
 def gradients_count_at_once(patch: pytest.MonkeyPatch) -> None:
