@@ -252,7 +252,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             anneal(begun + len(losses))
             observer.on("annealed", begun + len(losses), None)
         if len(losses) in evaluate:
-            unseen = DataLoader(Text(5000), batch_size=BATCH)
+            # In turn of a share of the data, and of all of it on every pipeline.
+            share = DistributedSampler(Text(5000), pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
+            unseen = DataLoader(Text(5000), batch_size=BATCH, sampler=share if len(losses) % 2 else None)
             evaluated.append(engine.eval_batch(iter(unseen)).item())
         losses.append(engine.train_batch(iterator).item())
         if save and len(losses) == save[1]:

@@ -15,7 +15,8 @@ from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
 BATCHES = 3  # micro-batches of an iteration
 
 
-def stock(engine: Any, data_iter: Iterator[int], return_logits: bool = False, num_micro_batches: int | None = None,
+def stock(engine: Any, data_iter: Iterator[int], return_logits: bool = False, compute_loss: bool = True,
+          reduce_output: str = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None,
           dies_after: int = 100) -> int:
     """Takes micro-batches as DeepSpeed's does; a peer dies after some of them."""
     wanted = BATCHES if num_micro_batches is None else num_micro_batches
@@ -25,7 +26,7 @@ def stock(engine: Any, data_iter: Iterator[int], return_logits: bool = False, nu
 def engine(together: Callable[..., Any], first: bool = True) -> Any:
     return SimpleNamespace(is_first_stage=lambda: first, is_last_stage=lambda: False, micro_batches=BATCHES,
                            device="cpu", reset_activation_shape=lambda: None,
-                           session=SimpleNamespace(together=together))
+                           session=SimpleNamespace(together=together, in_script=False))
 
 
 @pytest.fixture(autouse=True)

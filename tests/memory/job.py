@@ -265,7 +265,10 @@ class Job:
         agent.start()
         for iteration in range(shape.iterations):
             if iteration in shape.evaluate:
-                result.evaluated.append(made.evaluate(iteration, Data(), 500 + iteration).flatten().tolist())
+                number = 500 + iteration
+                for limit in (None, number * shape.microbatches + 1):
+                    table = made.evaluate(iteration, Data(), number, limit)
+                    result.evaluated.append(table.flatten().tolist())
             if iteration in shape.save:
                 made.save(iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage.state()))
             result.losses.append(made.train(iteration))

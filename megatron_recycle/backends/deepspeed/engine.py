@@ -33,7 +33,15 @@ from megatron_recycle.backends.deepspeed.config import (
     say_before_compiling,
     with_config,
 )
-from megatron_recycle.backends.deepspeed.evaluation import Taken
+from megatron_recycle.backends.deepspeed.evaluation import (
+    EvaluationData,
+    MappedEvaluation,
+    Taken,
+    by_pipeline,
+    mean,
+    passes,
+    unknown,
+)
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.monitors import Event, Monitors
@@ -90,8 +98,7 @@ def install(options: Options) -> None:
 class RecyclePipelineEngine(PipelineEngine):
     """`PipelineEngine` that goes on training when workers fail.
 
-    Differences a user can see: `train_batch()` takes an iterator only over a torch DataLoader, and while a
-    worker is missing `eval_batch()` and `save_checkpoint()` are refused.
+    A difference that a user can see: `train_batch()` takes an iterator only over a torch DataLoader.
     """
 
     def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
@@ -113,6 +120,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
         self.monitor: Monitors = Monitors(self.monitor, self.speaks, lambda: self.session.busy)
+        self._evaluated = EvaluationData(place.me, place.grid, self.session.seeds("evaluation data"))
         self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
@@ -275,14 +283,22 @@ class RecyclePipelineEngine(PipelineEngine):
     # ---- what all ranks do together between iterations
 
     def eval_batch(self, *args: Any, **keywords: Any) -> Any:
-        """As stock, and micro-batches may have another shape than those of the last one; not a number, with an error
-        line, while a worker is missing. The iterator goes on by as many micro-batches all the same: first and last
-        stage would read different ones of an iterator that one of them has not been through."""
+        """As stock, also while workers are missing, and through failures; micro-batches may have another shape than
+        those of the last one. The mean has the same bits whoever is left (see `evaluation`).
+
+        Not a number, with an error line, where nobody is left who can read a pipeline's micro-batches, and, while a
+        worker is missing, with ``return_logits`` or without ``compute_loss``. The iterator goes on all the same: first
+        and last stage would read different ones of an iterator that one of them has not been through.
+        """
         bound = inspect.signature(PipelineEngine.eval_batch).bind(self, *args, **keywords)
+        bound.apply_defaults()
         given = bound.arguments
-        count = given.get("num_micro_batches")
+        wanted = self.micro_batches if given["num_micro_batches"] is None else given["num_micro_batches"]
+        if self.session.in_script and given["compute_loss"] and not given["return_logits"] and (
+                given["reduce_output"] in (None, "avg")):
+            return self._evaluate(given["data_iter"], wanted, given["reduce_output"], given["bcast_loss"])
         reads = self.is_first_stage() or self.is_last_stage()
-        data = Taken(given["data_iter"], (self.micro_batches if count is None else count) if reads else 0)
+        data = Taken(given["data_iter"], wanted if reads else 0)
         if given["data_iter"] is not None:
             given["data_iter"] = data
 
@@ -291,13 +307,39 @@ class RecyclePipelineEngine(PipelineEngine):
             return PipelineEngine.eval_batch(*bound.args, **bound.kwargs)
 
         loss = torch.tensor(torch.nan, device=self.device)
-        nothing = (loss, None) if given.get("return_logits") else loss
-        result = self.session.together("eval_batch()", evaluate, nothing)
+        result = self.session.together("eval_batch()", evaluate, (loss, None) if given["return_logits"] else loss)
         data.finish()
         if self.monitor.enabled and not self.session.catches_up:
             loss = result[0] if given.get("return_logits") else result
             self.monitor.write([("Train/Samples/eval_loss", loss.mean().item(), self.global_samples)])
         return result
+
+    def _evaluate(self, iterator: Any, microbatches: int, reduce: str | None, everywhere: bool) -> Any:
+        """The mean loss of so many ``microbatches`` of each pipeline; without ``reduce`` this pipeline's, one by one.
+        Not ``everywhere``: on the last stage only."""
+        session, grid, data = self.session, self.session.place.grid, self._evaluated
+        self.module.eval()
+        with session.call():
+            with session.generators.kept():
+                data.begin(iterator, microbatches)
+            source = MappedEvaluation(data, lambda: self.batch_fn, session.seeds("evaluation batch_fn"))
+            tables = [session.evaluate(source, number, microbatches) for number in range(passes(grid, microbatches))]
+        if any(map(unknown, tables)):
+            if not data.failed:
+                raise StopIteration
+            get_logger().error("megatron-recycle: eval_batch() has no value: %s; training goes on", data.failed)
+            of_pipelines = [torch.full((microbatches,), torch.nan)] * grid.pipelines
+        else:
+            of_pipelines = by_pipeline(tables, grid, microbatches)
+        last = self.is_last_stage()
+        if reduce is None:
+            return [*of_pipelines[session.place.me.pipeline].to(self.device).unbind()] if last else None
+        value = mean(of_pipelines).to(self.device)
+        if self.monitor.enabled and not session.catches_up:
+            self.monitor.write([("Train/Samples/eval_loss", value.item(), self.global_samples)])
+        if not everywhere and not self.monitor.enabled:
+            return value if last else None
+        return value.float() if last else value.float().view(1)  # as stock broadcasts it
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock, also while workers are missing, and through failures. True, once ``latest`` names it."""

@@ -1,9 +1,155 @@
-"""The script's iterator of an evaluation: it goes on alike on all workers, whatever becomes of the evaluation."""
+"""`eval_batch()` on any grid: forwards in the order of the plan, each micro-batch's loss known to everybody.
+
+A pipeline's micro-batches come from the script's iterators at its two ends, as in stock. Those that run elsewhere are
+handed out by an end that is left. Where none is, they are the other pipelines' ones if all of these have the same, as
+with a plain list; else copies of the iterator's loader read them (`LoaderSource`). The losses are added up in stock's
+order, the pipelines from the first to the last: so the result has the same bits whoever is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.errors import DataError
+from megatron_recycle.plan import Grid, Microbatch, Plan, Worker
+from megatron_recycle.runtime.comm.comm import failing_ends
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.reduction import count
+from megatron_recycle.runtime.compute.data import Batch, Mapped, digest
+from megatron_recycle.runtime.compute.loaders import LoaderSource
+from megatron_recycle.runtime.compute.random_state import Seeds
+from megatron_recycle.runtime.evaluation import losses
+
+
+class EvaluationData:
+    """The script's iterators of its evaluations, one after another.
+
+    Args:
+        me: this worker, which reads the iterator if it is at an end of its pipeline.
+        grid: of the job.
+        seeds: what random numbers micro-batches are read with.
+    """
+
+    def __init__(self, me: Worker, grid: Grid, seeds: Seeds) -> None:
+        self._me = me
+        self._grid = grid
+        self._seeds = seeds
+        self._iterator: Any = None
+        self._source = LoaderSource(me.pipeline, seeds, anything=True)
+        self._first = self._next = 0
+        self._ended = False
+        self._shared: Mapping[Microbatch, Batch] = {}
+        self._alike = False
+        self._missing = ""
+
+    @property
+    def _ends(self) -> tuple[int, int]:
+        return 0, self._grid.stages - 1
+
+    def begin(self, iterator: Iterator[Any] | None, microbatches: int) -> None:
+        """An evaluation of so many ``microbatches`` of each pipeline begins: those of ``iterator`` are taken, whatever
+        becomes of them. Raises DataError where there is none and one is needed, and what it raises."""
+        self._first, self._next = self._next, self._next + microbatches
+        self._ended, self._shared, self._missing = False, {}, ""
+        if self._me.stage not in self._ends:
+            return
+        if iterator is None:
+            raise DataError("eval_batch() got no data iterator on the first or last stage of a pipeline")
+        if iterator is not self._iterator:  # one that goes on goes on where it was
+            self._iterator, self._source = iterator, LoaderSource(self._me.pipeline, self._seeds, anything=True)
+            self._source.give(iterator, self._first)
+        self._source.forget(self._me.pipeline, self._first)
+        try:
+            for number in range(self._first, self._next):
+                self._source.batch(self._me.pipeline, number)
+        except DataError as error:
+            if not isinstance(error.__context__, StopIteration):
+                raise
+            self._ended, self._iterator = True, None
+
+    @property
+    def failed(self) -> str:
+        """Why an evaluation that could not be made could not be; empty: an iterator has ended."""
+        return self._missing
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        found = self._shared.get((pipeline, number))
+        if found is not None:
+            return found
+        own = pipeline == self._me.pipeline or self._alike
+        return self._source.batch(self._me.pipeline if own else pipeline, self._first + number)
+
+    def forget(self, pipeline: int, before: int) -> None:
+        pass  # when the next one begins
+
+    def share(self, plan: Plan, microbatches: Sequence[Microbatch], number: int, groups: Groups) -> bool:
+        """As `runtime.evaluation.Shared`."""
+        (ended,) = count(groups.control, self._ended)
+        if ended:
+            return False
+        route = plan.route()
+        away = [(pipeline, microbatch) for pipeline, microbatch in microbatches
+                if any(route[pipeline, microbatch, stage].pipeline != pipeline for stage in self._ends)]
+        givers = {worker.pipeline: worker for worker in reversed(groups.members) if worker.stage in self._ends}
+        told = self._tell(away, givers, number, groups)
+        self._shared = {place: batch for one in told for place, batch in one.batches.items()}
+        digests = {one.pipeline: one.digests for one in told if one.digests}
+        if len(digests) > 1:  # of a single one nobody can tell: it stays as it was
+            self._alike = len(set(digests.values())) == 1
+        orphans = [place for place in away if place[0] not in givers and groups.me in (
+            route[place[0], place[1], stage] for stage in self._ends)]
+        try:
+            if orphans and not self._alike:
+                self._source.check(self._first, [digests[pipeline][0] if pipeline in digests else None
+                                                 for pipeline in range(self._grid.pipelines)])
+            for pipeline, microbatch in orphans:
+                self.batch(pipeline, self._number(pipeline, microbatch, number))
+        except DataError as error:
+            self._missing = str(error)
+        (failed,) = count(groups.control, bool(self._missing))
+        if failed and not self._missing:
+            self._missing = "another worker cannot read what it is to run, and says why"
+        return not failed
+
+    def _number(self, pipeline: int, microbatch: int, number: int) -> int:
+        return number * self._grid.microbatches[pipeline] + microbatch
+
+    def _tell(self, away: Sequence[Microbatch], givers: Mapping[int, Worker], number: int,
+              groups: Groups) -> list[_Told]:
+        """All that workers tell each other of the micro-batches of their own pipelines."""
+        reads = self._me.stage in self._ends
+        own = [self._source.batch(self._me.pipeline, at) for at in range(self._first, self._next)] if reads else []
+        mine = _Told(self._me.pipeline, tuple(map(digest, own)), {
+            (pipeline, at): own[at] for pipeline, at in (
+                (pipeline, self._number(pipeline, microbatch, number)) for pipeline, microbatch in away
+                if givers.get(pipeline) == self._me)})
+        told: list[Any] = [None] * groups.control.size
+        with failing_ends("micro-batches of the evaluation"):
+            dist.all_gather_object(told, mine, group=groups.control.group)
+        return told
+
+
+class _Told(NamedTuple):
+    """What a worker tells the others: checksums of all that it has read of its ``pipeline``, and those micro-batches
+    that run elsewhere, by their number in the evaluation."""
+
+    pipeline: int
+    digests: tuple[int, ...]
+    batches: Mapping[Microbatch, Batch]
+
+
+class MappedEvaluation(Mapped):
+    """`EvaluationData` after the function given to DeepSpeed's `set_batch_fn`."""
+
+    def __init__(self, data: EvaluationData, function: Callable[[], Callable[[Batch], Batch] | None],
+                 seeds: Seeds) -> None:
+        super().__init__(data, function, seeds)
+        self.share = data.share
 
 
 class Taken:
@@ -35,3 +181,35 @@ class Taken:
                 next(self)
             except StopIteration:
                 return
+
+
+def passes(grid: Grid, microbatches: int) -> int:
+    """How many passes over a global batch it takes to evaluate so many ``microbatches`` of each pipeline."""
+    return math.ceil(microbatches / max(grid.microbatches))
+
+
+def unknown(table: torch.Tensor) -> bool:
+    """Whether a pass could not be made."""
+    return bool(table[0, 1].isnan())
+
+
+def by_pipeline(tables: Sequence[torch.Tensor], grid: Grid, microbatches: int) -> list[torch.Tensor]:
+    """The losses of each pipeline's ``microbatches``, (microbatches,), in their own type, from the tables of all
+    `passes`."""
+    rows: list[list[torch.Tensor]] = [[] for _ in range(grid.pipelines)]
+    for table in tables:
+        for (pipeline, _), row in zip(grid.items(), table, strict=True):
+            rows[pipeline].append(row)
+    return [losses(torch.stack(own[:microbatches])) for own in rows]
+
+
+def mean(of_pipelines: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Stock's mean, operation by operation: over the micro-batches, then over the pipelines."""
+    total = None
+    for own in of_pipelines:
+        value = sum(own.unbind()) / len(own)
+        total = value if total is None else total + value
+    assert total is not None
+    return total / len(of_pipelines)
+
+

@@ -11,6 +11,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
@@ -114,7 +115,11 @@ class DeepSpeedStage:
         return changed
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
-        return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+        if self.module.training:
+            return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+        made = self._forward(inputs, batch)
+        checkpointing.reset()  # as stock, between forwards that no backward follows
+        return made
 
     def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         engine = self._engine
@@ -127,7 +132,7 @@ class DeepSpeedStage:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if engine.has_attention_mask or engine.has_bool_tensors:  # stock's next stage gets it as booleans
                 outputs = (*outputs[:-1], outputs[-1].bool())
-            if self.parameters and not any(tensor.requires_grad for tensor in outputs):
+            if torch.is_grad_enabled() and self.parameters and not any(tensor.requires_grad for tensor in outputs):
                 raise UnsupportedError(
                     "no output of this stage has a gradient, so that its parameters would never be trained. Reentrant "
                     "activation checkpointing takes the gradients of a first layer whose inputs have none, such as an "
