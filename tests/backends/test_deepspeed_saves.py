@@ -35,8 +35,9 @@ def alike(one: Any, other: Any) -> bool:
 def test_checkpoints_and_evaluations_without_a_whole_pipeline_and_a_kill_in_the_midst_of_a_save(tmp_path: Path):
     calm, folder = tmp_path / "calm", tmp_path / "killed"
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}
-    arguments: dict[str, Any] = {"pipelines": 3, "iterations": ITERATIONS, "evaluate": (0, 1, 2, 3), "engine_settings": {
-        "scheduler": schedule}, "settings": {"reduction": "exact"}}
+    arguments: dict[str, Any] = {
+        "pipelines": 3, "iterations": ITERATIONS, "evaluate": (0, 1, 2, 3), "engine_settings": {"scheduler": schedule},
+        "settings": {"reduction": "exact"}}
     undisturbed = run(gpt_job.train, 6, {**arguments, "save_every": (str(calm), EVERY)})
     die = Hold("1:0", "backward", 1, 1), Hold("1:1", "backward", 1, 3)  # nobody has this pipeline's iterators any more
     also, named = Hold("0:1", "save", 3), Hold("0:0", "saved", 3)
