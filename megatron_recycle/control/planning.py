@@ -82,7 +82,7 @@ class Planning:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
         with self._lock:
             self._measurements.live = frozenset(map(str, problem_of(description, failed).live_workers()))
-            known = self._best.get(failed)
+            known = None if description.get("policy") == "drop" else self._best.get(failed)
         if known is None:
             problem = problem_of(description, failed, self._measurements.known)
             if description.get("policy") == "drop":
@@ -91,8 +91,9 @@ class Planning:
                 known = self._made(problem, problem_of(description, failed, self._before),
                                    int(description.get("seed") or 0),
                                    partner_price(description, self._measurements.known))
-            with self._lock:
-                self._best[failed] = known
+            if description.get("policy") != "drop":
+                with self._lock:
+                    self._best[failed] = known
         return self._hand_out(known)
 
     def _hand_out(self, plan: Plan) -> dict[str, Any]:

@@ -38,6 +38,8 @@ class Plans:
 def make_plan(plans: Plans, description: Mapping[str, Any], order: MakePlan) -> Input:
     """The plan of a new generation, or why there is none."""
     began = time.monotonic()
+    if order.policy is not None:
+        description = {**description, "policy": order.policy}
     try:
         plan = plans.plan(description, order.failed)
     except Exception as error:  # whatever a planner meets, the job must hear of it instead of waiting

@@ -77,10 +77,12 @@ class AwaitPlace:
 
 @dataclass(frozen=True)
 class MakePlan:
-    """Make a plan at once for the grid without `failed`, and feed `Planned` or `PlanFailed`."""
+    """Make a plan at once for the grid without `failed`, by another `policy` than the job's if one is named, and feed
+    `Planned` or `PlanFailed`."""
 
     generation: int
     failed: frozenset[str]
+    policy: str | None = None
 
 
 @dataclass(frozen=True)

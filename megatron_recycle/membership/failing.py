@@ -156,12 +156,13 @@ def next_generation(
         since=since if state.since is None else min(state.since, since),
         stood_since=min(state.standing.values(), default=now) if joined else None,
         mended=0 if lost else state.mended,
+        fallback=None if joined else state.fallback,
         closing=to_close,
     )
     events = (*of_each, *more, _decided(state, reason, now))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state))]
-    announce += () if guarding.waits(state) else (MakePlan(state.generation, state.failed),)
+    announce += () if guarding.waits(state) else (MakePlan(state.generation, state.failed, state.fallback),)
     announce.append(Await(state.generation))
     told: list[Decision] = [*told_out, *map(Emit, events)]
     told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned

@@ -37,10 +37,12 @@ class Fault:
     """Whether it is a refusal of this package: any worker in this one's place would meet it too."""
     whole: bool = False
     """Whether the worker waits in it for what the coordinator decides, with all of its state."""
+    recovery: bool = False
+    """Whether it came up because others have failed: in a recovery, or for want of memory in a guest's micro-batch."""
 
     @classmethod
     def of(cls, error: BaseException, iteration: int | None = None, action: str | None = None,
-           whole: bool = False) -> Fault:
+           whole: bool = False, recovery: bool = False) -> Fault:
         """The value for ``error``."""
         kind = type(error)
         own = kind.__module__ in ("builtins", "__main__") or kind.__module__.startswith("megatron_recycle.")
@@ -51,14 +53,14 @@ class Fault:
         except Exception as worse:  # noqa: BLE001 - the script's own type may fail here too
             text = f"(its text cannot be had: {type(worse).__name__})"
         most = _LONGEST["text"] if refused else _LONGEST_OF_SCRIPTS
-        return cls(one_line(name, _LONGEST["error"]), one_line(text, most), iteration, action, refused, whole)
+        return cls(one_line(name, _LONGEST["error"]), one_line(text, most), iteration, action, refused, whole, recovery)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Fault:
         """As another process has sent it. Raises KeyError, TypeError or ValueError for anything else."""
         fault = cls(**{name: data[name] for name in cls.__dataclass_fields__})
         kinds: dict[str, Any] = {"error": str, "text": str, "iteration": (int, type(None)), "action": (str, type(None)),
-                 "refused": bool, "whole": bool}
+                 "refused": bool, "whole": bool, "recovery": bool}
         for name, kind in kinds.items():
             value = getattr(fault, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

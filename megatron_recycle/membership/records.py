@@ -107,6 +107,8 @@ TRANSIENT: Mapping[str, str] = {
     "losses": "expendable: of iterations that were not told of yet",
     "returned": "it is about this coordinator's own return",
     "go": "whoever has not heard it says so, and the recovery is begun again",
+    "retries": "a coordinator that has come back tries as often again",
+    "fallback": "the job's own policy is tried again",
     "restoring": "processes are started again",
     "restores": "a coordinator that has come back tries as often again",
     "switch": _OFFERED,

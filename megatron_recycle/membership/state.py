@@ -178,6 +178,10 @@ class State:
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
     checkpoint: Message | None = None
     """The newest checkpoint that is whole: ``place``, and the ``iteration`` whose end it is of."""
+    retries: int = 0
+    """Generations that were begun because a recovery has failed, since an iteration was committed."""
+    fallback: str | None = None
+    """The policy that plans are made by instead of the job's, since a recovery has failed."""
     restoring: Mapping[str, int] = field(default_factory=dict)
     """Positions of a lost stage whose processes are being started, and the number of that (as of a move)."""
     restores: int = 0

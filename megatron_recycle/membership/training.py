@@ -109,7 +109,7 @@ def committed_by_all(state: State, now: float) -> Step:
     if not events:
         return state, ()
     losses = {iteration: by for iteration, by in state.losses.items() if iteration > slowest}
-    state = state.with_(committed=slowest, losses=losses, mended=0, restores=0)
+    state = state.with_(committed=slowest, losses=losses, mended=0, restores=0, retries=0)
     return state, (*events, records.committed(slowest), commands.progress())
 
 

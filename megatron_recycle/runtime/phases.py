@@ -50,6 +50,11 @@ _NO_WORK = (Phase.RECOVERING, Phase.JOINING, Phase.BOUNDARY, Phase.STEP, Phase.S
 """Phases that are no work, or whose work has a block of its own."""
 
 
+def _full(error: BaseException) -> bool:
+    """Whether there was no memory, on the host or on a device."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
 class Observer(Protocol):
     """Told of every `Phase`, by its text."""
 
@@ -76,11 +81,13 @@ class Phases:
 
     Attributes:
         running: the F, B, W or FB that is being done; stays where that has raised, until the worker stands still.
+        writes: whether the stage's state is being written to; stays where that has raised.
     """
 
     def __init__(self, standing: Standing, agent: Agent, activity: Activity, observer: Observer | None) -> None:
         self.activity = activity
         self.running: Action | None = None
+        self.writes = False
         self._standing = standing
         self._agent = agent
         self._observer = observer
@@ -113,10 +120,22 @@ class Phases:
         if outside:
             return Fault.of(error, None if self._last is None else self._last.iteration, whole=True)
         if self.running is not None:
-            return Fault.of(error, self._standing.iteration, str(self.running), whole=True)
+            return Fault.of(error, self._standing.iteration, str(self.running), whole=True,
+                            recovery=_full(error) and self.running.pipeline != self._standing.me.worker.pipeline)
         if self._last is None:
             return Fault.of(error, None, None)
         return Fault.of(error, self._last.iteration, "S" if self._last.phase in _STEP else None)
+
+    def failed(self, error: BaseException) -> Fault:
+        """``error``, which a recovery has met, likewise."""
+        return Fault.of(error, self._standing.iteration, None, whole=not self.writes, recovery=True)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A block that writes to the stage's state: where it raises, nobody knows what there is."""
+        self.writes = True
+        yield
+        self.writes = False
 
     def resumes(self) -> None:
         """The next action, or its absence, is the first of a new generation."""

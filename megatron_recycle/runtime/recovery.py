@@ -64,17 +64,6 @@ def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
     return _follow(site, stepper, report(site, stepper.standing))
 
 
-def stand_by(site: Site, stepper: Stepper) -> bool:
-    """The script has nothing more to do: stand by until that is so everywhere, since another worker may fail before it
-    has made its last step. Returns whether it is; not after another worker's failure."""
-    site.phases.tell_resumed()
-    if site.agent.finished():
-        return True
-    retire(site, stepper)
-    _follow(site, stepper, report(site, stepper.standing))
-    return False
-
-
 def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
     """Rebuild, reconcile, resume; with every newer generation that comes up meanwhile, again from the report."""
     while True:

@@ -168,7 +168,8 @@ class Stepper:
     def _undo(self) -> None:
         """Take the last step back, which is not final."""
         self.standing.undo()  # refused where nothing was saved, before a tensor is written to
-        self.undo.restore()
+        with self._site.phases.writing():
+            self.undo.restore()
 
     def _step(self, coefficient: float) -> None:
         """One update of the held iteration; nothing interrupts it."""
@@ -179,7 +180,7 @@ class Stepper:
             views = self._site.trainable.layout.views(self.held.gradient)
             if coefficient != 1.0 and self.pending is not None and self.standing.early:
                 views = [view.clone() for view in views]  # the raw gradient may be needed again
-            with torch.no_grad(), self._site.meters.watch.measure("step"):
+            with self._site.phases.writing(), torch.no_grad(), self._site.meters.watch.measure("step"):
                 self._site.stage.step(views, coefficient)
             self.standing.step(coefficient)
             self._site.phases.enter(Phase.STEPPED, iteration)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
-from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, UnsupportedError
+from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, RecycleError, UnsupportedError
 from megatron_recycle.membership import THE_END, Process, Standing, StepMode
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
@@ -45,6 +45,10 @@ _POLL_SECONDS = 0.001
 
 class _Kept(Exception):
     """The script has raised, and the coordinator wants this worker in the next generation all the same."""
+
+
+class RecoveryFailed(Exception):
+    """A recovery has met an error that is no end of a generation, its cause; the coordinator decides what follows."""
 
 
 class StageWorker:
@@ -210,13 +214,16 @@ class StageWorker:
         self.settle()
         last = self.standing.stepped
         with self.site.phases.activity.during(STANDING_BY, THE_END):
-            while not self._stands_by():
-                self._through_failures(lambda: self._run_to(last, commit=True))  # all may have gone back
+            self._through_failures(lambda: self._stand_by(last))
         self.close()
 
-    def _stands_by(self) -> bool:
-        with self._telling():
-            return recovery.stand_by(self.site, self.stepper)
+    def _stand_by(self, last: int) -> None:
+        """The script has nothing more to do: wait until that is so everywhere, since another worker may fail before it
+        has made its last step. Raises GenerationOver then."""
+        self._run_to(last, commit=True)  # all may have gone back
+        self.site.phases.tell_resumed()
+        if not self.site.agent.finished():
+            raise GenerationOver("another worker has failed while this one stood by")
 
     def close(self) -> None:
         """Leave the job, which knows already whether the script has failed.
@@ -359,7 +366,7 @@ class StageWorker:
             self._recover(error)
 
     def _recover(self, error: GenerationOver) -> None:
-        with self.site.phases.waiting(RECOVERY):
+        with self.site.phases.waiting(RECOVERY), _failing_alone():
             recovery.recover(self.site, self.stepper, error)
 
     def _roll_back(self) -> None:
@@ -396,10 +403,22 @@ class StageWorker:
         except JobEnded:
             raise
         except (Exception, SystemExit) as error:
-            fault = self.site.phases.fault(error)
+            cause = error.__cause__ if isinstance(error, RecoveryFailed) else None
+            fault = self.site.phases.fault(error) if cause is None else self.site.phases.failed(cause)
             with self.site.phases.waiting("a decision"):
                 kept = self.site.agent.raised(fault)
             if not kept:
                 raise
             get_logger().error("megatron-recycle: the script has failed %s", fault.where, exc_info=error)
             raise _Kept(str(fault)) from None
+
+
+@contextmanager
+def _failing_alone() -> Iterator[None]:
+    """A block of a recovery: what it meets is neither the script's nor another worker's. Refusals stay refusals."""
+    try:
+        yield
+    except RecycleError:
+        raise
+    except Exception as error:
+        raise RecoveryFailed(f"the recovery has failed: {error}") from error

@@ -281,7 +281,9 @@ def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> Non
 def test_a_failed_planner_ends_the_job_with_its_message() -> None:
     cluster = Cluster().train()
     cluster.exit("1:1")
+    assert cluster.feed(inputs.PlanFailed(2, "a bug")) == [do.MakePlan(2, frozenset({"1:1"}), "drop")]
     (end,) = endings(cluster.feed(inputs.PlanFailed(2, "no worker left for stage 1")))
+    assert end.again
     assert "no worker left for stage 1" in end.message and "1:1" in end.message
 
 

@@ -1,0 +1,69 @@
+"""A recovery that fails for a reason of its own: a bug, or no memory for a guest's micro-batch. Pure, like `machine`.
+
+It is tried once more in a new generation; then with a plan that leaves hit pipelines out (`policy: drop`); then the
+worker that it fails on is out, as if it had died. Where that would cost a stage its last worker the job ends, and its script may be
+started again (`--restarts`). A worker whose state may be torn is out at once.
+"""
+
+from __future__ import annotations
+
+from megatron_recycle.membership import closing, failing, poison
+from megatron_recycle.membership.decisions import MakePlan, Step
+from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.inputs import Loss, Lost, PlanFailed, Raised
+from megatron_recycle.membership.names import siblings
+from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.state import Member, Phase, State
+
+_TRIES = 2
+"""New generations with the same members, until an iteration is committed."""
+_OF_ONE = 3
+"""Errors of one process, likewise: one that cannot even report is heard no more often."""
+
+
+def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
+    """A member's recovery has failed; the error is among `State.faults` already."""
+    fault = happened.fault
+    again = sum(said.incarnation == member.incarnation and said.fault.recovery
+                and (said.fault.iteration or 0) >= state.committed for said in state.faults)
+    if not fault.whole or state.retries >= _TRIES or again > _OF_ONE:
+        return _out(state, member, happened, now)
+    if state.phase is Phase.RECOVERING and member.worker not in state.reports:  # what has failed is over already
+        return state, (closing.answer(member, happened.number),)
+    fallback = state.fallback
+    if state.retries and fallback is None and may_drop(state):
+        fallback = "drop"
+    state = state.with_(retries=state.retries + 1, fallback=fallback)
+    event = {"event": "retried", "t": now, "generation": state.generation, "worker": member.worker,
+             "error": str(fault), "where": fault.where, "try": state.retries, "policy": fallback}
+    reason = f"the recovery has failed on {member.worker} ({fault}): once more"
+    reason += ", with a plan that leaves hit pipelines out" * (fallback is not None)
+    state, decisions = failing.next_generation(state, {}, happened.since, now, reason=reason, more=(event,))
+    return state, (*decisions, closing.answer(member, happened.number))
+
+
+def may_drop(state: State) -> bool:
+    """Whether another policy is left to plan by: a pipeline is whole."""
+    hit = {name.partition(":")[0] for name in state.out}
+    pipelines = len((state.description or {}).get("grid", {}).get("microbatches", ()))
+    return (state.description or {}).get("policy", "reroute") == "reroute" and len(hit) < pipelines
+
+
+def no_plan(state: State, happened: PlanFailed, now: float) -> Step:
+    """The planner has failed: another policy's plan is simpler."""
+    current = state.phase is Phase.RECOVERING and happened.generation == state.generation
+    if not current or state.fallback is not None or not state.out or not may_drop(state):
+        return failing.plan_failed(state, happened, now)
+    return state.with_(fallback="drop"), (MakePlan(state.generation, state.failed, "drop"),)
+
+
+def _out(state: State, member: Member, happened: Raised, now: float) -> Step:
+    lost = {member.worker, *siblings(state.members, [member.worker])}
+    for stage, names in enumerate(by_stage(state.stages, state.proven)):
+        if member.worker in names and lost.issuperset(names):
+            out = by_stage(state.stages, state.out)[stage]
+            before = f"; out before: {poison.how(state, out)}" if out else ""
+            text = (f"the recovery has failed on {member.worker}, the last worker of stage {stage}, "
+                    f"{happened.fault.where}: {happened.fault}{before}. {closing.last(state)} {RESTART}")
+            return closing.end(state, 1, text, now, again=True)
+    return failing.lost(state, Lost((Loss(member.incarnation, FailureKind.EXIT),), happened.since), now)
