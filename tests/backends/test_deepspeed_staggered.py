@@ -107,7 +107,8 @@ def test_an_iteration_that_is_run_again_has_the_scripts_variables_of_then():
 def test_a_first_stage_that_its_checkpoints_would_leave_untrained_is_refused():
     """Tokens have no gradient, so that a reentrant checkpoint of the embedding gives none. Stock fails in B."""
     embedding = nn.Embedding(3, 2)
-    engine = SimpleNamespace(module=lambda x: embedding(x).detach(), is_last_stage=lambda: False, batch_fn=None)
+    engine = SimpleNamespace(module=lambda x: embedding(x).detach(), is_last_stage=lambda: False, batch_fn=None,
+                             has_attention_mask=False, has_bool_tensors=False)
     stage = SimpleNamespace(_engine=engine, parameters=[*embedding.parameters()], _load=lambda data: (data,))
     with pytest.raises(UnsupportedError, match="checkpointable_layers"):
         DeepSpeedStage._forward(stage, None, (torch.tensor([1]), torch.tensor([1])))
