@@ -23,6 +23,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import agent as agents
 from megatron_recycle.errors import JobEnded
+from megatron_recycle.membership import Process as Position
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.memory import Killed as Gone
 from megatron_recycle.runtime.comm.memory import MemoryNetwork
@@ -58,6 +59,7 @@ class Shape:
     stages: int = 2
     microbatches: int = 4
     iterations: int = 4
+    parts: int = 1
     clipping: float = 0.0
     scale: float = 0.0
     tied: bool = False
@@ -172,23 +174,24 @@ class Job:
         self.at = at
         self.disk = Disk()
         self.grid = Grid(shape.stages, (shape.microbatches,) * shape.pipelines)
-        self.ranks = {worker: (worker.stage * shape.pipelines + worker.pipeline,) for worker in self.grid.workers()}
-        self.names = {rank: str(worker) for worker, (rank,) in self.ranks.items()}
+        first = {worker: shape.parts * (worker.stage * shape.pipelines + worker.pipeline)
+                 for worker in self.grid.workers()}
+        self.ranks = {worker: tuple(range(rank, rank + shape.parts)) for worker, rank in first.items()}
+        self.names = Place(Worker(0, 0), self.grid, self.ranks, "gloo").names
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
         self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), **rules)
-        self.control = Control(len(self.ranks), seed + 1, slow, patience=patience)
+        self.control = Control(len(self.names), seed + 1, slow, patience=patience)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []
         self._pids = iter(range(1000, 2000))
-        names = {ranks[0]: str(worker) for worker, ranks in self.ranks.items()}
-        self.control.start = lambda rank: None if self._over else self.start(names[rank], joining=True)
+        self.control.start = lambda rank: None if self._over else self.start(self.names[rank], joining=True)
         self._over = False
 
     # ---- its life
 
     def __enter__(self) -> Job:
-        for worker in self.ranks:
-            self.start(str(worker))
+        for name in self.names.values():
+            self.start(name)
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -203,8 +206,9 @@ class Job:
 
     def start(self, name: str, joining: bool = False) -> None:
         """A process for this position; ``joining``: the job runs already."""
-        place = Place(Worker.parse(name), self.grid, self.ranks, "gloo")
-        rank, pid = self.ranks[place.me][0], next(self._pids)
+        worker, part = Position.parse(name)
+        place = Place(worker, self.grid, self.ranks, "gloo", part or 0)
+        rank, pid = self.ranks[worker][place.part], next(self._pids)
         if rank in self.processes:
             self.former.append(self.processes[rank])
         thread = threading.Thread(target=lambda: self._live(process, place, joining), name=f"worker-{name}",
@@ -251,9 +255,9 @@ class Job:
                                   "verify": "peers", **dict(shape.settings)})
         stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
-                           tied=shape.tied, overflows=shape.overflows)
+                           tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts)
         worker: list[StageWorker] = []
-        agent = agents.Agent("127.0.0.1:1", "token", str(place.me), process.rank, uuid.uuid4().hex[:12],
+        agent = agents.Agent("127.0.0.1:1", "token", place.name, process.rank, uuid.uuid4().hex[:12],
                              on_stop=lambda stop: [one.abort(stop.generation) for one in worker],
                              on_end=lambda ended: [one.abort(sys.maxsize) for one in worker],
                              patience=LIMIT, pid=process.pid, host="host", joining=joining,

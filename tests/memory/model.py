@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
@@ -40,6 +41,41 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = torch.rand(x.shape, generator=self.draw) > DROPOUT
         return x + functional.gelu(self.linear(self.norm(x))) * kept
+
+
+class Part(Block):
+    """One of several that hold the columns of the matrix together, and all else each."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH // parts, WIDTH, bias=False)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.columns = slice(part * WIDTH // parts, (part + 1) * WIDTH // parts)
+        self.siblings: Comm | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = torch.rand(x.shape, generator=self.draw) > DROPOUT
+        own = self.linear(_Sum.apply(self.norm(x), self.siblings, False)[..., self.columns])
+        return x + functional.gelu(_Sum.apply(own, self.siblings, True) + self.bias) * kept
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over all parts, of the values or (``forth`` is false) of their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, siblings: Comm, forth: bool) -> torch.Tensor:
+        ctx.siblings, ctx.forth = siblings, forth
+        return _over_all(siblings, x) if forth else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return gradient if ctx.forth else _over_all(ctx.siblings, gradient), None, None
+
+
+def _over_all(siblings: Comm, values: torch.Tensor) -> torch.Tensor:
+    total = values.detach().clone(memory_format=torch.contiguous_format)
+    siblings.sum(total).wait()
+    return total
 
 
 class Head(nn.Module):
@@ -71,6 +107,13 @@ class Data:
 _ONE_BY_ONE = threading.Lock()  # torch's generator, which new layers draw from, is everybody's
 
 
+def _parted(state: Mapping[str, torch.Tensor], part: int, parts: int) -> Mapping[str, torch.Tensor]:
+    """What a part has of a stage's parameters."""
+    width = WIDTH // parts
+    return {name.replace("linear.bias", "bias"): value[:, part * width:(part + 1) * width]
+            if name.endswith("linear.weight") and parts > 1 else value for name, value in state.items()}
+
+
 @functools.cache
 def _initial(stages: int, stage: int, tied: bool) -> Mapping[str, torch.Tensor]:
     torch.manual_seed(7)
@@ -96,6 +139,7 @@ class SmallStage:
         scale: of the loss, halved where a gradient overflows and the step is left out; 0: losses are not scaled.
         tied: whether the embedding and the head are one parameter.
         overflows: (stage, step) whose gradient overflows.
+        part, parts: which part of the stage this is, and of how many.
     """
 
     averaging: Averaging = "after"
@@ -106,12 +150,15 @@ class SmallStage:
     functions: Sequence[Any] = ()
 
     def __init__(self, *, stages: int, stage: int, pipelines: int, microbatches: int, clipping: float = 0.0,
-                 scale: float = 0.0, tied: bool = False, overflows: Collection[tuple[int, int]] = ()) -> None:
+                 scale: float = 0.0, tied: bool = False, overflows: Collection[tuple[int, int]] = (),
+                 part: int = 0, parts: int = 1) -> None:
         with _ONE_BY_ONE:
-            layers: list[nn.Module] = [Embedding(), *[Block() for _ in range(max(1, stages - 2))], Head()]
+            blocks = [Part(part, parts) if parts > 1 else Block() for _ in range(max(1, stages - 2))]
+            layers: list[nn.Module] = [Embedding(), *blocks, Head()]
             begin, end = _share(len(layers), stages, stage)
             self.module = nn.Sequential(*layers[begin:end])
-            self.module.load_state_dict(_initial(stages, stage, tied))
+            state = _initial(stages, stage, tied)
+            self.module.load_state_dict(_parted(state, part, parts) if parts > 1 else state)
         self.first, self.last, self.stage, self.pipelines = stage == 0, stage == stages - 1, stage, pipelines
         self.microbatches, self.clipping, self.scale, self.overflows = microbatches, clipping, scale, set(overflows)
         self.steps = self.skipped = 0
@@ -204,4 +251,6 @@ class SmallStage:
         pass
 
     def regroup(self, groups: Any) -> None:
-        pass
+        for layer in self.module:
+            if isinstance(layer, Part):
+                layer.siblings = groups.siblings
