@@ -27,6 +27,7 @@ LEAVES: dict[str, frozenset[str]] = {
     "observe.log": frozenset(),
     "observe.text": frozenset(),
     "observe.disk": frozenset(),
+    "observe.stacks": frozenset(),
     "observe.events": frozenset({"observe.disk", "observe.log", "observe.text"}),
 }
 """Modules that everybody except plan may import, and what each of them may import."""

@@ -68,7 +68,7 @@ def find_moves(plans: Plans, description: Mapping[str, Any], order: FindMoves) -
     except Exception:  # everybody trains where it is
         log.exception("recycle: the search for moves failed")
         return None
-    return MovesFound(order.generation, found) if found else None
+    return MovesFound(order.generation, found or dict(order.wanted)) if found or order.wanted else None
 
 
 class Searches:

@@ -28,6 +28,7 @@ from megatron_recycle.launch.network import (
     interface_towards,
     own_address,
 )
+from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
@@ -145,6 +146,10 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     while life is not None:
         launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, store, say)
         _tell(launcher)
+        if (end := launcher.ending.end) is not None and end["status"] == 1 and not launcher.ending.interrupted:
+            job = launcher.job
+            if (folder := collect(run_dir, end, job.environ, launcher.processes.host)) is not None:
+                say(f"recycle: events, plans, stacks, the ends of all logs and versions are in {folder}")
         if (life := launcher.next_life(life)) is not None:
             say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
     return status

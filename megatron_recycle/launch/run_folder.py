@@ -14,9 +14,10 @@ from pathlib import Path
 
 from megatron_recycle.control import Journal, JournalError, JournalInUse
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.observe.stacks import FOLDER
 
 _OURS = ("journal.jsonl", "events.jsonl", "coordinator.log", "worker-*.log", "plans", "chaos.jsonl", "chaos.log",
-         "chaos", "join.json", "join.part")
+         "chaos", "join.json", "join.part", FOLDER)
 _OTHERS = "choose another --run-dir"
 
 

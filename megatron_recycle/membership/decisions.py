@@ -96,10 +96,12 @@ class Improve:
 
 @dataclass(frozen=True)
 class FindMoves:
-    """Ask the planner which healthy workers had better change their stage, and feed `MovesFound` if some."""
+    """Ask the planner which healthy workers had better change their stage, and feed `MovesFound` if some. Where it
+    finds none that pay, those `wanted` for another reason: the empty position by mover."""
 
     generation: int
     failed: frozenset[str]
+    wanted: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

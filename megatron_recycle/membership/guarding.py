@@ -18,6 +18,9 @@ from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume
 from megatron_recycle.membership.state import Phase, State
 from megatron_recycle.plan.grid import Worker
 
+_FEWEST = 2
+"""Workers that a stage keeps when it gives one away."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -65,6 +68,23 @@ def exposed(state: State, now: float) -> tuple[dict[str, Any], ...]:
     event = {"event": "last_copy", "t": now, "generation": state.generation, "stages": single,
              "kept_by": {stage: kept[stage] for stage in single if stage in kept} or None}
     return (event,)
+
+
+def relief(state: State) -> tuple[tuple[str, str], ...]:
+    """A move for each stage with one worker, by which no other stage comes down to one: (mover, the empty position)."""
+    workers = {Process.parse(name).worker for name in state.proven}
+    counts = Counter(worker.stage for worker in workers)
+    empty = [Process.parse(name).worker for name in in_order(state.out) if name in state.ranks]
+    found: list[tuple[str, str]] = []
+    for stage in sorted(_singles([*state.proven])):
+        to = next((worker for worker in empty if worker.stage == stage), None)
+        donor = max(counts, key=lambda one: counts[one], default=stage)
+        if to is not None and counts[donor] > _FEWEST:
+            mover = max(worker for worker in workers if worker.stage == donor)
+            found.append((str(mover), str(to)))
+            workers.discard(mover)
+            counts[donor] -= 1
+    return tuple(found)
 
 
 def _singles(names: Sequence[str]) -> dict[int, str]:

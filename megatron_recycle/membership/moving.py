@@ -33,7 +33,7 @@ def seek(state: State) -> tuple[FindMoves, ...]:
     if (state.description or {}).get("max_restarts") and any(
             kind.refilled and name not in state.given_up for name, kind in state.out.items()):
         return ()  # a launcher starts it again
-    return (FindMoves(state.generation, state.failed),)
+    return (FindMoves(state.generation, state.failed, guarding.relief(state)),)
 
 
 def stays_out(state: State, happened: StaysOut, now: float) -> Step:

@@ -8,10 +8,11 @@ import uuid
 from collections.abc import Callable
 
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.control import Agent
+from megatron_recycle.control import Agent, Ended
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
+from megatron_recycle.observe.stacks import write_stacks
 from megatron_recycle.runtime.comm.rendezvous import told_by_first
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.preemption import leave_on_sigterm
@@ -32,9 +33,16 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
     launched = Launched.read()
     _check_moves(place, config, launched)
     address, token = _find_coordinator(config, embed, launched)
+
+    def ended(end: Ended) -> None:
+        took_part = agent.generation > 0 or not launched.joining
+        if end.status == 1 and took_part and launched.run_dir is not None:  # before anything moves on
+            write_stacks(launched.run_dir, place.ranks[place.me][place.part])
+        on_stop(sys.maxsize)
+
     agent = Agent(address=address, token=token, worker=place.name, rank=place.ranks[place.me][place.part],
                   incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
-                  on_stop=lambda stop: on_stop(stop.generation), on_end=lambda ended: on_stop(sys.maxsize),
+                  on_stop=lambda stop: on_stop(stop.generation), on_end=ended,
                   joining=launched.joining, host=launched.host,
                   patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)
     agent.start()

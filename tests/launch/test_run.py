@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -74,8 +75,13 @@ def test_a_stage_without_workers_ends_the_job_within_seconds_and_is_named(tmp_pa
         message = job.event("finished")["message"]
         assert "stage 1" in message and "checkpoint" in message
         _no_process_is_left(job)
+        about = json.loads(next((job.folder / "post-mortem").glob("about-*.json")).read_text())
+        assert about["message"] == message and about["versions"]["torch"] and about["status"] == 1
+        assert not [name for name in about["environment"] if "TOKEN" in name]
+        assert {"events.jsonl", "journal.jsonl", "plans", "worker-0.log", "coordinator.log"} <= {
+            path.name for path in (job.folder / "post-mortem").iterdir()}
     output = job.output.read_text()
-    assert "stage 1 has lost its last worker" in output
+    assert "stage 1 has lost its last worker" in output and f"are in {job.folder / 'post-mortem'}" in output
     assert "ended: stage 1" in (job.folder / "worker-0.log").read_text()
 
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_recycle.control.searches import Plans, find_moves
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import guarding, inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
@@ -73,6 +74,25 @@ def test_a_stage_that_comes_down_to_one_worker_is_told_with_who_keeps_a_copy():
     assert (event["stages"], event["kept_by"]) == ({"1": "1:1"}, {"1": "0:0"})
     ((_, go),) = told(cluster.log[-20:], "go")
     assert go["keepers"] == {"1": "0:0"}
+
+
+def test_where_moves_are_allowed_a_worker_moves_in_for_a_last_copy_though_it_pays_nothing():
+    cluster = Cluster(4)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, moves=True)
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    for name in ("0:1", "1:1"):
+        cluster.exit(name), cluster.plan(), cluster.reports(iteration=6, holds=5)
+        (search,) = [one for one in cluster.resume_all() if isinstance(one, do.FindMoves)]
+        assert search.wanted == ()
+    cluster.exit("2:1"), cluster.plan(), cluster.reports(iteration=6, holds=5)
+    (search,) = [one for one in cluster.resume_all() if isinstance(one, do.FindMoves)]
+    assert search.wanted == (("3:0", "0:1"),)
+    assert find_moves(Plans(lambda *_: {}, moves=lambda *_: {}), {}, search) == inputs.MovesFound(
+        cluster.state.generation, {"3:0": "0:1"})
+    assert find_moves(Plans(lambda *_: {}, moves=lambda *_: {"2:0": "2:1"}), {}, search).moves == {"2:0": "2:1"}
 
 
 def lost() -> Cluster:

@@ -54,6 +54,7 @@ def test_the_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_
     assert status == 0, told
     assert "restart 1 of 1: the script starts again with 2 workers (1 pipeline, 8 micro-batches of each)" in told
     (before,) = (tmp_path / "run").glob("before-*")
+    assert "most recent call first" in next((before / "post-mortem").glob("stack-0-*.txt")).read_text()
     first, second = _losses(before / "events.jsonl"), _losses(events)
     again = sorted(set(first) & set(second))
     assert again and min(second) in (3, 6, 9) and max(second) == 11
