@@ -127,12 +127,14 @@ class Current:
 
     Attributes:
         last: the one in force, between two the one before, with its members and its plan; None before the first.
+        rested: handles of one that has ended as agreed, with nothing under way; whoever builds the next takes them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_force: Generation | None = None
         self.last: Generation | None = None
+        self.rested: Groups | None = None
 
     def get(self) -> Generation:
         """The one in force."""

@@ -127,11 +127,21 @@ def retire(site: Site, stepper: Stepper) -> None:
 
 
 def uninstall(site: Site) -> None:
-    """Take the groups in force out of use and tear them down."""
-    old = site.current.take()
+    """Take the groups in force out of use and tear them down; those that rest are kept for the next generation."""
+    old, current = site.current.take(), site.current
     if old is not None:
         site.network.become(None)
-        old.groups.retire()
+        if old.groups.ending.rests:
+            current.rested = old.groups
+        else:
+            old.groups.retire()
+
+
+def dismantle(site: Site) -> None:
+    """Nothing is done on any groups any more: tear down what there is."""
+    uninstall(site)
+    if site.current.rested is not None:
+        site.current.rested.retire()
 
 
 def install(site: Site, standing: Standing, generation: Generation) -> Generation:
@@ -170,7 +180,8 @@ def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun = time.monotonic()
     standing.join(go.generation)
-    groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout)
+    rested, site.current.rested = site.current.rested, None
+    groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout, rested)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, go.left_out, groups, site.stage,
                                Plan.from_json(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()})
@@ -192,16 +203,16 @@ def renew(site: Site, standing: Standing, old: Generation) -> Generation:
 
 
 def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: Sequence[Worker],
-             patience: float) -> Groups:
+             patience: float, rested: Groups | None = None) -> Groups:
     """The groups of the epoch that ``standing`` is in. ``patience``: seconds that the members may take to come to the
-    store."""
+    store. ``rested``: communicators that may be used again."""
     config, epoch = site.config, standing.epoch
     connect = connect_limit(config, len(members) * site.place.parts, tries)
     with site.phases.working(CONNECT):  # these limits hold, and none that has been learnt
         return site.network.connect(
             generation=epoch.generation, prefix=store_prefix(prefix, epoch), place=site.place, members=members,
             limits=Limits(config.transport_timeout, connect, max(patience, connect)),
-            interrupted=lambda: site.interrupted(standing))
+            interrupted=lambda: site.interrupted(standing), before=rested)
 
 
 def connect_limit(config: RecycleConfig, ranks: int, tries: int) -> float:

@@ -236,7 +236,7 @@ class StageWorker:
 
     def leave(self) -> None:
         """Nothing is done for the job any more; threads may still be inside the communication library."""
-        recovery.uninstall(self.site)
+        recovery.dismantle(self.site)
         self.stepper.close()
         self.site.agent.close()
 
@@ -321,6 +321,7 @@ class StageWorker:
         number = self.standing.epoch.generation
         self.stepper.wait()
         self.site.phases.enter(Phase.BOUNDARY, iteration)
+        self.current_groups().rest()
         self.site.agent.boundary(number, iteration)
         with self.site.phases.waiting("a switch"):
             self.site.agent.wait_stop(number)

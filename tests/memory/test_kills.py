@@ -107,6 +107,24 @@ def test_another_worker_dies_while_one_comes_in(dies, phase, seed):
         assert {dies} >= {job.processes[rank].name for rank, result in results.items() if result.status != 0}
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_who_comes_back_costs_the_stages_that_lost_nobody_no_communicator(seed):
+    """All others stand at a boundary then, and nothing is under way."""
+    shape, late = replace(SHAPE, iterations=7), Moment("0:0", "forward", 1)
+    job = Job(shape, [Moment("1:1", "backward", 0, 1)], holds=[late], seed=seed)
+    with job:
+        job.wait_event("decided", generation=2)
+        job.wait_held(late)
+        job.start("1:1", joining=True)
+        job.wait_event("waiting", worker="1:1")
+        job.release(late)
+        check(job, job.wait(), came={"1:1"})
+    made = {name: {prefix.partition("-")[0] for prefix, other in job.fabric.communicators if other == name}
+            for name in ("stage0.0", "stage1.0", "pipeline0.0", "pipeline1.0", "world.0")}
+    assert made == {"stage0.0": {"g1", "g2"}, "stage1.0": {"g1", "g2", "g3"}, "world.0": {"g1", "g2", "g3"},
+                    "pipeline0.0": {"g1", "g2"}, "pipeline1.0": {"g1", "g2", "g3"}}
+
+
 def test_a_stage_that_has_nobody_left_ends_the_job_and_says_so():
     kills = [Moment(f"{pipeline}:1", "forward", 1) for pipeline in range(3)]
     job = Job(SHAPE, kills)

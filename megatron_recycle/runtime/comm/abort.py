@@ -70,10 +70,14 @@ class Ending:
     Args:
         threads: those that abort and tear down.
         stuck: called where an abort hangs that somebody has to be freed by; ends the process.
+
+    Attributes:
+        rests: whether nobody waits who would have to be freed: `abort` does nothing.
     """
 
     def __init__(self, threads: Threads, stuck: Callable[[str], None] = end_process) -> None:
         self.threads = threads
+        self.rests = False
         self._stuck = stuck
         self._lock = threading.Lock()
         self._aborting: list[threading.Thread] | None = None
@@ -82,7 +86,7 @@ class Ending:
         """As `abort`, unless that is done; waits for a thread that is about it. Whoever waits in a communicator whose
         abort takes longer than it may is never freed: the process ends then, so that the others need not find that out,
         and may be started again."""
-        if self._abort(comms):
+        if not self.rests and self._abort(comms):
             self.threads.start("recycle-abort-watch", self._watch, _LONGEST_ABORT)
 
     def retire(self, comms: Sequence[Comm]) -> None:

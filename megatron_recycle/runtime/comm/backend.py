@@ -7,16 +7,22 @@ torch knows it by.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.tags import ABORT
 from megatron_recycle.runtime.comm.waits import Wait
+
+_WAITING_CTAS = 8
+"""Thread blocks, each on a multiprocessor of its own, that one transfer may take: of 108 to 148 on GPUs of these years.
+NCCL_MAX_CTAS in the environment comes before it."""
 
 
 class Work(Protocol):
@@ -85,6 +91,28 @@ class Backend:
             # What cannot be torn down, or was by a script that destroys all in the end, must not keep the others.
             get_logger().debug("megatron-recycle: a group of an old generation stays: %s", error)
 
+    def options(self, transfers: bool, limit: timedelta) -> Any:
+        """The library's options for a communicator, whose making may take ``limit``; None: its defaults. ``transfers``:
+        operations on it wait for other workers' computations."""
+        return None
+
+    def ahead(self) -> AbstractContextManager[None]:
+        """A block in which tensors are made, and receives into them posted, that do not wait for what the device has
+        been asked to compute before."""
+        return nullcontext()
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        """``tensor``, made `ahead`, has been received, and this thread's computations use it from now on."""
+
+    def shrinks(self, group: Any) -> bool:
+        """Whether members can be left out of ``group``, on which nothing is under way, without making it again."""
+        return False
+
+    def shrink(self, group: Any, gone: Sequence[int], name: str) -> Any:
+        """``group`` without its ranks ``gone``, known under ``name``; all others come here. Raises what the library
+        raises, RuntimeError."""
+        raise NotImplementedError
+
     def begin_batch(self, group: Any) -> None:
         """Begin a batch: operations that are posted on ``group`` from now on start together when it ends."""
 
@@ -147,7 +175,7 @@ class Nccl(Backend):
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         # Its own wait() only makes the current stream wait, and says yes after an abort. A stream of this thread's own
         # that waits for the work comes to an event of its own when the work is over, aborted or not.
-        side, over = self._side(), torch.cuda.Event(blocking=True)
+        side, over = self._own("side"), torch.cuda.Event(blocking=True)
         with torch.cuda.stream(side):
             work.wait()
             over.record(side)
@@ -159,6 +187,46 @@ class Nccl(Backend):
             group.abort()
         except RuntimeError as error:
             get_logger().warning("megatron-recycle: NCCL did not abort a group: %s", error)
+
+    def options(self, transfers: bool, limit: timedelta) -> Any:
+        if not transfers:
+            return None
+        # A transfer that waits for its other end holds multiprocessors, which those that compute are short of.
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        options.config.max_ctas = _WAITING_CTAS
+        return options
+
+    def ahead(self) -> AbstractContextManager[None]:
+        # An operation waits for the stream that is current when it is posted. What is allocated under a stream may be
+        # memory that this stream alone has used before: so the tensors are made there as well.
+        block: AbstractContextManager[None] = torch.cuda.stream(self._own("ahead"))
+        return block
+
+    def arrived(self, tensor: torch.Tensor) -> None:
+        # So that it is not given out again, under the other stream, before this one is done with it.
+        tensor.record_stream(torch.cuda.current_stream())
+
+    def shrinks(self, group: Any) -> bool:
+        # NCCL 2.27 and later; and torch has to have the parts that its own shrink_group() is made of. That function
+        # itself takes a group without a device for one of tensors in CPU memory.
+        return hasattr(c10d, "_register_pg_in_world") and bool(
+            getattr(group._get_backend(_gpu()), "supports_shrinking", False))
+
+    def shrink(self, group: Any, gone: Sequence[int], name: str) -> Any:
+        left = group._get_backend(_gpu()).shrink(list(gone), 0, None)  # 0: nothing is under way that would have to end
+        kind, store = c10d._world.pg_map[group]
+        store = dist.PrefixStore(f"{name}/", store)
+        ranks = [rank for rank, place in sorted(c10d._world.pg_group_ranks[group].items()) if place not in gone]
+        made = dist.ProcessGroup(store, left.rank(), left.size())
+        made._register_backend(_gpu(), dist.ProcessGroup.BackendType.NCCL, left)
+        made._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        made._set_group_name(c10d.GroupName(name))
+        c10d._register_pg_in_world(
+            pg=made, backend_name=kind, store=store, group_name=c10d.GroupName(name),
+            backend_config=c10d._world.pg_backend_config[group],
+            rank_mapping={rank: place for place, rank in enumerate(ranks)})
+        return made
 
     def begin_batch(self, group: Any) -> None:
         group._start_coalescing(_gpu())
@@ -175,11 +243,12 @@ class Nccl(Backend):
         # The group then has one communicator, and one queue for everything.
         group._get_backend(_gpu()).eager_connect_single_device(_gpu())
 
-    def _side(self) -> torch.cuda.Stream:
-        if not hasattr(self._streams, "side"):
-            self._streams.side = torch.cuda.Stream()
-        side: torch.cuda.Stream = self._streams.side
-        return side
+    def _own(self, name: str) -> torch.cuda.Stream:
+        """The stream that this thread has for this purpose."""
+        if not hasattr(self._streams, name):
+            setattr(self._streams, name, torch.cuda.Stream())
+        stream: torch.cuda.Stream = getattr(self._streams, name)
+        return stream
 
 
 def _gpu() -> torch.device:

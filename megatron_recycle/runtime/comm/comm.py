@@ -8,7 +8,7 @@ pending counts, even if the library says that it went well: NCCL does, and leave
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
@@ -125,26 +125,38 @@ class Comm:
         table: whose tags are used here.
         of: the generation, for messages.
         names: of the members, by rank, for messages.
+        identity: of this communicator among all of the job, a path that ends with its name in the generation; nothing
+            for one that is not this runtime's.
 
     Attributes:
         group: for frameworks that want torch's own process group.
-        rank: this worker's number here.
         aborted: whether `abort` has been called.
         exits: of whoever waits here.
     """
 
     def __init__(self, group: Any, backend: Backend, table: Table, of: str = "between generations",
-                 names: Sequence[str] = ()) -> None:
+                 names: Sequence[str] = (), identity: str = "") -> None:
         self.group = group
         self.backend = backend
         self.table = table
         self.of = of
-        self.rank: int = group.rank()
+        self.identity = identity
         self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(group.size()))
         self.aborted = False
         self.exits = Exits()
         self._posting = threading.RLock()
         self._batch: list[tuple[Pending, Work]] | None = None
+
+    @cached_property
+    def rank(self) -> int:
+        """This worker's number here."""
+        rank: int = self.group.rank()
+        return rank
+
+    @property
+    def name(self) -> str:
+        """Its name among those of a generation."""
+        return self.identity.rpartition("/")[2]
 
     @property
     def size(self) -> int:
@@ -192,6 +204,16 @@ class Comm:
                     together = self.backend.end_batch(self.group)
                 for pending, own in started:
                     pending._work = own if together is None else together
+
+    def without(self, gone: Collection[str], of: str) -> Comm:
+        """The same communicator without the members ``gone``, where the library can do that (`Backend.shrinks`); all
+        others come here. It is another one from then on, and this one is of no more use. Raises GenerationOver."""
+        numbers = [number for number, name in enumerate(self.names) if name in gone]
+        path, _, name = self.identity.rpartition("/")
+        identity = f"{path}-{'-'.join(map(str, numbers))}/{name}"
+        with failing_ends(f"{of}: going on without {', '.join(sorted(gone))}", self.is_aborted):
+            group = self.backend.shrink(self.group, numbers, identity)
+        return Comm(group, self.backend, self.table, of, [name for name in self.names if name not in gone], identity)
 
     def is_aborted(self) -> bool:
         return self.aborted

@@ -7,7 +7,7 @@ generation still sends can reach anybody (promise P6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -142,6 +142,11 @@ class Groups:
         if self.world.aborted:
             raise GenerationOver(f"{what} does not count: the generation has been ended")
 
-    def retire(self) -> None:
-        """Abort the handles, unless that is done, and tear them down in the background."""
-        self.ending.retire(self.all())
+    def rest(self) -> None:
+        """Nothing is under way on the handles, and nobody is going to wait on them: `abort` leaves them alone, and the
+        next generation may use some of them again."""
+        self.ending.rests = True
+
+    def retire(self, kept: Collection[Comm] = ()) -> None:
+        """Abort the handles, unless that is done, and tear them down in the background, but for those ``kept``."""
+        self.ending.retire([comm for comm in self.all() if comm not in kept])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
@@ -19,7 +20,8 @@ from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends
 from megatron_recycle.runtime.comm.default_group import World
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.comm.rendezvous import job_store, meet, new_group, unless_interrupted
+from megatron_recycle.runtime.comm.rendezvous import all_said, job_store, meet, new_group, unless_interrupted
+from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.tags import CONTROL, FRAMEWORK, STAGE, WORLD, Table
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -29,11 +31,12 @@ class Network(Protocol):
     """The network, as a worker needs it."""
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool]) -> Groups:
+                interrupted: Callable[[], bool], before: Groups | None = None) -> Groups:
         """Build the handles of ``generation`` together with all parts of all ``members``.
 
-        ``prefix`` is unique per generation and membership. Raises GenerationOver: ``interrupted()`` became true, or a
-        member vanished or was too slow.
+        ``prefix`` is unique per generation and membership. ``before``: handles that rest; their communicators are used
+        again where all members have them, and all others are torn down. Raises GenerationOver: ``interrupted()`` became
+        true, or a member vanished or was too slow.
         """
 
     def become(self, everybody: Comm | None) -> None:
@@ -57,15 +60,24 @@ class TorchNetwork:
         self._world = World(self.threads)
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool]) -> Groups:
+                interrupted: Callable[[], bool], before: Groups | None = None) -> Groups:
         """As in `Network`."""
         in_thread = BACKENDS[place.backend].in_thread()
 
         def build(over: Callable[[], bool]) -> Groups:
             in_thread()
-            return _build(generation, prefix, place, members, limits, over, self.threads)
+            return _build(generation, prefix, place, members, limits, over, self.threads, rested)
 
-        return unless_interrupted(interrupted, build, Groups.retire, self.threads)
+        rested = Rested(before.all() if before is not None else ())
+        try:
+            groups = unless_interrupted(interrupted, build, Groups.retire, self.threads)
+        except BaseException:
+            rested.used.clear()
+            raise
+        finally:
+            if before is not None:
+                before.retire(rested.used)
+        return groups
 
     def become(self, everybody: Comm | None) -> None:
         """As in `Network`: torch's default group."""
@@ -113,20 +125,26 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
 
 
 def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-           interrupted: Callable[[], bool], threads: Threads) -> Groups:
+           interrupted: Callable[[], bool], threads: Threads, rested: Rested) -> Groups:
     # First all members meet at the store, which takes as long as the slowest of them.
     with failing_ends(f"generation {generation}: meeting at torch's store"):
         store = dist.PrefixStore(f"recycle/{prefix}", job_store(limits.connect, interrupted))
         everyone = sorted(rank for worker in members for rank in place.ranks[worker])
-        meet(store, place.ranks[place.me][place.part], everyone, interrupted, limits.meet)
+        meet(store, place.ranks[place.me][place.part], everyone, interrupted, limits.meet, list(rested.said()))
     names = place.names
     built: list[Comm] = []
 
     def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
+        of, own, identity = f"generation {generation}", [names[rank] for rank in ranks], f"recycle/{prefix}/{name}"
+        had = rested.take(name, of, own, lambda word: all_said(store, ranks, word))
+        if had is not None:
+            built.append(had)
+            return had
         backend = "gloo" if host else place.backend
-        group = new_group(f"recycle/{prefix}/{name}", ranks, store, backend=backend, timeout=limits.operation,
-                          connect_timeout=limits.connect)
-        built.append(Comm(group, BACKENDS[backend], table, f"generation {generation}", [names[rank] for rank in ranks]))
+        options = BACKENDS[backend].options(table is WORLD, timedelta(seconds=limits.connect))
+        group = new_group(identity, ranks, store, backend=backend, timeout=limits.operation,
+                          connect_timeout=limits.connect, options=options)
+        built.append(Comm(group, BACKENDS[backend], table, of, own, identity))
         BACKENDS[backend].connect(group)
         return built[-1]
 

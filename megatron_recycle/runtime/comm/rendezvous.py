@@ -10,7 +10,7 @@ from concurrent.futures import wait as wait_for_any
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -30,16 +30,17 @@ Connected = TypeVar("Connected")
 
 
 def new_group(name: str, ranks: Sequence[int], store: dist.Store, *, backend: str, timeout: float,
-              connect_timeout: float) -> dist.ProcessGroup:
+              connect_timeout: float, options: Any = None) -> dist.ProcessGroup:
     """A process group of exactly ``ranks`` (global ranks, ascending), known to torch under ``name``.
 
     Only the members call this. ``connect_timeout`` (seconds) bounds the rendezvous, ``timeout`` every
-    later operation. Raises whatever torch raises when a member does not show up.
+    later operation; ``options``: the library's. Raises whatever torch raises when a member does not show up.
     """
     with _unbound_default_group():
         group, _ = c10d._new_process_group_helper(
             len(ranks), list(ranks).index(dist.get_rank()), list(ranks), c10d.Backend(backend), store,
-            group_name=c10d.GroupName(name), timeout=timedelta(seconds=connect_timeout))
+            group_name=c10d.GroupName(name), timeout=timedelta(seconds=connect_timeout),
+            backend_options=options)
     # What torch's own new_group() records after the helper returns: global rank -> rank in the group.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     group.set_timeout(timedelta(seconds=timeout))
@@ -125,8 +126,9 @@ def job_store(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
 
 
 def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool],
-         limit: float = math.inf) -> None:
-    """Wait at ``store`` until all ``members`` (ranks) have arrived.
+         limit: float = math.inf, says: Sequence[str] = ()) -> None:
+    """Wait at ``store`` until all ``members`` (ranks) have arrived. Each ``says`` some words to the others
+    (`all_said`).
 
     Every process that reaches the store can delete its keys. So each member writes its key again and again while it
     waits, and once more when it has seen all others. To see a member once is enough.
@@ -134,7 +136,7 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
     Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: in a new generation
     everybody tries again.
     """
-    here, missing = f"met/{me}", list(members)
+    here, missing, words = f"met/{me}", list(members), "\n".join(("here", *says))
     begun = again = time.monotonic()
     while missing and not store.check([f"met/{rank}" for rank in missing]):
         if interrupted():
@@ -144,8 +146,14 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
             raise GenerationOver(f"rank {', '.join(map(str, missing))} did not come to torch's store within "
                                  f"{limit:.0f} s, or what they wrote there is gone")
         if now >= again:
-            store.set(here, "1")
+            store.set(here, words)
             missing = [rank for rank in missing if not store.check([f"met/{rank}"])]
             again = now + _SAID_AGAIN
         time.sleep(_POLL_SECONDS)
-    store.set(here, "1")
+    store.set(here, words)
+
+
+def all_said(store: dist.Store, ranks: Sequence[int], word: str) -> bool:
+    """Whether all of ``ranks``, who have met at ``store``, have said ``word``: the same on all of them. Raises
+    RuntimeError."""
+    return all(word in said.decode().split("\n") for said in store.multi_get([f"met/{rank}" for rank in ranks]))

@@ -57,6 +57,8 @@ class Rules(Protocol):
 
     def abort(self, end: End) -> None: ...
 
+    def shrink(self, end: End, gone: Sequence[int], name: str) -> End: ...
+
 
 class Operation:
     """One send, receive or sum of one end, as a library's work."""
@@ -178,6 +180,12 @@ class InMemory(Backend):
 
     def abort(self, group: End) -> None:
         group.rules.abort(group)
+
+    def shrinks(self, group: End) -> bool:
+        return self.ordered
+
+    def shrink(self, group: End, gone: Sequence[int], name: str) -> End:
+        return group.rules.shrink(group, gone, name)
 
     def destroy(self, group: End) -> None:
         pass

@@ -39,6 +39,7 @@ class Fabric:
         self._time = Schedule(seed, limit, self._report)
         self._flights = self._time.flights
         self._boards: dict[tuple[str, str], Board] = {}
+        self._said: dict[tuple[str, int], Sequence[str]] = {}
         self._meetings: dict[str, dict[int, Host]] = defaultdict(dict)
         self.run = self._time.run
 
@@ -59,7 +60,7 @@ class Fabric:
                 end.closed.update(rank for rank, other in board.ends.items() if other.process.dead or other.aborted)
             process.ends.append(end)
             self._time.wake(board)
-        return Comm(end, InMemory(ordered), table, of, names)
+        return Comm(end, InMemory(ordered), table, of, names, "/".join(key) if key[0] else "")
 
     @property
     def communicators(self) -> list[tuple[str, str]]:
@@ -77,18 +78,32 @@ class Fabric:
                 self._time.block(f"rank {end.process.rank}", end.board, _LOOK)
             return there
 
-    def meet(self, process: Host, prefix: str, everyone: Sequence[int]) -> bool:
-        """Whether all are where ``prefix`` is built, and alive; waits a moment for them."""
+    def meet(self, process: Host, prefix: str, everyone: Sequence[int], says: Sequence[str] = ()) -> bool:
+        """Whether all are where ``prefix`` is built, and alive; waits a moment for them. Each ``says`` some words."""
         with self._time.lock:
             process.check()
             here = self._meetings[prefix]
             if here.get(process.rank) is not process:
                 here[process.rank] = process
+                self._said[prefix, process.rank] = tuple(says)
                 self._time.wake()
             there = all(rank in here and here[rank].reachable for rank in everyone) and process.reachable
             if not there:
                 self._time.block(f"rank {process.rank}", f"the others of {prefix}", _LOOK)
             return there
+
+    def all_said(self, prefix: str, ranks: Sequence[int], word: str) -> bool:
+        """Whether all of ``ranks``, who have met, have said ``word``."""
+        with self._time.lock:
+            return all(word in self._said[prefix, rank] for rank in ranks)
+
+    def shrink(self, end: End, gone: Sequence[int], name: str) -> End:
+        """The end of the communicator ``name``, which is that of ``end`` without the ranks ``gone``."""
+        left = [rank for rank in range(end.size()) if rank not in gone]
+        prefix, _, own = name.rpartition("/")
+        made: End = self.end(end.process, (prefix, own), left.index(end.rank()), len(left), end.table,
+                             host=not end.board.ordered).group
+        return made
 
     def die(self, process: Host) -> None:
         """``process`` is no more. Its messages under way arrive, or are lost; the ends of its connections notice by and

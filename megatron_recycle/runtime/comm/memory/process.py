@@ -13,6 +13,7 @@ from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.memory.ends import Host
 from megatron_recycle.runtime.comm.memory.fabric import Fabric
 from megatron_recycle.runtime.comm.network import assemble
+from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.tags import FRAMEWORK, Table
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -36,11 +37,23 @@ class MemoryNetwork(Host):
         self.cut = True
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool]) -> Groups:
+                interrupted: Callable[[], bool], before: Groups | None = None) -> Groups:
         """As in `network.Network`."""
+        rested = Rested(before.all() if before is not None else ())
+        try:
+            return self._build(generation, prefix, place, members, limits, interrupted, rested)
+        except BaseException:
+            rested.used.clear()
+            raise
+        finally:
+            if before is not None:
+                before.retire(rested.used)
+
+    def _build(self, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
+               interrupted: Callable[[], bool], rested: Rested) -> Groups:
         everyone = sorted(rank for worker in members for rank in place.ranks[worker])
         begun = time.monotonic()
-        while not self._fabric.meet(self, prefix, everyone):
+        while not self._fabric.meet(self, prefix, everyone, tuple(rested.said())):
             if interrupted():
                 raise GenerationOver("a newer generation was announced while this one was being built")
             if time.monotonic() > begun + limits.meet:
@@ -48,8 +61,12 @@ class MemoryNetwork(Host):
         names = place.names
 
         def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
+            of, own = f"generation {generation}", [names[rank] for rank in ranks]
+            had = rested.take(name, of, own, lambda word: self._fabric.all_said(prefix, ranks, word))
+            if had is not None:
+                return had
             made = self._fabric.end(self, (prefix, name), list(ranks).index(self.rank), len(ranks), table, host=host,
-                                    of=f"generation {generation}", names=[names[rank] for rank in ranks])
+                                    of=of, names=own)
             while not self._fabric.connected(made):
                 if interrupted():
                     raise GenerationOver("a newer generation was announced while this one was being connected")
