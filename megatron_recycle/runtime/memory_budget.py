@@ -27,7 +27,7 @@ def sum_buffers(sums: Sequence[Piece]) -> int:
 
 
 def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Sequence[Piece], peers: int,
-               messages: int) -> dict[str, int]:
+               messages: int, communicators: int = 0) -> dict[str, int]:
     """Bytes that a worker uses besides its micro-batches, by name. ``spare`` is not in use most of the time.
 
     Args:
@@ -37,12 +37,13 @@ def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Se
         sums: the pieces that this worker keeps sums of; none with the fast reduction.
         peers: live workers of this stage.
         messages: bytes of the receives that are posted ahead; what a plan needs beyond the usual ones is in its caps.
+        communicators: bytes of those in use: the next generation's are made before they are given back.
     """
     buffers = sum_buffers(sums)
     # A peer's death brings another block, and the exact reduction takes in its slice of everybody's pieces.
     spare = gradient * (1 + -(-(buffers + 1) // peers)) if sums else 0
     return {"state": nbytes(state), "undo": undo, "gradient": gradient, "sums": buffers * gradient,
-            "spare": spare + messages}
+            "spare": spare + messages + communicators}
 
 
 def room_on(device: Device, limit: float | None, kept: dict[str, int], held: int) -> int | None:
@@ -106,4 +107,4 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
     gradient = site.trainable.layout.numel * site.trainable.layout.dtype.itemsize
     return kept_bytes(site.stage.state().values(), undo, gradient,
                       pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
-                      plan.problem.receives(me.stage) * site.meters.memory.message)
+                      plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators)

@@ -68,6 +68,12 @@ class Meters:
         self.memory = ActivationMemory(self.device)
         self.watch = Stopwatch(self.device)
         self.pace = Pace(self.device)
+        self._before = self.device.outside()
+
+    @property
+    def communicators(self) -> int:
+        """Bytes of the device that communicators have taken since training began, as far as that can be told."""
+        return max(0, self.device.outside() - self._before)
 
 
 class Asked(NamedTuple):

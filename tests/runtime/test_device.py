@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_recycle.runtime import site
 from megatron_recycle.runtime.compute.device import Cpu, Device, Moment, Pace, device_of
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
-from megatron_recycle.runtime.memory_budget import room_on
+from megatron_recycle.runtime.memory_budget import kept_bytes, room_on
+from megatron_recycle.runtime.site import Meters
 
 
 class Queue(Device):
@@ -16,7 +18,7 @@ class Queue(Device):
 
     def __init__(self) -> None:
         self.asked = self.done = 0.0
-        self.bytes = 0
+        self.bytes = self.taken = 0
 
     def ask(self, seconds: float) -> None:
         """Returns at once."""
@@ -30,6 +32,9 @@ class Queue(Device):
 
     def room(self) -> int | None:
         return 1000 - self.bytes
+
+    def outside(self) -> int:
+        return self.taken
 
 
 class At:
@@ -89,6 +94,17 @@ def test_a_device_that_counts_its_bytes_is_asked_for_them():
     assert memory.before_b == 70
     kept = {"state": 500, "spare": 100}
     assert room_on(queue, None, kept, held=70) == int(0.9 * 860) + 70 - 100
+
+
+def test_room_is_left_for_the_communicators_of_the_next_generation(monkeypatch):
+    """They are made before those in use are given back."""
+    queue = Queue()
+    monkeypatch.setattr(site, "device_of", lambda device: queue)
+    meters = Meters(torch.device("cpu"))
+    queue.taken = 300
+    assert meters.communicators == 300
+    kept = kept_bytes([], undo=0, gradient=0, sums=(), peers=1, messages=50, communicators=meters.communicators)
+    assert room_on(queue, None, kept, held=0) == 900 - 350
 
 
 def test_a_cpus_moments_come_as_they_are_made():

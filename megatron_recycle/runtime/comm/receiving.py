@@ -84,6 +84,8 @@ class Receiver:
         asked = time.monotonic()
         for pending in coming:
             pending.wait()
+        for tensor in tensors:
+            self._groups.world.backend.arrived(tensor)
         del channel.pending[message]
         self._read[message[0]] += 1
         if self._groups.world.backend.host:  # elsewhere the thread is ahead of the device
@@ -137,8 +139,9 @@ class Receiver:
             message = channel.expected[channel.posted]
             meta = self._meta(source, channel, wait=True)
             assert meta is not None
-            tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in meta]
-            channel.pending[message] = [self._start(source, channel, wire(tensor)) for tensor in tensors], tensors
+            with self._groups.world.backend.ahead():
+                tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in meta]
+                channel.pending[message] = [self._start(source, channel, wire(tensor)) for tensor in tensors], tensors
             channel.posted += 1
 
     def _meta(self, source: Worker, channel: _Channel, *, wait: bool) -> Meta | None:
@@ -148,10 +151,12 @@ class Receiver:
                 channel.meta = _with_gradient(self._sender.meta)
         elif channel.meta is None:
             if channel.header is None:
-                header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
-                channel.header = self._start(source, channel, header)
+                with self._groups.world.backend.ahead():
+                    header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
+                    channel.header = self._start(source, channel, header)
             if wait or channel.header.done():
                 channel.header.wait()
+                self._groups.world.backend.arrived(channel.header.tensor)
                 channel.meta, channel.of_activations = decode_header(channel.header.tensor), True
         return channel.meta
 

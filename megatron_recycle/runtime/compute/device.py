@@ -41,6 +41,10 @@ class Device(ABC):
     def room(self) -> int | None:
         """Bytes that new tensors could take; None: the device is not this worker's alone, and nobody knows."""
 
+    @abstractmethod
+    def outside(self) -> int:
+        """Bytes of the device's memory that are in use and not for tensors: communicators, most of all."""
+
 
 class _Now:
     """A moment that has come: the thread's own."""
@@ -70,6 +74,9 @@ class Cpu(Device):
 
     def room(self) -> int | None:
         return None
+
+    def outside(self) -> int:
+        return 0
 
 
 class _OnStream:
@@ -105,6 +112,10 @@ class Cuda(Device):
     def room(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+
+    def outside(self) -> int:
+        free, whole = torch.cuda.mem_get_info(self._device)
+        return whole - free - torch.cuda.memory_reserved(self._device)
 
 
 def device_of(device: torch.device) -> Device:
