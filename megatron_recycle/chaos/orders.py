@@ -11,8 +11,8 @@ from typing import NoReturn
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Worker
 
-PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "boundary",
-          "recovering", "joining")
+PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "save", "saved",
+          "collective", "collected", "boundary", "recovering", "joining")
 """Phases that an observer hears of (`runtime.phases.Observer`)."""
 HEAL = "heal"
 

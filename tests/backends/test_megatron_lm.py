@@ -77,9 +77,10 @@ def stock(checkout: Path, *arguments: str, processes: int = 4) -> str:
 
 
 def recycled(folder: Path, checkout: Path, *arguments: str, kill: tuple[str, int] | None = None,
-             processes: int = 4) -> str:
+             processes: int = 4, chaos: Path | None = None) -> str:
     """What the workers of a run under `recycle run` print; ``kill``: a process, and the iteration after which."""
-    launcher = ("megatron_recycle.cli", "run", "--nproc", str(processes), "--run-dir", str(folder))
+    hurting = () if chaos is None else ("--chaos", str(chaos))
+    launcher = ("megatron_recycle.cli", "run", "--nproc", str(processes), "--run-dir", str(folder), *hurting)
     job = start(launcher, checkout, arguments)
     try:
         if kill is not None:
@@ -220,8 +221,10 @@ def test_checkpoints_of_a_job_with_a_worker_missing_are_the_undisturbed_jobs_and
     saves = (*options, "--save-interval", "2", *more)
     calm, saved = tmp_path / "calm-checkpoints", tmp_path / "checkpoints"
     expected = losses(recycled(tmp_path / "calm", checkout, *saves, "--save", str(calm)))
-    # The second one is being written, or is about to be.
-    printed = recycled(tmp_path / "killed", checkout, *saves, "--save", str(saved), kill=("0:1", 3))
+    # 0:1 would write all of its stage, and 1:0 gives the checkpoint its name once 0:0 is gone.
+    script = tmp_path / "script.chaos"
+    script.write_text("kill 0:1 --at-iteration 1 --phase save\nkill 0:0 --at-iteration 3 --phase saved\n")
+    printed = recycled(tmp_path / "killed", checkout, *saves, "--save", str(saved), chaos=script)
     for iteration in (2, 4, 6):
         assert f"successfully saved checkpoint from iteration {iteration:7d}" in printed
     assert kind == "torch" or "async_save is off under recycle" in printed

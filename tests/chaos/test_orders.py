@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_recycle.chaos.orders import Moment, Order, read_script
+from megatron_recycle.chaos.orders import PHASES, Moment, Order, read_script
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.runtime.phases import Phase
 
 
 def test_a_script_is_the_acts_of_the_command_line_one_a_line():
@@ -24,6 +25,10 @@ def test_a_script_is_the_acts_of_the_command_line_one_a_line():
         Order("coordinator", frozen=True, seconds=3.0),
         Order("partition", hosts=("h2",), others=("h1",), one_way=True),
     ]
+
+
+def test_every_phase_can_be_asked_for():
+    assert {*PHASES} == {phase.value for phase in Phase}
 
 
 @pytest.mark.parametrize(("line", "why"), [
