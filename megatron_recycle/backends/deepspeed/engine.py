@@ -120,7 +120,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
         self.monitor: Monitors = Monitors(self.monitor, self.speaks, lambda: self.session.busy)
-        self._evaluated = EvaluationData(place.me, place.grid, self.session.seeds("evaluation data"))
+        self._evaluated = EvaluationData(place, self.session.seeds("evaluation data"))
         self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())

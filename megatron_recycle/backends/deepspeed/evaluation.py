@@ -24,23 +24,24 @@ from megatron_recycle.runtime.compute.data import Batch, Mapped, digest
 from megatron_recycle.runtime.compute.loaders import LoaderSource
 from megatron_recycle.runtime.compute.random_state import Seeds
 from megatron_recycle.runtime.evaluation import losses
+from megatron_recycle.runtime.place import Place
 
 
 class EvaluationData:
     """The script's iterators of its evaluations, one after another.
 
     Args:
-        me: this worker, which reads the iterator if it is at an end of its pipeline.
-        grid: of the job.
+        place: of this worker, which reads the iterator if it is at an end of its pipeline. Of its parts others than
+            the first may have none.
         seeds: what random numbers micro-batches are read with.
     """
 
-    def __init__(self, me: Worker, grid: Grid, seeds: Seeds) -> None:
-        self._me = me
-        self._grid = grid
+    def __init__(self, place: Place, seeds: Seeds) -> None:
+        self._me, self._grid, self._part = place.me, place.grid, place.part
         self._seeds = seeds
+        self._reads = False
         self._iterator: Any = None
-        self._source = LoaderSource(me.pipeline, seeds, anything=True)
+        self._source = LoaderSource(place.me.pipeline, seeds, anything=True)
         self._first = self._next = 0
         self._ended = False
         self._shared: Mapping[Microbatch, Batch] = {}
@@ -56,7 +57,8 @@ class EvaluationData:
         becomes of them. Raises DataError where there is none and one is needed, and what it raises."""
         self._first, self._next = self._next, self._next + microbatches
         self._ended, self._shared, self._missing = False, {}, ""
-        if self._me.stage not in self._ends:
+        self._reads = self._me.stage in self._ends and (iterator is not None or not self._part)
+        if not self._reads:
             return
         if iterator is None:
             raise DataError("eval_batch() got no data iterator on the first or last stage of a pipeline")
@@ -78,6 +80,8 @@ class EvaluationData:
         return self._missing
 
     def batch(self, pipeline: int, number: int) -> Batch:
+        if not self._reads:
+            return None  # another part gives it to this one
         found = self._shared.get((pipeline, number))
         if found is not None:
             return found
@@ -101,7 +105,7 @@ class EvaluationData:
         digests = {one.pipeline: one.digests for one in told if one.digests}
         if len(digests) > 1:  # of a single one nobody can tell: it stays as it was
             self._alike = len(set(digests.values())) == 1
-        orphans = [place for place in away if place[0] not in givers and groups.me in (
+        orphans = [place for place in away if self._reads and place[0] not in givers and groups.me in (
             route[place[0], place[1], stage] for stage in self._ends)]
         try:
             if orphans and not self._alike:
@@ -122,12 +126,12 @@ class EvaluationData:
     def _tell(self, away: Sequence[Microbatch], givers: Mapping[int, Worker], number: int,
               groups: Groups) -> list[_Told]:
         """All that workers tell each other of the micro-batches of their own pipelines."""
-        reads = self._me.stage in self._ends
-        own = [self._source.batch(self._me.pipeline, at) for at in range(self._first, self._next)] if reads else []
+        own = [self._source.batch(self._me.pipeline, at)
+               for at in range(self._first, self._next if self._reads else self._first)]
         mine = _Told(self._me.pipeline, tuple(map(digest, own)), {
             (pipeline, at): own[at] for pipeline, at in (
                 (pipeline, self._number(pipeline, microbatch, number)) for pipeline, microbatch in away
-                if givers.get(pipeline) == self._me)})
+                if self._reads and givers.get(pipeline) == self._me)})
         told: list[Any] = [None] * groups.control.size
         with failing_ends("micro-batches of the evaluation"):
             dist.all_gather_object(told, mine, group=groups.control.group)
