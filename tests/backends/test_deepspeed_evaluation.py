@@ -1,4 +1,4 @@
-"""What becomes of the script's iterator in an evaluation that is left out or cut short."""
+"""Evaluations with workers missing: who reads what, and what becomes of the script's iterator."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, DistributedSampler
 
 from megatron_recycle.backends.deepspeed import engine as engines
+from megatron_recycle.backends.deepspeed import evaluation
 from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
+from megatron_recycle.backends.deepspeed.evaluation import EvaluationData
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.compute.data import digest
+from megatron_recycle.runtime.compute.loader_passes import watch_loaders
+from megatron_recycle.runtime.compute.random_state import Generators, Seeds
+from megatron_recycle.runtime.place import Place
 
 BATCHES = 3  # micro-batches of an iteration
 
@@ -25,7 +33,7 @@ def stock(engine: Any, data_iter: Iterator[int], return_logits: bool = False, co
 
 def engine(together: Callable[..., Any], first: bool = True) -> Any:
     return SimpleNamespace(is_first_stage=lambda: first, is_last_stage=lambda: False, micro_batches=BATCHES,
-                           device="cpu", reset_activation_shape=lambda: None,
+                           device="cpu", reset_activation_shape=lambda: None, monitor=SimpleNamespace(enabled=False),
                            session=SimpleNamespace(together=together, in_script=False))
 
 
@@ -65,3 +73,93 @@ def test_an_iterator_that_is_kept_goes_on_alike_through_every_evaluation():
 def test_a_script_that_asks_for_logits_gets_two_values_also_of_an_evaluation_that_is_left_out():
     loss, logits = RecyclePipelineEngine.eval_batch(engine(left_out), iter(range(9)), return_logits=True)
     assert torch.isnan(loss) and logits is None
+
+
+GRID = Grid(2, (2, 2, 2))
+
+
+class Left:
+    """Workers that are left; the first of pipeline 0 takes the micro-batches of pipelines that are gone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, me: Worker, *members: Worker) -> None:
+        self.me, self.members, self.control = me, sorted(members), SimpleNamespace(size=len(members), group=None)
+        self.others: list[Any] = []
+        """What the others tell."""
+        monkeypatch.setattr(evaluation, "count", lambda comm, *flags: [int(flag) for flag in flags])
+        monkeypatch.setattr(evaluation.dist, "all_gather_object", self._gather)
+
+    def _gather(self, told: list[Any], own: Any, group: Any) -> None:
+        told[:] = [own, *self.others]
+
+    def route(self) -> dict[tuple[int, int, int], Worker]:
+        return {(pipeline, number, stage): Worker(pipeline, stage) if Worker(pipeline, stage) in self.members
+                else next(worker for worker in self.members if worker.stage == stage)
+                for pipeline, number in GRID.items() for stage in range(2)}
+
+    def share(self, data: EvaluationData) -> bool:
+        plan: Any = self
+        groups: Any = self
+        return data.share(plan, [*GRID.items()], 0, groups)
+
+
+def batches(pipeline: int) -> list[torch.Tensor]:
+    return [torch.tensor([10 * pipeline + number]) for number in range(2)]
+
+
+def told(pipeline: int, own: list[torch.Tensor], handed_out: bool = False) -> Any:
+    return evaluation._Told(pipeline, tuple(map(digest, own)), {
+        (pipeline, number): batch for number, batch in enumerate(own) if handed_out})
+
+
+def begun(given: Iterator[Any]) -> EvaluationData:
+    me = Worker(0, 0)
+    ranks = {worker: (rank,) for rank, worker in enumerate(GRID.workers())}
+    seeds = Seeds(Generators(torch.device("cpu")), 0, "evaluation")
+    data = EvaluationData(Place(me, GRID, ranks, "gloo"), seeds)
+    data.begin(given, 2)
+    return data
+
+
+def test_the_other_end_of_a_pipeline_hands_out_what_its_first_worker_would_have_read(monkeypatch):
+    left = Left(monkeypatch, Worker(0, 0), Worker(0, 0), Worker(0, 1), Worker(1, 1), Worker(2, 0), Worker(2, 1))
+    left.others = [told(1, batches(1), handed_out=True), told(2, batches(2))]
+    data = begun(iter(batches(0)))
+    assert left.share(data)
+    assert [[int(data.batch(pipeline, number)) for number in range(2)] for pipeline in (0, 1)] == [[0, 1], [10, 11]]
+
+
+def test_a_pipeline_that_is_gone_had_what_all_others_have_and_if_they_differ_nobody_guesses(monkeypatch):
+    left = Left(monkeypatch, Worker(0, 0), Worker(0, 0), Worker(0, 1), Worker(2, 0), Worker(2, 1))
+    left.others = [told(2, batches(0))]
+    data = begun(iter(batches(0)))
+    assert left.share(data) and [int(data.batch(1, number)) for number in range(2)] == [0, 1]
+    left.others = [told(2, batches(2))]
+    data = begun(iter(batches(0)))
+    assert not left.share(data) and "nobody but this worker can read" in data.failed
+    watch_loaders()
+    share = [DistributedSampler(range(12), 3, pipeline, shuffle=False) for pipeline in range(3)]  # type: ignore[arg-type]
+    loaders = [DataLoader(torch.arange(12), batch_size=2, sampler=sampler) for sampler in share]  # type: ignore[arg-type]
+    left.others = [told(2, [*loaders[2]])]
+    data = begun(iter(loaders[0]))
+    assert left.share(data) and [data.batch(1, number).tolist() for number in range(2)] == [[1, 4], [7, 10]]
+    left.others = [told(2, [torch.tensor([3, 3]), torch.tensor([4, 4])])]
+    data = begun(iter(loaders[0]))
+    assert not left.share(data), "the other pipeline's loader is another one: this one cannot be believed"
+
+
+def test_data_that_ends_is_told_to_all_and_the_next_evaluation_has_its_own(monkeypatch):
+    left = Left(monkeypatch, Worker(0, 0), *GRID.workers())
+    data = begun(iter(batches(0)[:1]))
+    assert not left.share(data) and not data.failed
+    data.begin(iter(batches(5)), 2)
+    left.others = [told(1, batches(1)), told(2, batches(2))]
+    assert left.share(data) and int(data.batch(0, 1)) == 51
+
+
+def test_the_mean_is_over_micro_batches_and_then_over_pipelines():
+    tables = [torch.tensor([[float(pipeline + number), 0.0] for pipeline, number in GRID.items()]),
+              torch.tensor([[float(10 * pipeline), 0.0] for pipeline, _ in GRID.items()])]
+    own = evaluation.by_pipeline(tables, GRID, 3)
+    assert [one.tolist() for one in own] == [[0, 1, 0], [1, 2, 10], [2, 3, 20]]
+    assert evaluation.mean(own).item() == pytest.approx((1 / 3 + 13 / 3 + 25 / 3) / 3)
+    assert evaluation.passes(GRID, 3) == 2 and evaluation.passes(GRID, 2) == 1

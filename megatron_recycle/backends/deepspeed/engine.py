@@ -351,7 +351,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self._checkpoints.seen(given["save_dir"])
         done = self.session.save("save_checkpoint()", lambda save: self._checkpoints.write(save, **given),
                                  otherwise=lambda: stock(*args, **keywords))
-        if done:
+        if done and not self.session.catches_up:
             self._checkpoints.saved(given.get("tag"))
         return done
 
