@@ -37,7 +37,8 @@ class Pair:
 
         def work(pipeline: int) -> None:
             peers = [Worker(0, 0), Worker(1, 0)]
-            groups: Any = SimpleNamespace(me=peers[pipeline], members=peers, peers=lambda stage: peers, control=None)
+            groups: Any = SimpleNamespace(me=peers[pipeline], members=peers, part=0, peers=lambda stage: peers,
+                                          control=None)
             try:
                 found[pipeline] = self._checkpoints[pipeline].write_last(groups)
             except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at
