@@ -83,7 +83,8 @@ class Draw:
     def scene(self) -> Scene:
         name = self.random.choice(list(SHAPES))
         kind = self.random.choice([self.one, self.asks, self.both_ask, self.two, self.during_the_recovery, self.apart,
-                                   self.coordinator, self.with_coordinator, self.comes_back, self.frozen])
+                                   self.coordinator, self.with_coordinator, self.comes_back,
+                                   self.asks_while_one_comes_back, self.frozen])
         scene = kind(SHAPES[name])
         scene.name = f"{name}, {kind.__name__}"
         scene.slow = self.random.choice([0.0, 0.1, 0.5])
@@ -183,6 +184,26 @@ class Draw:
             job.wait_event("joined", worker=worker)
 
         return Scene("", shape, [first], [late], play=play, came={worker})
+
+    def asks_while_one_comes_back(self, shape: Shape) -> Scene:
+        """It, or another one that may give it the state, dies at something that is asked of the network."""
+        shape = replace(shape, iterations=6)
+        worker, other = self.pair(shape)
+        first = self.moment(shape, worker, 0, 0)
+        late = Moment(self.random.choice([one for one in shape.workers if one not in (worker, other)]), "forward", 1)
+        dies = self.random.choice([worker, other])
+        asked = self.random.choice(operations(shape)[dies])  # in its second life, if it has asked for less in its first
+        if dies == other:
+            asked = replace(asked, nth=asked.nth + self.random.randrange(3))
+
+        def play(job: Job) -> None:
+            job.wait_event("decided", generation=2)
+            job.wait_held(late)
+            job.start(worker, joining=True)
+            job.wait_event("waiting", worker=worker)
+            job.release(late)
+
+        return Scene("", shape, [first], [late], play=play, out={worker, other}, came={worker}, asked=[asked])
 
     def frozen(self, shape: Shape) -> Scene:
         """Declared out while it stands still; then it goes on, and nothing that it does counts."""
