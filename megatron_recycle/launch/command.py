@@ -40,6 +40,9 @@ from megatron_recycle.observe.output import spare_output
 _HIGHEST_PORT = 65534
 """The next one is for torch's store."""
 _JOIN_SECONDS = 600.0  # --join-timeout
+_PORT_LIMIT, _PAUSE = 60.0, 0.5
+"""Seconds that a job which starts again waits for its ports, and between two tries."""
+_Led = tuple[Meeting, service.Service, TorchStore | None]
 _START_LIMIT = 600.0
 """Seconds that hosts wait for host 0; it waits as long for their workers."""
 
@@ -163,7 +166,8 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
     try:
         if hosts.rank == 0:
             assert token is not None, "the first host has made one"
-            found, coordinator, kept = _lead(args, config, hosts, run_dir, token, nproc, store, life)
+            found, coordinator, kept = _lead_in_time(
+                lambda: _lead(args, config, hosts, run_dir, token, nproc, store, life), _PORT_LIMIT * bool(life.number))
         else:
             found = _follow(args, hosts, run_dir, token, nproc, say, life)
         environ = torchrun_environment(not_handed_over(os.environ), found.host, max(found.store_port, 0), life.nodes,
@@ -219,6 +223,19 @@ def _grace(config: RecycleConfig) -> Grace:
 def _run_dir(args: argparse.Namespace, config: RecycleConfig, folder: str | None = None) -> Path:
     given = args.run_dir or config.run_dir or folder
     return Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
+
+
+def _lead_in_time(lead: Callable[[], _Led], limit: float) -> _Led:
+    """What ``lead`` returns, tried again for ``limit`` seconds: between two lives of a job its port may be somebody
+    else's for a moment. Raises RecycleError."""
+    until = time.monotonic() + limit
+    while True:
+        try:
+            return lead()
+        except RecycleError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_PAUSE)
 
 
 def _lead(

@@ -107,6 +107,8 @@ def knock(control: str, token: str) -> str | None:
     host, _, port = control.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_LIMIT) as connection:
+            if connection.getsockname() == connection.getpeername():  # it would keep the port from whoever is to listen
+                return "nobody listens there"
             session = Session.client(token)
             until = time.monotonic() + _CONNECT_LIMIT
             while not session.open:

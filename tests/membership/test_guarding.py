@@ -152,3 +152,32 @@ def test_without_a_copy_the_job_ends_and_says_so():
     cluster.exit("1:1")
     (end,) = endings(cluster.reports(iteration=6, holds=5))
     assert end.again and "nobody who is left keeps a copy of stage 1" in end.message
+
+
+def test_with_tensor_parallelism_the_part_that_died_comes_back_and_the_idle_one_is_there():
+    cluster = Cluster(2)
+    cluster.names = [f"{worker}.{part}" for worker in cluster.names for part in range(2)]
+    cluster.state = State(size=8)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, guard="memory", parts=2)
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    cluster.exit("0:1.0"), cluster.plan(), cluster.reports(iteration=6, holds=5)
+    cluster.exit("1:1.1")
+    left = ("0:0.0", "0:0.1", "1:0.0", "1:0.1")
+    guard = {"guard": {"own": [3], "of": {"1": [3]}}, "asked": 6, "apart": 0}
+    decisions = cluster.reports(*left, iteration=6, holds=5, **guard)
+    starts = [dict(one.message) for one in decisions if isinstance(one, do.Command)]
+    assert [(start["rank"], start["beside"]) for start in starts] == [(7, 7)], "1:1.1, where it was; 1:1.0 idles"
+    description = {**(cluster.state.description or {})}
+    cluster.feed(inputs.Ready("1:1.0/0", description, report(attempt=0)))
+    cluster.hello("1:1.1", life=1)
+    (decided,) = events(cluster.feed(inputs.Ready("1:1.1/1", description, report(attempt=0))), "decided")
+    assert decided["reason"] == "stage 1 comes back"
+    cluster.plan()
+    ((_, go),) = told(cluster.reports(*left, iteration=6, holds=5, **guard), "go")
+    assert go["resume"]["joined"] == ["1:1.0", "1:1.1"] and go["resume"]["restored"] == {"1": "0:0"}
+    assert source({name: {**report(6, 5), **guard, "guard": {**guard["guard"], "of": {}}} if name.endswith("1") else
+                   {**report(6, 5), **guard} for name in left}, [1]) == (
+        "nobody who is left keeps a copy of stage 1 that all others can go back to"), "half a copy is none"
