@@ -145,7 +145,7 @@ class Scenes:
             job.wait_held(hold)
             return job.kill(hold)
 
-        return Scene(f"kill {told(hold)}", [hold], play, {hold.worker})
+        return Scene(f"kill {hold}", [hold], play, {hold.worker})
 
     def freeze(self) -> Scene:
         """The worker wakes up after it was declared out, or never."""
@@ -159,7 +159,7 @@ class Scenes:
             job.kill(hold, with_signal=signal.SIGCONT if wakes else signal.SIGKILL)
             return moment
 
-        return Scene(f"freeze{' and wake' * wakes} {told(hold)}", [hold], play, {hold.worker})
+        return Scene(f"freeze{' and wake' * wakes} {hold}", [hold], play, {hold.worker})
 
     def stall(self) -> Scene:
         # How long an action may take is learnt first; and nobody is stalled who is in no action.
@@ -173,7 +173,7 @@ class Scenes:
             job.release(hold)
             return moment
 
-        return Scene(f"stall {told(hold)}", [hold], play, {hold.worker})
+        return Scene(f"stall {hold}", [hold], play, {hold.worker})
 
     def coordinator(self) -> Scene:
         hold = self._hold(self._draw.choice(self._workers))
@@ -184,7 +184,7 @@ class Scenes:
             job.release(hold)
             return moment
 
-        return Scene(f"coordinator, {told(hold)}", [hold], play, decides=False)
+        return Scene(f"coordinator, {hold}", [hold], play, decides=False)
 
     def two(self) -> Scene:
         one, other = self._pair()
@@ -195,7 +195,7 @@ class Scenes:
             job.wait_held(first, second)
             return job.kill(first, second)
 
-        return Scene(f"kill {told(first)} and {told(second)}", [first, second], play, {one, other})
+        return Scene(f"kill {first} and {second}", [first, second], play, {one, other})
 
     def second(self) -> Scene:
         one, other = self._pair()
@@ -207,7 +207,7 @@ class Scenes:
             job.kill(first)
             return job.kill(job.wait_any(later))
 
-        return Scene(f"kill {told(first)}, then {other} in the recovery", [first, *later], play, {one, other})
+        return Scene(f"kill {first}, then {other} in the recovery", [first, *later], play, {one, other})
 
     def with_coordinator(self) -> Scene:
         """The coordinator dies while it lets the others recover."""
@@ -220,7 +220,7 @@ class Scenes:
             job.kill_coordinator()
             return moment
 
-        return Scene(f"kill {told(hold)}, coordinator {1000 * pause:.0f} ms later", [hold], play, {hold.worker})
+        return Scene(f"kill {hold}, coordinator {1000 * pause:.0f} ms later", [hold], play, {hold.worker})
 
     def rejoin(self) -> Scene:
         one, other = self._draw.sample(self._workers, 2)
@@ -238,11 +238,7 @@ class Scenes:
             job.release(late)
             return moment
 
-        return Scene(f"kill {told(first)}, it comes back", [first, late], play, coming=rank)
-
-
-def told(hold: Hold) -> str:
-    return f"{hold.worker} at {hold.phase} {hold.nth} of {hold.iteration}"
+        return Scene(f"kill {first}, it comes back", [first, late], play, coming=rank)
 
 
 def rank_of(worker: str, pipelines: int) -> int:

@@ -35,6 +35,7 @@ from megatron_recycle.control.measured import Conclusions, Profiles
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.membership.state import Member, State
 from tests.labels import check_label
+from tests.moments import Arrivals, Moment
 from tests.network.hosts import enter
 from tests.ordered.rules import Rules
 
@@ -50,14 +51,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")])
 
 
-@dataclass(frozen=True)
-class Hold:
-    """Hold ``worker`` at its ``nth`` (from 0) arrival at ``phase`` of ``iteration``, in its first attempt."""
-
-    worker: str
-    phase: str
-    iteration: int
-    nth: int = 0
+Hold = Moment
+"""Where a worker is held; in its first attempt, unless ``nth`` says otherwise."""
 
 
 @dataclass
@@ -73,16 +68,14 @@ class HoldingObserver:
     """Runs in the worker: pauses it where the test wants."""
 
     def __init__(self, worker: str, holds: Sequence[Hold], pipe: Connection) -> None:
-        self._worker = worker
-        self._holds = {(hold.phase, hold.iteration, hold.nth) for hold in holds if hold.worker == worker}
-        self._seen: dict[tuple[str, int], int] = {}
+        self._arrivals = Arrivals(worker)
+        self._holds = frozenset(holds)
         self._pipe = pipe
 
     def on(self, phase: str, iteration: int, action: Any) -> None:
-        nth = self._seen.get((phase, iteration), 0)
-        self._seen[phase, iteration] = nth + 1
-        if (phase, iteration, nth) in self._holds:
-            self._pipe.send(("held", Hold(self._worker, phase, iteration, nth)))
+        moment = self._arrivals.at(phase, iteration)
+        if moment in self._holds:
+            self._pipe.send(("held", moment))
             self._pipe.recv()
 
 

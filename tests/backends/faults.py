@@ -13,79 +13,84 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.backends.deepspeed.engine import DeepSpeedStage
-from megatron_recycle.runtime import recovery
-from megatron_recycle.runtime.attempt import Attempt
 from megatron_recycle.runtime.comm import network, rendezvous
 from megatron_recycle.runtime.comm.abort import foreign
 from megatron_recycle.runtime.comm.sending import Sender
 from megatron_recycle.runtime.compute.data import DatasetSource
-from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.worker import StageWorker
 from tests.backends import gpt_job
+from tests.moments import Arrivals, Moment
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``kind`` happens to ``worker`` at its ``nth`` (from 0) arrival at ``phase`` of ``iteration``.
+    """``kind`` happens to a worker when it has got to ``at``.
 
     Kinds: ``abort`` (all its connections break), ``apart`` (those of torch's WORLD do), ``swallow`` (its next
     activation or gradient never leaves it), ``flip`` (one bit of a parameter), ``nan`` (a parameter is not a number
     any more), ``vanish`` and ``freeze`` (when it connects next, and has told the others where it listens).
     """
 
-    worker: str
     kind: str
-    phase: str
-    iteration: int
-    nth: int = 0
+    at: Moment
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, faults: Sequence[Fault] = (),
           hosts: Mapping[int, str] | None = None, slow: Mapping[str, tuple[int, float]] | None = None, hop: float = 0.0,
-          connecting: float | None = None, **arguments: Any) -> Any:
-    """As `gpt_job.train`; the result has "forwards" too, how many this worker ran in each attempt at an iteration.
+          **arguments: Any) -> Any:
+    """As `gpt_job.train`; the result has "forwards" too, how many this worker ran of each iteration.
 
     Args:
         faults: what goes wrong.
         hosts: name of the host that a rank says it is on.
         slow: worker -> from which iteration on each of its forwards takes how many seconds longer.
         hop: seconds that each message is under way, besides what it takes.
-        connecting: seconds that it may take to connect, instead of the usual.
     """
     if hosts is not None:
         os.environ["RECYCLE_HOST"] = hosts[rank]
-    _install(faults)
-    _show_data_loading()
+    rendezvous._LONGEST_CONNECT = 0.0  # nobody waits at the end for a connection that hangs
     _stretch_forwards(slow or {})
-    if connecting is not None:
-        recovery._LONGEST_CONNECT = connecting
-        rendezvous._LONGEST_CONNECT = 0.0  # it would wait for that at the end, too
     if hop:
         _stretch_transfers(hop)
-    forwards = _count_forwards()
-    return {**gpt_job.train(observer_of, rank, **arguments), "forwards": forwards}
+    made: list[_Observer] = []
+
+    def watched(worker: str) -> _Observer:
+        made.append(_Observer(worker, observer_of(worker), faults))
+        return made[-1]
+
+    def watch(engine: Any) -> None:
+        made[-1].session = engine.session
+
+    result = gpt_job.train(watched, rank, watch=watch, **arguments)
+    return {**result, "forwards": made[-1].forwards}
 
 
-def _install(faults: Sequence[Fault]) -> None:
-    seen: dict[tuple[str, int], int] = {}
-    enter, make = Phases.enter, StageWorker.__init__
-    made: list[StageWorker] = []
+class _Observer:
+    """Stands between a worker and ``observer``: does the ``faults`` of ``worker``, counts its forwards, and tells of
+    every batch that is read (phase ``data``), so that a test can hold a worker there."""
 
-    def remembered(self: StageWorker, **arguments: Any) -> None:
-        made.append(self)
-        make(self, **arguments)
+    def __init__(self, worker: str, observer: Any, faults: Sequence[Fault]) -> None:
+        self.forwards: dict[int, int] = {}
+        self._arrivals, self._observer, self._faults = Arrivals(worker), observer, faults
+        self._iteration = 0
+        self.session: Any = None
+        batch = DatasetSource.batch
 
-    def entered(self: Phases, phase: Any, iteration: int, *more: Any) -> None:
-        enter(self, phase, iteration, *more)
-        nth = seen.get((phase, iteration), 0)
-        seen[phase, iteration] = nth + 1
-        for fault in faults:
-            if (fault.worker, fault.phase, fault.iteration, fault.nth) == (
-                    str(made[-1].site.place.me), phase.value, iteration, nth):
-                _DO[fault.kind](made[-1])
+        def read(source: DatasetSource, pipeline: int, number: int) -> Any:
+            self._observer.on("data", self._iteration, None)
+            return batch(source, pipeline, number)
 
-    Phases.enter = entered  # type: ignore[method-assign]
-    StageWorker.__init__ = remembered  # type: ignore[method-assign]
+        DatasetSource.batch = read  # type: ignore[method-assign]
+
+    def on(self, phase: str, iteration: int, action: Any) -> None:
+        self._iteration = iteration
+        self._observer.on(phase, iteration, action)
+        moment = self._arrivals.at(phase, iteration)
+        if phase == "forward":
+            self.forwards[iteration] = self.forwards.get(iteration, 0) + 1
+        for fault in self._faults:
+            if fault.at == moment:
+                _DO[fault.kind](self.session.worker)
 
 
 def _abort(worker: StageWorker) -> None:
@@ -162,27 +167,6 @@ _DO: Mapping[str, Callable[[StageWorker], None]] = {
     "vanish": _hit_connecting(signal.SIGKILL), "freeze": _hit_connecting(signal.SIGSTOP)}
 
 
-def _show_data_loading() -> None:
-    """Tells the observer of every batch that is read, so that a test can hold a worker there (phase ``data``)."""
-    batch = DatasetSource.batch
-    run = Attempt._micro_batch
-    reader: list[Attempt] = []
-
-    def remembered(self: Attempt, action: Any) -> None:
-        reader[:] = [self]
-        run(self, action)
-
-    def read(self: DatasetSource, pipeline: int, number: int) -> Any:
-        if reader:
-            observer = reader[0]._site.phases._observer
-            assert observer is not None
-            observer.on("data", reader[0]._stepper.standing.iteration, None)
-        return batch(self, pipeline, number)
-
-    Attempt._micro_batch = remembered  # type: ignore[method-assign]
-    DatasetSource.batch = read  # type: ignore[method-assign]
-
-
 def _stretch_forwards(slow: Mapping[str, tuple[int, float]]) -> None:
     forward = DeepSpeedStage.forward
 
@@ -203,16 +187,3 @@ def _stretch_transfers(seconds: float) -> None:
         return send(self, *arguments)
 
     Sender._start = stretched  # type: ignore[method-assign]
-
-
-def _count_forwards() -> dict[tuple[int, int], int]:
-    found: dict[tuple[int, int], int] = {}
-    run = Attempt._micro_batch
-
-    def counted(self: Attempt, action: Any) -> None:
-        key = self._stepper.standing.iteration, self._stepper.standing.attempt
-        found[key] = found.get(key, 0) + (action.kind == "F")
-        run(self, action)
-
-    Attempt._micro_batch = counted  # type: ignore[method-assign]
-    return found

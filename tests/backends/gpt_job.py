@@ -163,7 +163,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), annealed: bool = False, loader: bool = False,
-          raises: int | None = None) -> Any:
+          raises: int | None = None, watch: Callable[[Any], None] | None = None) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
 
@@ -183,6 +183,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             plugin only.
         loader: whether `train_batch()` gets an iterator over a DataLoader, which gives the same as the dataset.
         raises: iteration before which the script fails, on all ranks; with the plugin only.
+        watch: called with the engine.
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
@@ -224,6 +225,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     data = Text(rank if mistake == "data" else 0, corrupt, noise) if plugin else None
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=ds_config,
                                       training_data=None if loader else data)
+    if watch is not None:
+        watch(engine)
     if mistake == "apart" and rank == 1:
         next(engine.module.parameters()).data[0] += 1
     if not plugin:

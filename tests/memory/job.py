@@ -39,6 +39,7 @@ from tests.memory.collecting import collect
 from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
 from tests.memory.wires import Asked, Deaths, Wires
+from tests.moments import Arrivals, Moment
 
 CPU = torch.device("cpu")
 LIMIT = 60.0
@@ -80,19 +81,6 @@ class Shape:
 
     def with_settings(self, **settings: Any) -> Shape:
         return replace(self, settings=tuple(sorted({**dict(self.settings), **settings}.items())))
-
-
-@dataclass(frozen=True)
-class Moment:
-    """``worker``'s ``nth`` (from 0) arrival at ``phase`` of ``iteration``."""
-
-    worker: str
-    phase: str
-    iteration: int
-    nth: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.worker} at {self.phase} {self.nth} of {self.iteration}"
 
 
 @dataclass
@@ -347,13 +335,11 @@ class _Observer:
 
     def __init__(self, job: Job, process: Process) -> None:
         self._job, self._process = job, process
-        self._seen: dict[tuple[str, int], int] = {}
+        self._arrivals = Arrivals(process.name)
 
     def on(self, phase: str, iteration: int, action: Any) -> None:
         job, process = self._job, self._process
-        nth = self._seen.get((phase, iteration), 0)
-        self._seen[phase, iteration] = nth + 1
-        moment = Moment(process.name, phase, iteration, nth)
+        moment = self._arrivals.at(phase, iteration)
         if job.at is not None:
             job.at(job, moment)
         if moment in job.holds and moment not in job.held:

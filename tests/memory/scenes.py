@@ -8,8 +8,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tests.memory.job import Job, Moment, Shape, check
+from tests.memory.job import Job, Shape, check
 from tests.memory.wires import Asked
+from tests.moments import Moment
 
 SHAPES = {
     "3x2": Shape(3, 2, 2, 3),

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.memory.job import Job, Moment, check
+from tests.memory.job import Job, check
 from tests.memory.scenes import SHAPES, Scene
+from tests.moments import Moment
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one

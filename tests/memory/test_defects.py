@@ -36,8 +36,9 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.memory.ends import Host, InMemory
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, WORLD
 from megatron_recycle.runtime.comm.threads import Threads
-from tests.memory.job import Job, Moment, Shape, check
+from tests.memory.job import Job, Shape, check
 from tests.memory.wires import Wires
+from tests.moments import Moment
 from tests.runtime import test_network
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.memory.job import Job, Moment, Shape, check, undisturbed
+from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
+from tests.moments import Moment
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.memory.job import Job, Moment, Shape, differences, undisturbed
+from tests.memory.job import Job, Shape, differences, undisturbed
+from tests.moments import Moment
 from tests.seeds import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one

@@ -13,9 +13,10 @@ from megatron_recycle.control.wire import WireError
 from megatron_recycle.membership.messages import FROM_WORKER, check
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.compute.random_state import seed_of
-from tests.memory.job import Job, Moment, Shape, undisturbed
+from tests.memory.job import Job, Shape, undisturbed
 from tests.memory.model import Block, SmallStage, batch
 from tests.memory.scenes import SHAPES
+from tests.moments import Moment
 
 SHAPE = SHAPES["3x2, four"]
 
