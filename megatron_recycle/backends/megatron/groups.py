@@ -1,19 +1,18 @@
 """Megatron's process groups once workers may be missing.
 
-The collectives of Megatron's training loop over the groups of `parallel_state` (sums of losses, maxima over stages,
-barriers of timers) would wait for dead workers for ever once training has begun. The runtime has exchanged those
-numbers already, so the groups are replaced by one whose only member is this worker: the loop's own calls stay, and give
-back what they are given. Sizes and ranks that the loop computes samples with stay nominal.
+Between two iterations they are living groups, as all of a script's (:mod:`megatron_recycle.runtime.comm.living`). In an
+iteration the runtime has exchanged already what Megatron's loop asks the groups for data and model parallelism
+for (sums of losses, maxima over stages): there they are one whose only member is this worker, so that no stage waits
+for another. The loop's own calls stay, and give back what they are given. Sizes and ranks stay nominal.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, timers
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -32,30 +31,29 @@ _OF_PEERS = ("_DATA_PARALLEL_GROUP", "_DATA_PARALLEL_GROUP_WITH_CP", "_INTRA_PAR
              "_EXPERT_DATA_PARALLEL_GROUP")
 
 
-def detach(place: Place, speaks: Callable[[], bool]) -> None:
-    """Make Megatron's own collectives end at this worker; called once, before training. ``speaks`` tells whether this
-    worker writes the log."""
-    state: Any = parallel_state
-    state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
-    state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
-    _use(dict.fromkeys(_SHARED, _alone(place)))
-    _detach_timers(speaks)
+class Detached:
+    """Makes Megatron's own collectives of an iteration end at this worker; made once, before training."""
+
+    def __init__(self, place: Place) -> None:
+        state: Any = parallel_state
+        self._alone = dict.fromkeys(_SHARED, _alone(place))
+        state._MPU_DATA_PARALLEL_WORLD_SIZE = parallel_state.get_data_parallel_world_size()
+        state._MPU_DATA_PARALLEL_RANK = parallel_state.get_data_parallel_rank()
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside the block this worker is the only member of Megatron's groups for data and model parallelism."""
+        return _used(self._alone)
 
 
 @contextmanager
 def of_those_left(groups: Groups) -> Iterator[None]:
     """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among the
     peers that are left. They end with their generation."""
-    state: Any = parallel_state
     peers = groups.stage_control
     inside: dict[str, Any] = {**dict.fromkeys(_OF_PEERS, peers.group), "_MPU_DATA_PARALLEL_WORLD_SIZE": peers.size,
                               "_MPU_DATA_PARALLEL_RANK": peers.rank}
-    before = {name: getattr(state, name) for name in inside}
-    _use(inside)
-    try:
+    with _used(inside):
         yield
-    finally:
-        _use(before)
 
 
 class TensorGroup:
@@ -78,9 +76,15 @@ class TensorGroup:
             setattr(holder, name, group)
 
 
-def _use(groups: Mapping[str, Any]) -> None:
-    for name, group in groups.items():
-        setattr(parallel_state, name, group)
+@contextmanager
+def _used(groups: Mapping[str, Any]) -> Iterator[None]:
+    """Inside the block ``groups`` are `parallel_state`'s, by the names it has for them."""
+    before = {name: getattr(parallel_state, name) for name in groups}
+    vars(parallel_state).update(groups)
+    try:
+        yield
+    finally:
+        vars(parallel_state).update(before)
 
 
 def _alone(place: Place) -> dist.ProcessGroup:
@@ -89,23 +93,12 @@ def _alone(place: Place) -> dist.ProcessGroup:
                      connect_timeout=60.0)
 
 
-def _detach_timers(speaks: Callable[[], bool]) -> None:
-    """Timers neither wait for other ranks nor gather from them: the log shows the times of the rank that writes it."""
-    timer: Any = timers.Timer
-    start, stop = timer.start, timer.stop
+def show_timers_where(speaks: Callable[[], bool]) -> None:
+    """Megatron's timers are logged where ``speaks()``, and not on a rank that may be gone."""
     group: Any = timers.Timers
     log = group.log
-
-    def alone(self: Any, names: Any, reset: bool, barrier: bool) -> torch.Tensor:
-        times = torch.zeros(dist.get_world_size(), len(names))  # as from all ranks; 0: never ran
-        times[dist.get_rank()] = torch.tensor([
-            self._timers[name].elapsed(reset=reset) if name in self._timers else 0.0 for name in names])
-        return times
 
     def log_here(self: Any, names: Any, rank: int | None = None, **options: Any) -> None:
         log(self, names, (dist.get_rank() if speaks() else -1) if rank is None else rank, **options)
 
-    timer.start = lambda self, barrier=False: start(self)
-    timer.stop = lambda self, barrier=False: stop(self)
-    group._get_elapsed_time_all_ranks = alone
     group.log = log_here

@@ -98,8 +98,6 @@ OF_THE_LOOP = (
     Option("decrease_batch_size_if_needed", "leave --decrease-batch-size-if-needed out"),
     Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
     Option("full_validation", "leave --full-validation out"),
-    Option("exit_signal_handler", "leave --exit-signal-handler out"),
-    Option("exit_duration_in_mins", "leave --exit-duration-in-mins out"),
     Option("check_weight_hash_across_dp_replicas_interval", "leave it out; --recycle-verify-every N compares "
            "parameters and optimizer state among the workers that are left", _given),
     Option("save_wgrads_interval", "leave --save-wgrads-interval out", _given),

@@ -79,7 +79,8 @@ class RecycleSchedule:
         own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
         self._stage.script.calls(model, None if own_data else data_iterator, forward_only)
         self._stage.forward_step = forward_step_func
-        with self.session.call():
+        assert self._detached is not None
+        with self.session.call(), self._detached.alone():
             reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
         if not forward_only:
             self._stage.script.made_step()
@@ -153,6 +154,11 @@ class RecycleSchedule:
         """Inside the block ``groups`` are Megatron's for data parallelism."""
         return megatron_groups.of_those_left(groups)
 
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside the block Megatron's groups have this worker for their only member."""
+        assert self._detached is not None
+        return self._detached.alone()
+
     def saving(self, iteration: int) -> AbstractContextManager[None]:
         """In the block the loop saves a checkpoint of ``iteration``."""
         return nullcontext() if self._last is None else self._last.saving(iteration)
@@ -200,7 +206,8 @@ class RecycleSchedule:
         self.splitter = MegatronSplitter()
         self.session.start(self._stage, self.splitter, self._data,
                            save_last=None if self._last is None else self._last.write)
-        megatron_groups.detach(place, self.speaks)
+        self._detached = megatron_groups.Detached(place)
+        megatron_groups.show_timers_where(self.speaks)
         megatron_training.take_over(self.session, self)
         self._microbatches = microbatches
 

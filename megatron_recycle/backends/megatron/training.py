@@ -1,7 +1,7 @@
 """Megatron-LM's own training loop (`megatron.training`, not in the pip package), once workers may be missing.
 
-Its log line is written by the last rank, its date lines wait for all ranks, its checkpoints are written by all of them:
-these are rebound in the loop's module. `backends.megatron.options` treats its options.
+Its log line is written by the last rank, its checkpoints are written by all of them: these are rebound in the loop's
+module. `backends.megatron.options` treats its options.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ class PluginSchedule(Protocol):
 
     def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
         """Inside the block ``groups`` are Megatron's for data parallelism."""
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Inside the block Megatron's groups have this worker for their only member."""
 
     def saving(self, iteration: int) -> AbstractContextManager[None]:
         """A block in which the loop saves ``iteration`` for good."""
@@ -117,17 +120,13 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     if loop is None:
         return
     stock_save = loop.save_checkpoint
-    append, report = loop.append_to_progress_log, loop.compute_throughputs_and_append_to_progress_log
+    report = loop.compute_throughputs_and_append_to_progress_log
     saved: set[int] = set()
 
     def print_rank_last(message: str) -> None:
         if schedule.speaks():
             print(f"{message}{schedule.log_part()}" if " iteration " in message and message.endswith("|") else message,
                   flush=True)
-
-    def print_datetime(string: str, override_timestamp: float | None = None) -> None:
-        now = loop.datetime.now() if override_timestamp is None else loop.datetime.fromtimestamp(override_timestamp)
-        loop.print_rank_0(f"[{string}] datetime: {now:%Y-%m-%d %H:%M:%S} ")
 
     def save_checkpoint(iteration: int, *given: Any, **keywords: Any) -> None:
         arguments, passing = loop.get_args(), bool(keywords.get("non_persistent_ckpt", False))
@@ -154,9 +153,6 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
         session.save(f"the checkpoint of iteration {iteration}", write,
                      otherwise=lambda: stock_save(iteration, *given, **keywords))
 
-    def append_to_progress_log(string: str, barrier: bool = True) -> None:
-        append(string, barrier=False)  # one rank writes; nothing is gained by waiting for the others
-
     def compute_throughputs_and_append_to_progress_log(iteration: int, operations: Any) -> None:
         if iteration in saved:  # else there is no such checkpoint
             report(iteration, operations)
@@ -173,8 +169,14 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     loop.training_log = training_log
     for name in ("get_tensorboard_writer", "get_wandb_writer"):
         setattr(loop, name, muted(getattr(loop, name), lambda: session.catches_up))
-    # Its group has one member by now, and the gradient norm may not be known yet.
+    step = loop.train_step
+
+    def train_step(*arguments: Any, **keywords: Any) -> Any:
+        with schedule.alone():  # all that it asks others for is known here, and stages need not wait for each other
+            return step(*arguments, **keywords)
+
+    loop.train_step = train_step
+    # All stages have the same, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
-    loop.print_rank_last, loop.print_datetime, loop.save_checkpoint = print_rank_last, print_datetime, save_checkpoint
-    loop.append_to_progress_log = append_to_progress_log
+    loop.print_rank_last, loop.save_checkpoint = print_rank_last, save_checkpoint
     loop.compute_throughputs_and_append_to_progress_log = compute_throughputs_and_append_to_progress_log
