@@ -45,6 +45,13 @@ class Detached:
         return _used(self._alone)
 
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether this is such a block."""
+        return all(getattr(parallel_state, name) is group for name, group in self._alone.items())
+
+
+
 @contextmanager
 def of_those_left(groups: Groups) -> Iterator[None]:
     """Inside the block ``groups`` are Megatron's for data parallelism: this worker's rank there is its place among the
@@ -93,12 +100,21 @@ def _alone(place: Place) -> dist.ProcessGroup:
                      connect_timeout=60.0)
 
 
-def show_timers_where(speaks: Callable[[], bool]) -> None:
-    """Megatron's timers are logged where ``speaks()``, and not on a rank that may be gone."""
+def adapt_timers(detached: Detached, speaks: Callable[[], bool]) -> None:
+    """Megatron's timers wait for other ranks between iterations only, as ``detached`` knows, and are logged where
+    ``speaks()``, and not on a rank that may be gone."""
+    timer: Any = timers.Timer
+    start, stop = timer.start, timer.stop
     group: Any = timers.Timers
     log = group.log
+
+    def start_here(self: Any, barrier: bool = False) -> None:
+        start(self, barrier and not detached.is_alone)
+
+    def stop_here(self: Any, barrier: bool = False) -> None:
+        stop(self, barrier and not detached.is_alone)
 
     def log_here(self: Any, names: Any, rank: int | None = None, **options: Any) -> None:
         log(self, names, (dist.get_rank() if speaks() else -1) if rank is None else rank, **options)
 
-    group.log = log_here
+    timer.start, timer.stop, group.log = start_here, stop_here, log_here

@@ -207,7 +207,7 @@ class RecycleSchedule:
         self.session.start(self._stage, self.splitter, self._data,
                            save_last=None if self._last is None else self._last.write)
         self._detached = megatron_groups.Detached(place)
-        megatron_groups.show_timers_where(self.speaks)
+        megatron_groups.adapt_timers(self._detached, self.speaks)
         megatron_training.take_over(self.session, self)
         self._microbatches = microbatches
 
