@@ -154,6 +154,21 @@ def change(engine: Any, iteration: int) -> None:
         parameter.requires_grad_(iteration % 5 != 3)
 
 
+def talk(engine: Any, loss: float) -> None:
+    """Collectives by which a script would average losses, count and agree; each has the value of the full grid."""
+    grid, stages, pipelines = engine.grid, engine.grid.pipe_parallel_size, engine.grid.data_parallel_size
+    deepspeed.comm.barrier()
+    mean, ours, everybody = (torch.tensor(number, dtype=torch.float64) for number in (loss, engine.stage_id, loss))
+    deepspeed.comm.all_reduce(mean, group=grid.get_data_parallel_group())
+    deepspeed.comm.all_reduce(ours, group=grid.get_pipe_parallel_group())
+    torch.distributed.all_reduce(everybody, torch.distributed.ReduceOp.MAX)
+    told = [torch.zeros((), dtype=torch.int64) for _ in range(stages * pipelines)]
+    deepspeed.comm.all_gather(told, torch.tensor(engine.stage_id))
+    assert mean.item() == sum([loss] * pipelines)
+    assert (ours.item(), everybody.item()) == (sum(range(stages)), loss)
+    assert [stage.item() for stage in told] == [grid.topology().get_coord(rank).pipe for rank in range(len(told))]
+
+
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, microbatches: int = 4,
           iterations: int = 5, dropout: float = 0.1, optimizer: str = "Adam", plugin: bool = True,
           clipping: float | None = None, checkpoint: int = 0, settings: dict[str, Any] | None = None,
@@ -163,7 +178,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), annealed: bool = False, loader: bool = False,
-          raises: int | None = None, watch: Callable[[Any], None] | None = None) -> Any:
+          raises: int | None = None, watch: Callable[[Any], None] | None = None, talks: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
 
@@ -182,6 +197,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         annealed: whether the script sets a variable that the loss is computed with, before each iteration; with the
             plugin only.
         loader: whether `train_batch()` gets an iterator over a DataLoader, which gives the same as the dataset.
+        talks: whether the script has collectives of its own after each iteration; with the plugin only.
         raises: iteration before which the script fails, on all ranks; with the plugin only.
         watch: called with the engine.
     """
@@ -260,6 +276,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             unseen = DataLoader(Text(5000), batch_size=BATCH, sampler=share if len(losses) % 2 else None)
             evaluated.append(engine.eval_batch(iter(unseen)).item())
         losses.append(engine.train_batch(iterator).item())
+        if talks:
+            talk(engine, losses[-1])
         if save and len(losses) == save[1]:
             engine.save_checkpoint(save[0])
         if save_every and len(losses) % save_every[1] == 0:

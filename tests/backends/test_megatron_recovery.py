@@ -56,6 +56,11 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
     assert all(own["before_b"] > 0 and own["after_b"] > 0 and own["peak"] == own["planned"] for own in held)
 
 
+def test_a_worker_killed_in_the_script_s_own_sum_of_losses_leaves_the_same_bits(undisturbed):
+    """Over Megatron's data-parallel group, on the last stage: the others get the sum of three, and train on."""
+    kill_and_compare([Hold("0:1", "collective", KILLED_IN)], undisturbed)
+
+
 @pytest.mark.night
 def test_two_workers_of_both_tied_stages_killed_at_once(undisturbed):
     kill_and_compare([Hold("0:0", "backward", KILLED_IN, 1), Hold("2:1", "forward", KILLED_IN, 3)], undisturbed)
