@@ -130,7 +130,6 @@ def uninstall(site: Site) -> None:
     """Take the groups in force out of use and tear them down; those that rest are kept for the next generation."""
     old, current = site.current.take(), site.current
     if old is not None:
-        site.network.become(None)
         if old.groups.ending.rests:
             current.rested = old.groups
         else:
@@ -150,7 +149,6 @@ def install(site: Site, standing: Standing, generation: Generation) -> Generatio
     Raises GenerationOver if a still newer one was announced meanwhile.
     """
     site.current.set(generation)
-    site.network.become(generation.groups.everybody)
     site.stage.regroup(generation.groups)
     if site.interrupted(standing):
         raise GenerationOver("a newer generation was announced while this one was being installed")

@@ -80,8 +80,7 @@ def test_each_member_has_its_communicators():
     assert [(comm.rank, comm.size) for comm in (groups.world, groups.stage, groups.pipeline, groups.control)] == [
         (1, 3), (1, 2), (0, 2), (1, 3)]
     assert groups.world.names == ("0:0", "1:0", "1:1") and groups.world.of == "generation 3"
-    assert groups.siblings is None and groups.everybody is None and groups.stage_control is groups.stage
-    assert connected(Fabric(), GRID, list(RANKS), generation=3)[Worker(1, 0)].everybody is not None
+    assert groups.siblings is None and groups.stage_control is groups.stage
     on_gpus = connected(Fabric(ordered=True), GRID, left)[Worker(1, 0)]
     assert on_gpus.stage_control is not on_gpus.stage and not on_gpus.stage_control.backend.ordered
 

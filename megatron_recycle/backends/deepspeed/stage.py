@@ -304,14 +304,9 @@ class DeepSpeedStage:
         return self._scaled is not None or (self._clipping > 0.0 and self._engine.num_stages > 1)
 
     def regroup(self, groups: Groups) -> None:
-        """Every handle that DeepSpeed keeps and may use during training or after it."""
-        engine, grid = self._engine, self._engine.grid
-        grid.dp_proc_group = engine.data_parallel_group = engine.seq_data_parallel_group = groups.stage.group
-        grid.ds_model_proc_group = grid.pp_proc_group = groups.pipeline.group
-        engine.module.world_group = groups.world.group
-        if groups.siblings is not None:
-            grid.slice_proc_group = groups.siblings.group
-        engine.reset_activation_shape()  # told with an evaluation's first message, which new neighbours have not seen
+        """DeepSpeed's own groups stay, which are living ones as the script's are."""
+        # Told with an evaluation's first message, which new neighbours have not seen.
+        self._engine.reset_activation_shape()
 
     def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
         """First-stage inputs as stock prepares them."""

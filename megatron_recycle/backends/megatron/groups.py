@@ -44,12 +44,10 @@ class Detached:
         """Inside the block this worker is the only member of Megatron's groups for data and model parallelism."""
         return _used(self._alone)
 
-
     @property
     def is_alone(self) -> bool:
         """Whether this is such a block."""
         return all(getattr(parallel_state, name) is group for name, group in self._alone.items())
-
 
 
 @contextmanager

@@ -1,8 +1,7 @@
-"""torch's default group, WORLD, through failures.
+"""torch's default group, WORLD, where torch itself carries out what is asked of it.
 
-WORLD contains the processes that the job began with. It is of no use while one of them is gone, and would stay so
-when another has come in its place: so a generation with all positions filled puts a group of its own there, and what
-scripts and frameworks do between iterations over all ranks (barriers, checkpoints, evaluation) works again.
+WORLD contains the processes that the job began with, and is of no use once one of them is gone. What a script asks of
+it between iterations goes another way (:mod:`.living`); libraries that write checkpoints see those that are left.
 """
 
 from __future__ import annotations
@@ -23,12 +22,7 @@ class World:
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
-        self._first = dist.group.WORLD
         self._aborted: dist.ProcessGroup | None = None
-
-    def become(self, everybody: Comm | None) -> None:
-        """Put a communicator of all ranks in WORLD's place; None: the group that the process began with."""
-        c10d._update_default_pg(self._first if everybody is None else everybody.group)
 
     @contextmanager
     def renumbered(self, comm: Comm) -> Iterator[None]:

@@ -46,8 +46,6 @@ class Groups:
             while the next iteration's activations travel.
         control_ranks: rank in ``control`` of each member's process that is the same part as this one.
         stage_control: the same members as ``stage``, for tensors in CPU memory; the same communicator if that can.
-        everybody: all ranks of the job, after a failure and once all positions are filled again, else None; for what
-            is done over all ranks between iterations.
         ending: how they are aborted and torn down.
     """
 
@@ -59,7 +57,6 @@ class Groups:
     control: Comm
     control_ranks: Mapping[Worker, int]
     stage_control: Comm
-    everybody: Comm | None
     ending: Ending
 
     @cached_property
@@ -88,7 +85,6 @@ class Groups:
     def all(self) -> list[Comm]:
         comms = [self.world, self.stage, self.control, self.pipeline]
         comms += [] if self.siblings is None else [self.siblings]
-        comms += [] if self.everybody is None else [self.everybody]
         return comms if self.stage_control is self.stage else [*comms, self.stage_control]
 
     def abort(self) -> None:

@@ -39,9 +39,6 @@ class Network(Protocol):
         true, or a member vanished or was too slow.
         """
 
-    def become(self, everybody: Comm | None) -> None:
-        """Between iterations scripts talk over ``everybody``, all ranks of the job; None: over what they began with."""
-
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
         """Inside the block a script's libraries find the members of ``comm`` only, and a rank is one's place in it."""
 
@@ -79,10 +76,6 @@ class TorchNetwork:
                 before.retire(rested.used)
         return groups
 
-    def become(self, everybody: Comm | None) -> None:
-        """As in `Network`: torch's default group."""
-        self._world.become(everybody)
-
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
         """As in `Network`: torch's default group."""
         return self._world.renumbered(comm)
@@ -111,14 +104,12 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
     everyone = sorted(rank for worker in members for rank in ranks[worker])
     peers = [rank for worker, rank in own.items() if worker.stage == me.stage]
     line = [rank for worker, rank in own.items() if worker.pipeline == me.pipeline]
-    again_whole = generation > 1 and len(members) == len(ranks)
     stage = make(f"stage{me.stage}.{part}", peers, STAGE)
     return Groups(
         members=ordered, stage=stage,
         world=make(f"world.{part}", list(own.values()), WORLD), pipeline=make(f"pipeline{me.pipeline}.{part}", line),
         siblings=make(f"worker{me}", ranks[me]) if place.parts > 1 else None,
         control=make("control", everyone, CONTROL, host=True),
-        everybody=make("everybody", everyone) if again_whole else None,
         control_ranks={worker: everyone.index(rank) for worker, rank in own.items()},
         stage_control=stage if stage.backend.host else make(f"stage{me.stage}.{part}-control", peers, STAGE, host=True),
         ending=Ending(threads))

@@ -74,9 +74,6 @@ class MemoryNetwork(Host):
 
         return assemble(generation, place, members, make, self.threads)
 
-    def become(self, everybody: Comm | None) -> None:
-        """There is no default group in memory."""
-
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
         """There is no default group in memory."""
         return nullcontext()
