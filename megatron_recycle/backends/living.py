@@ -18,6 +18,13 @@ class ScriptSession(Protocol):
     """A session, as seen from here."""
 
     iteration: int
+    shares: bool
+
+    @property
+    def started(self) -> bool: ...
+
+    @property
+    def in_thread(self) -> bool: ...
 
     @property
     def in_script(self) -> bool: ...
@@ -45,7 +52,11 @@ class LivingGroups:
     def asks(self) -> Asks:
         """As in `script_groups.Job`."""
         session = self._session
-        if not session.in_script or session.worker.standing.epoch.generation == 0:
+        if not (session.started and session.in_thread) or session.worker.standing.epoch.generation == 0:
+            return Asks.LIBRARY
+        if session.shares:
+            return Asks.TOGETHER
+        if not session.in_script:
             return Asks.LIBRARY
         return Asks.LATE if session.catches_up else Asks.SCRIPT
 
@@ -60,11 +71,15 @@ class LivingGroups:
     def make(self, group: Group, call: Call) -> None:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
         with self._at_work():
-            self._session.worker.collective(group, call, self._session.iteration)
+            if self._session.shares:
+                self._session.worker.collective_once(group, call)
+            else:
+                self._session.worker.collective(group, call, self._session.iteration)
 
     def reach(self, group: Group) -> Reach:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
-        self._session.settle()
+        if not self._session.shares:
+            self._session.settle()
         worker = self._session.worker
         groups, begun = worker.current_groups(), worker.standing.epoch.generation == 1
         return Reach(groups.control, Roll.of(group, worker.site.place, groups.members), begun)

@@ -61,6 +61,7 @@ class Session:
         generators: what the user's code may draw random numbers from.
         iteration: the one that the script has asked for last.
         busy: whether the runtime is at work, and not the script's own code.
+        shares: whether that is what all workers do `together`.
     """
 
     def __init__(self, place: Place, settings: RecycleConfig, options: Options, device: torch.device) -> None:
@@ -71,7 +72,7 @@ class Session:
         self.iteration = -1
         self._options = options
         self._worker: StageWorker | None = None
-        self.busy = False
+        self.busy = self.shares = False
         self._thread = 0
         self._groups: ScriptGroups | None = None
         if self.rank == 0:
@@ -148,9 +149,14 @@ class Session:
             self.busy = before
 
     @property
+    def in_thread(self) -> bool:
+        """Whether it is the thread that trains that asks."""
+        return threading.get_ident() == self._thread
+
+    @property
     def in_script(self) -> bool:
         """Whether it is the script's own code that asks, in the thread that trains, between two iterations."""
-        return self._worker is not None and not self.busy and threading.get_ident() == self._thread
+        return self._worker is not None and not self.busy and self.in_thread
 
     def begin(self) -> bool:
         """The script begins its next iteration, with which this worker takes part in the job if it does not yet.
@@ -251,6 +257,7 @@ class Session:
         setup = self._options.setup
         # A worker that joins leaves this out, also before its first iteration.
         with self.at_work(), nullcontext() if setup is None else setup.apart():
+            self.shares = True
             try:
                 return run()
             except (RuntimeError, GenerationOver) as error:
@@ -260,6 +267,8 @@ class Session:
                 get_logger().error("megatron-recycle: %s was cut short by a failure (%s): what it wrote is not "
                                    "complete; training goes on", what, error)
                 return otherwise
+            finally:
+                self.shares = False
 
     # ---- the end
 

@@ -8,6 +8,7 @@ which call they are in, and whether they have what it takes to end it: see :mod:
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -61,6 +62,8 @@ class Collectives:
         """Calls since the last iteration, in groups of one pipeline, as they were: for members of other pipelines' that
         may come to them later."""
         self._answers: list[Pending] = []
+        self._given_up = 0
+        self._tries: Counter[str] = Counter()
 
     def begin(self, group: Group, call: Call, after: int) -> None:
         """The script makes ``call``; ``after``: the last iteration that it has trained."""
@@ -102,6 +105,20 @@ class Collectives:
             exchange.confirm()
         now.exchange.finish()
         now.done = True
+
+    def once(self, group: Group, call: Call, groups: Groups, generation: int) -> None:
+        """Make ``call``, or give it up with the ``generation``. Raises GenerationOver, and UnsupportedError."""
+        if generation != self._given_up:
+            self._given_up = generation
+            self._tries.clear()
+        self._tries[group.name] += 1
+        roll = Roll.of(group, self._place, groups.members)
+        roll.check(call)
+        # Below all that `begin` gives out.
+        exchange = _exchange(call, roll, groups, -generation * _CALLS - self._tries[group.name])
+        exchange.collect()
+        exchange.confirm()
+        exchange.finish()
 
     def end(self) -> None:
         """The script gets its results. Raises UnsupportedError if it can have none."""

@@ -193,6 +193,11 @@ class StageWorker:
             self._through_failures(run)
         collectives.end()
 
+    def collective_once(self, group: Group, call: Call) -> None:
+        """Make a ``call`` that is given up with the generation. Raises GenerationOver, and UnsupportedError."""
+        with self._inside(), self.site.phases.waiting(f"the script's {call.what}()"):
+            self.site.asked.collectives.once(group, call, self.current_groups(), self.standing.epoch.generation)
+
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""
         last = self.standing.stepped

@@ -68,6 +68,8 @@ class Asks(Enum):
     """The framework inside of an iteration, or anybody before training: torch answers."""
     SCRIPT = "script"
     """The script between two iterations."""
+    TOGETHER = "together"
+    """The framework, in what all workers do together, and give up where a failure cuts it short."""
     LATE = "late"
     """The script of a worker that has come in, after an iteration that the others have behind them."""
 
@@ -91,7 +93,7 @@ class Job(Protocol):
         """Who asks, in this thread."""
 
     def make(self, group: Group, call: Call) -> None:
-        """Carry ``call`` out. Raises JobEnded, UnsupportedError."""
+        """Carry ``call`` out. Raises JobEnded, UnsupportedError, and, in what is given up, GenerationOver."""
 
     def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
         """The ranks of this worker's tensor-parallel parts, and their group of now; None if it has one part."""
@@ -222,7 +224,13 @@ class ScriptGroups:
                 "started again (max_restarts)")
         process = next(process for process, position in roll.living.items() if position == peer)
         number = SENT[zlib.crc32(f"{found.name}/{tag}".encode())]
-        work = _Sent(comm, tensor, process, number) if name == "send" else _Received(comm, tensor, process, number)
+        fails = asks is Asks.SCRIPT
+        if name == "send":
+            pending, into = comm.send(tensor.detach().contiguous().cpu(), process, number), None
+        else:
+            pending = comm.receive(torch.empty(tensor.shape, dtype=tensor.dtype), process, number)
+            into = tensor
+        work = _Transfer(pending, into, fails)
         if (batch := getattr(self._batches, "open", None)) is not None:
             batch.append(work)
         return work
@@ -243,7 +251,7 @@ class ScriptGroups:
         asks, where = self._asks(group)
         if where is None:
             stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
-        elif asks is Asks.SCRIPT:
+        elif asks is not Asks.LATE:
             root = _position(where, src, group_src)
             call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
             self._job.make(where, call)
@@ -295,36 +303,32 @@ class _While:
         return self._method
 
 
-class _Sent(dist.Work):
-    """A tensor under way to a rank."""
+class _Transfer(dist.Work):
+    """A tensor under way between two ranks; one that is received is there once this has been waited for.
 
-    def __init__(self, comm: Comm, tensor: torch.Tensor, process: int, tag: int) -> None:
+    Args:
+        pending: the transfer.
+        into: where what comes belongs; None: it is sent.
+        fails: whether a failure is an error of the script's; else it is GenerationOver.
+    """
+
+    def __init__(self, pending: Pending, into: torch.Tensor | None, fails: bool) -> None:
         super().__init__()
-        self._pending = comm.send(tensor.detach().contiguous().cpu(), process, tag)
+        self._pending, self._into, self._fails = pending, into, fails
 
     def is_completed(self) -> bool:
         return self._pending.done()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        _wait(self._pending)
-        return True
-
-
-class _Received(dist.Work):
-    """A tensor under way from a rank; it is there once this has been waited for."""
-
-    def __init__(self, comm: Comm, tensor: torch.Tensor, process: int, tag: int) -> None:
-        super().__init__()
-        self._tensor = tensor
-        self._pending = comm.receive(torch.empty(tensor.shape, dtype=tensor.dtype), process, tag)
-
-    def is_completed(self) -> bool:
-        return self._pending.done()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        _wait(self._pending)
-        with torch.no_grad():
-            self._tensor.copy_(self._pending.tensor)
+        try:
+            self._pending.wait()
+        except GenerationOver as error:
+            if self._fails:
+                raise _remedy(error) from error
+            raise
+        if self._into is not None:
+            with torch.no_grad():
+                self._into.copy_(self._pending.tensor)
         return True
 
 
@@ -341,12 +345,9 @@ class _All(dist.Work):
         return True
 
 
-def _wait(pending: Pending) -> None:
-    try:
-        pending.wait()
-    except GenerationOver as error:
-        raise RuntimeError(f"a transfer of the script's between two ranks was cut short by a failure ({error}): make "
-                           "it again, or use a collective, which goes on through failures") from error
+def _remedy(error: GenerationOver) -> RuntimeError:
+    return RuntimeError(f"a transfer of the script's between two ranks was cut short by a failure ({error}): make it "
+                        "again, or use a collective, which goes on through failures")
 
 
 def _position(group: Group, rank: int | None, position: int | None) -> int:
