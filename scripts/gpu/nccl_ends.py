@@ -14,6 +14,11 @@ import torch
 import torch.distributed as dist
 from nccl_rank import SMALL, Rank, since, text
 
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.tags import WORLD
+from megatron_recycle.runtime.comm.waits import WayOut
+
 
 def abort(at: Rank) -> None:
     """A receive that nobody answers is aborted: how soon it is over, what `wait()` and the data say then."""
@@ -296,6 +301,56 @@ def _live(at: Rank, seconds: int) -> None:
     for second in range(seconds):
         time.sleep(1)
         at.tell(alive_s=second + 1)
+
+
+def left_and_drained(at: Rank) -> None:
+    """Rank 1 leaves its wait for the first of two receives; rank 0 sends two that nobody wants, and then others."""
+    group = at.group()
+    at.library.backend.connect(group)
+    at.both_ways(group)
+    comm = Comm(group, at.library.backend, WORLD)
+    if at.rank == 0:
+        at.meet("left")
+        for value in range(4):
+            comm.send(at.tensor(SMALL, float(value)), 1, 0).wait()
+        return
+    tensors = [at.tensor(SMALL, -1.0) for _ in range(4)]
+    void = [comm.receive(tensor, 0, 0) for tensor in tensors[:2]]
+    threading.Timer(0.2, comm.exits.way_out.take).start()
+    begun = time.monotonic()
+    try:
+        void[0].wait()
+        at.tell(left=False)
+    except GenerationOver:
+        at.tell(left=True, left_after_s=round(since(begun) - 0.2, 3))
+    at.meet("left")
+    comm.exits.way_out = WayOut()
+    for pending in [*void, *(comm.receive(tensor, 0, 0) for tensor in tensors[2:])]:
+        pending.wait()
+    at.sync()
+    at.tell(right=[float(tensor[0]) for tensor in tensors] == [0.0, 1.0, 2.0, 3.0])
+
+
+def shrink_at_rest(at: Rank) -> None:
+    """Rank 2 leaves a communicator on which nothing is under way; the others go on with what is left of it."""
+    group, backend = at.group(), at.library.backend
+    backend.connect(group)
+    at.total(group)
+    at.meet("connected")
+    can = backend.shrinks(group)
+    at.tell(can=can)
+    if at.rank == 2 or not can:
+        at.meet("over")
+        return
+    begun = time.monotonic()
+    left = backend.shrink(group, [2], "check/shrunk")
+    at.tell(shrink_s=since(begun))
+    at.tell(right=at.total(left) == 2 and (left.rank(), left.size()) == (at.rank, 2))
+    tensor = at.tensor(SMALL, 5.0 if at.rank == 0 else 0.0)
+    at.transfer(left, tensor)
+    backend.destroy(group)
+    at.tell(right=float(tensor[0]) == 5.0 and at.total(left) == 2, shrink_and_use_s=since(begun))
+    at.meet("over")
 
 
 def shrink(at: Rank) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from nccl_rank import SMALL, Rank, since
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, postings, transfers
 from megatron_recycle.planner import quick
+from megatron_recycle.runtime.compute.device import Pace, device_of
+from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 
 _MICROBATCHES = 4
 
@@ -198,21 +201,48 @@ def receive_on_side_stream(at: Rank) -> None:
     group = at.group()
     at.both_ways(group)
     at.meet("connected")
-    tensor = at.tensor(SMALL, 1.0)
+    backend = at.library.backend
     if at.rank == 0:
-        group.send([tensor], 1, 0).wait()
+        group.send([at.tensor(SMALL, 1.0)], 1, 0).wait()
         at.sync()
         return
-    begun, side = time.monotonic(), torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    begun = time.monotonic()
     torch.cuda._sleep(6_000_000_000)  # cycles: some seconds
-    with torch.cuda.stream(side):
-        group.recv([tensor], 0, 0).wait()
-    tensor.record_stream(side)
-    side.synchronize()
-    received = since(begun)
+    with backend.ahead():
+        tensor = torch.empty(SMALL // 4, device=at.library.device)
+        work = group.recv([tensor], 0, 0)
+    at.wait(work)
+    backend.arrived(tensor)
+    received, whole = since(begun), tensor.clone()
     at.sync()
-    at.tell(received_s=received, busy_s=since(begun), right=received < 0.5 * since(begun))
+    right = received < 0.5 * since(begun) and bool((whole == 1.0).all())
+    at.tell(received_s=received, busy_s=since(begun), right=right)
+
+
+def bounded_transfers(at: Rank) -> None:
+    """Transfers on a communicator that may take eight multiprocessors, as the runtime asks for, large messages."""
+    group = at.group(bare=True, options=at.library.backend.options(True, timedelta(seconds=60)))
+    at.library.backend.connect(group)
+    tensor = at.tensor(at.library.large, 3.0 if at.rank == 0 else 0.0)
+    begun = time.monotonic()
+    at.transfer(group, tensor)
+    at.tell(right=bool((tensor == 3.0).all()), transfer_s=since(begun))
+
+
+def moments_of_the_device(at: Rank) -> None:
+    """The device is busy for some seconds with each of two actions: when the thread may go on, and what is measured."""
+    device = device_of(at.library.device)
+    watch, pace, waited = Stopwatch(device), Pace(device), []
+    for _ in range(2):
+        begun = time.monotonic()
+        with watch.measure("F"):
+            torch.cuda._sleep(3_000_000_000)
+        pace.keep()
+        waited.append(since(begun))
+    pace.catch_up()
+    taken = watch.take()["F"]
+    at.tell(waited_s=waited, taken_s=taken, outside_mib=device.outside() >> 20,
+            right=waited[0] < 0.2 * taken[0] and waited[1] > 0.5 * taken[0])
 
 
 def receive_blocks_device_calls(at: Rank) -> None:

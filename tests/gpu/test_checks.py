@@ -67,7 +67,7 @@ def found(check) -> str:
 
 @pytest.mark.parametrize("name", [
     "planned_order", "planned_order_unconnected", "ahead_one_group", "not_ahead_one_group", "not_ahead_one_group_large",
-    "batch", "abort_and_rebuild",
+    "batch", "abort_and_rebuild", "left_and_drained",
 ])
 def test_a_check_comes_out_on_the_ordered_backend_as_it_should_on_nccl(checks: ModuleType, name: str):
     check, = (check for check in checks.CHECKS if check.name == name)
