@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.compute.edits import Edits
 from megatron_recycle.runtime.compute.modes import Modes
 from megatron_recycle.runtime.site import Site
@@ -41,8 +42,9 @@ class Between:
             settle()
         if looked := stage.look() or changed:
             trainable.lay_out()
-        if edited or looked:
-            trainable.guard.forget()  # to go back would be to lose what the script does once
+        if (edited or looked) and trainable.guard.void():  # to go back would be to lose what the script does once
+            get_logger().warning("megatron-recycle: what the script changes between iterations voids the copies of "
+                                 "guard: a stage that is lost before the next ones (guard_interval) does not come back")
         self._modes.remember()
 
     def trained(self) -> bool:

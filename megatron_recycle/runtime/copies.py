@@ -98,10 +98,16 @@ class Guard:
         self.own: dict[int, StateCopy] = {}
         self.of: dict[int, dict[int, StateCopy]] = {}
         self._made = (0, -1)
+        self._voided = False
 
     def due(self, generation: int, iteration: int, every: int) -> bool:
         """Whether copies are made before ``iteration``: the first time in a generation, and before one of ``every``."""
         return self._made[0] != generation or (iteration % every == 0 and self._made[1] != iteration)
+
+    @property
+    def begins(self) -> bool:
+        """Whether nothing was ever kept."""
+        return self._made == (0, -1)
 
     def keep(self, generation: int, iteration: int, own: StateCopy, of: Mapping[int, StateCopy]) -> None:
         """Keep the copies made before ``iteration``, and those made before them."""
@@ -112,6 +118,12 @@ class Guard:
     def forget(self) -> None:
         """The copies are of no use any more; new ones are made when they are due."""
         self.own, self.of = {}, {}
+
+    def void(self) -> bool:
+        """The copies are wrong from now on. Returns whether that is news: there were some, and it is the first time."""
+        news, self._voided = bool(self.own) and not self._voided, self._voided or bool(self.own)
+        self.forget()
+        return news
 
     @property
     def oldest(self) -> int | None:

@@ -41,7 +41,7 @@ def refresh(site: Site, stepper: Stepper, generation: Generation, iteration: int
     stepper.wait()
     if stepper.standing.verdict is None:
         return
-    began, first = time.monotonic(), not guard.own
+    began, first = time.monotonic(), guard.begins
     with site.phases.working(COPY):
         own = StateCopy.of(stage_tensors(site.stage), stepper.facts())
         kept = _exchange(generation, own)

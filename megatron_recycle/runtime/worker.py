@@ -415,7 +415,8 @@ class StageWorker:
                 kept = self.site.agent.raised(fault)
             if not kept:
                 raise
-            get_logger().error("megatron-recycle: the script has failed %s", fault.where, exc_info=error)
+            what = "a recovery" if fault.recovery else "the script"
+            get_logger().error("megatron-recycle: %s has failed %s", what, fault.where, exc_info=error)
             raise _Kept(str(fault)) from None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Shape, differences, undisturbed
 from tests.moments import Moment
 from tests.seeds import seeds
@@ -122,3 +123,19 @@ def test_random_last_copies(seed):
             job.wait_event("restoring")
             job.control.call(lambda: job.control.kill(0.01), draw.uniform(0.0, 0.03))
         check_ends_well(job, out={kills[0].worker})
+
+
+def test_copies_from_before_the_script_has_changed_something_are_not_gone_back_to(monkeypatch):
+    """A learning rate by hand in each iteration: it would be lost with the iterations that are made again."""
+    train = StageWorker.train
+
+    def by_hand(self: StageWorker, iteration: int) -> float:
+        for group in self.site.stage.optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + iteration)
+        return train(self, iteration)
+
+    monkeypatch.setattr(StageWorker, "train", by_hand)
+    with Job(SHAPE, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 5)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    assert "nobody who is left keeps a copy of stage 1" in told(job, "finished")[-1]["message"]
