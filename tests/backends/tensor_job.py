@@ -89,7 +89,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
           iterations: int = 4, microbatches: int = 3, dropout: float = 0.0, plugin: bool = True,
           clipping: float = 0.5, settings: dict[str, Any] | None = None, evaluate: bool = False,
           save: str | None = None) -> Any:
-    """As `gpt_job.train`, on a topology of three axes."""
+    """As `gpt_job.train`, on a topology of three axes. ``evaluate``: after each iteration."""
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts, num_dp=pipelines)
     place = topology.get_coord(rank)
     if plugin:
@@ -112,20 +112,23 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
         "gradient_accumulation_steps": microbatches, "steps_per_print": 1000, "gradient_clipping": clipping,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}})
     engine.set_batch_fn(broadcast)
-    iterator = None
+    iterator = validation = None
     if place.model == 0 and place.pipe in (0, stages - 1):
         sampler = DistributedSampler(Text(), pipelines, place.data, shuffle=False)
         iterator = itertools.cycle(DataLoader(Text(), BATCH, sampler=sampler))
-    losses = []
+        validation = itertools.cycle(DataLoader(Text(5000), BATCH, sampler=sampler))
+    losses, evaluated = [], []
     for _ in range(iterations):
         losses.append(engine.train_batch(iterator).item())
         dist.barrier()
+        if evaluate:
+            evaluated.append(engine.eval_batch(validation).item())
     if save:
         engine.save_checkpoint(save)
     if plugin:
         engine.settle()
-    result = {"losses": losses, "parameters": {name: value.detach().numpy().copy() for name, value in
-                                               engine.module.named_parameters()},
+    result = {"losses": losses, "evaluated": evaluated,
+              "parameters": {name: value.detach().numpy().copy() for name, value in engine.module.named_parameters()},
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()}
                         for _, state in sorted(engine.optimizer.state_dict()["state"].items())]}
     if plugin:
