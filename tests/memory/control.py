@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from megatron_recycle.control.clocks import Timeouts
@@ -44,15 +45,17 @@ class Control:
         slow: the share of messages that take a while.
         longest: seconds that they take at most.
         patience: seconds after which reports count as late.
+        moves: members and the positions that they had better take, once those are empty.
     """
 
     def __init__(self, size: int, seed: int = 0, slow: float = 0.0, longest: float = 0.004,
-                 patience: float = LIMITS.report_timeout) -> None:
+                 patience: float = LIMITS.report_timeout, moves: Mapping[str, str] = MappingProxyType({})) -> None:
         self.failure: BaseException | None = None
         self.start: Callable[[int], None] = lambda rank: None
         """Called with the rank of each process that the coordinator wants to be started."""
         self.changed = threading.Condition()
         self._size = size
+        self._moves = moves
         self._limits = replace(LIMITS, report_timeout=patience)
         self._draw, self._slow, self._longest = random.Random(seed), slow, longest
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -63,8 +66,11 @@ class Control:
         self.thread.start()
 
     def _led(self, before: InMemory | None = None) -> InMemory:
-        return InMemory(self._size, Plans(_plan), self.later, time.time, delay=self.delay, timeouts=self._limits,
-                        changed=self._notify, before=before)
+        return InMemory(self._size, Plans(_plan, moves=self._moves_of), self.later, time.time, delay=self.delay,
+                        timeouts=self._limits, changed=self._notify, before=before)
+
+    def _moves_of(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
+        return {mover: to for mover, to in self._moves.items() if to in failed and mover not in failed}
 
     @property
     def state(self) -> State:

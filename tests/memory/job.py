@@ -150,12 +150,13 @@ class Job:
         asked: who dies when it asks what of the network.
         rules: further ones of `Wires`.
         patience: seconds after which a worker that does not report is out.
+        moves: as `Control`'s.
     """
 
     def __init__(self, shape: Shape, kills: Sequence[Moment] = (), *, holds: Sequence[Moment] = (), seed: int = 0,
                  slow: float = 0.0, at: Callable[[Job, Moment], None] | None = None,
                  asked: Sequence[Asked] = (), rules: Mapping[str, bool] = MappingProxyType({}),
-                 patience: float = 10.0) -> None:
+                 patience: float = 10.0, moves: Mapping[str, str] = MappingProxyType({})) -> None:
         self.shape = shape
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
@@ -168,7 +169,7 @@ class Job:
         self.names = Place(Worker(0, 0), self.grid, self.ranks, "gloo").names
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
         self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), **rules)
-        self.control = Control(len(self.names), seed + 1, slow, patience=patience)
+        self.control = Control(len(self.names), seed + 1, slow, patience=patience, moves=moves)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []
         self._pids = iter(range(1000, 2000))
@@ -211,10 +212,10 @@ class Job:
 
     def wait(self) -> dict[int, Result]:
         end = time.monotonic() + LIMIT
-        for process in list(self.processes.values()):
-            process.thread.join(max(0.0, end - time.monotonic()))
-            if process.thread.is_alive():
-                raise AssertionError(f"worker {process.name} hangs")
+        while running := [process for process in self.processes.values() if process.thread.is_alive()]:
+            if time.monotonic() > end:
+                raise AssertionError(f"worker {running[0].name} hangs")
+            running[0].thread.join(max(0.01, end - time.monotonic()))
         if self.control.failure is not None:
             raise AssertionError("the coordinator has failed") from self.control.failure
         return {rank: process.result for rank, process in self.processes.items()}
