@@ -14,7 +14,6 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -27,7 +26,7 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.state import Phase, State
 
 LIMITS = Timeouts(heartbeat_interval=0.0, heartbeat_timeout=0.5, report_timeout=10.0)
-"""A hint that no failure explains brings a new generation after 0.5 s."""
+"""Reports count as late after 10 s, and a hint that no failure explains brings a new generation after 0.5 s."""
 
 
 @functools.cache
@@ -44,19 +43,17 @@ class Control:
         seed: of the time that messages take.
         slow: the share of messages that take a while.
         longest: seconds that they take at most.
-        patience: seconds after which reports count as late.
         moves: members and the positions that they had better take, once those are empty.
     """
 
     def __init__(self, size: int, seed: int = 0, slow: float = 0.0, longest: float = 0.004,
-                 patience: float = LIMITS.report_timeout, moves: Mapping[str, str] = MappingProxyType({})) -> None:
+                 moves: Mapping[str, str] = MappingProxyType({})) -> None:
         self.failure: BaseException | None = None
         self.start: Callable[[int], None] = lambda rank: None
         """Called with the rank of each process that the coordinator wants to be started."""
         self.changed = threading.Condition()
         self._size = size
         self._moves = moves
-        self._limits = replace(LIMITS, report_timeout=patience)
         self._draw, self._slow, self._longest = random.Random(seed), slow, longest
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._delays = Delays()
@@ -67,7 +64,7 @@ class Control:
 
     def _led(self, before: InMemory | None = None) -> InMemory:
         return InMemory(self._size, Plans(_plan, moves=self._moves_of), self.later, time.time, delay=self.delay,
-                        timeouts=self._limits, changed=self._notify, before=before)
+                        timeouts=LIMITS, changed=self._notify, before=before)
 
     def _moves_of(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
         return {mover: to for mover, to in self._moves.items() if to in failed and mover not in failed}

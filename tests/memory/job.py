@@ -148,15 +148,12 @@ class Job:
         slow: the share of messages that take a while.
         at: called in a worker's thread whenever it gets to a phase.
         asked: who dies when it asks what of the network.
-        rules: further ones of `Wires`.
-        patience: seconds after which a worker that does not report is out.
         moves: as `Control`'s.
     """
 
     def __init__(self, shape: Shape, kills: Sequence[Moment] = (), *, holds: Sequence[Moment] = (), seed: int = 0,
                  slow: float = 0.0, at: Callable[[Job, Moment], None] | None = None,
-                 asked: Sequence[Asked] = (), rules: Mapping[str, bool] = MappingProxyType({}),
-                 patience: float = 10.0, moves: Mapping[str, str] = MappingProxyType({})) -> None:
+                 asked: Sequence[Asked] = (), moves: Mapping[str, str] = MappingProxyType({})) -> None:
         self.shape = shape
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
@@ -168,8 +165,8 @@ class Job:
         self.ranks = {worker: tuple(range(rank, rank + shape.parts)) for worker, rank in first.items()}
         self.names = Place(Worker(0, 0), self.grid, self.ranks, "gloo").names
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
-        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), **rules)
-        self.control = Control(len(self.names), seed + 1, slow, patience=patience, moves=moves)
+        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2))
+        self.control = Control(len(self.names), seed + 1, slow, moves=moves)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []
         self._pids = iter(range(1000, 2000))

@@ -20,6 +20,7 @@ With real processes, on tests/ordered: in `tests.ordered.backend.Ordered` leave 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -51,10 +52,9 @@ NCCL = 1
 """A seed whose network has NCCL's rules."""
 
 
-def job(shape: Shape, kill: Moment | None = None, waits: Sequence[str] = (), patience: float = 10.0,
-        **rules: bool) -> str:
+def job(shape: Shape, kill: Moment | None = None, waits: Sequence[str] = ()) -> str:
     """How it is noticed that something is wrong; nothing if all is well. Who is killed dies when others wait for it."""
-    made = Job(shape, holds=[kill] if kill else [], seed=NCCL, rules=rules, patience=patience)
+    made = Job(shape, holds=[kill] if kill else [], seed=NCCL)
     with made:
         if kill is not None:
             made.wait_held()
@@ -195,7 +195,28 @@ def abort_while_posting(patch: pytest.MonkeyPatch) -> str:
 # ---- D5: communicators stand before training goes on with them
 
 
-# (the rule `first_uses` is the defect)
+def connecting_at_first_uses(patch: pytest.MonkeyPatch) -> None:
+    made = Wires.__init__
+    patch.setattr(Wires, "__init__", lambda self, seed, at, **options: made(self, seed, at, first_uses=True, **options))
+
+
+def death_before_a_first_use() -> str:
+    """Of the stage's communicator, in the first iteration; a peer waits there already."""
+    made = Job(FAST, holds=[kill := Moment("1:1", "reduce", 0)], seed=NCCL)
+    with made:
+        made.wait_held()
+        while not re.search(r"worker-0:1 for .*stage1\.0", made.fabric.standing()):
+            threading.Event().wait(0.01)
+        made.release(kill, die=True)
+        made.wait_event("decided", generation=2)
+        peer = next(process for process in made.processes.values() if process.name == "0:1")
+        first = [end for end in peer.network.ends if end.board.ordered][:3]
+        while not all(end.aborted for end in first):  # and whoever waits on them is free, if it can be freed
+            threading.Event().wait(0.01)
+        if (told := made.fabric.standing()).count("first use"):
+            return f"nobody can go on:\n{told}"
+        check(made, made.wait(), {"1:1"}, within=1e-5)
+    return ""
 
 
 # ---- D6, D7: both ends send and receive
@@ -225,7 +246,7 @@ class Defect:
     """``put_back``, and then ``shown``: a job or a function that says what is wrong, in words among which are these."""
 
     name: str
-    put_back: PutBack | None
+    put_back: PutBack
     shown: Callable[..., str]
     words: Sequence[str]
     stuck: bool = False
@@ -245,8 +266,8 @@ DEFECTS = [
     Defect("D4 one after the other in the agent's thread", in_the_agents_thread,
            abort_while_two_are_busy, ["thread agent for an abort that stage keeps waiting"]),
     Defect("D4 while another thread posts", without_a_lock, abort_while_posting, ["aborted and posted"]),
-    Defect("D5 first uses", None, lambda **rules: job(EXACT, Moment("1:1", "reduce", 0), **rules),
-           ["for the others' first use of stage1.0"], stuck=True),
+    Defect("D5 first uses", connecting_at_first_uses, death_before_a_first_use,
+           ["worker-0:1 for the others' first use of stage1.0"], stuck=True),
     Defect("D6 exact without batches", without_batches, lambda: job(EXACT), ["a send to its rank", *STANDING],
            stuck=True),
     Defect("D7 ties without batches", without_batches, lambda: job(TIED), ["a send to its rank"], stuck=True),
@@ -258,10 +279,7 @@ DEFECTS = [
 def test_a_defect_that_is_put_back_is_noticed(defect: Defect, monkeypatch: pytest.MonkeyPatch):
     options = {"patch": monkeypatch} if "patch" in defect.shown.__annotations__ else {}
     assert not defect.shown(**options), "as it is, all is well"
-    if defect.put_back is None:
-        options = {"first_uses": True, "patience": 1.0}
-    else:
-        defect.put_back(monkeypatch)
+    defect.put_back(monkeypatch)
     told = defect.shown(**options)
     assert all(words in told for words in defect.words), told
     assert not defect.stuck or told.startswith("nobody can go on"), told
