@@ -110,7 +110,7 @@ class Planning:
         again = recosted(problem, earlier)
         if overfull(again):
             return plan
-        return min(plan, again, key=lambda each: price.total(each, self._partners))
+        return min(plan, again, key=lambda each: (price.total(each, self._partners), each.objective_value))
 
     def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
@@ -174,8 +174,9 @@ class Planning:
         if better is None:
             return None
         measured = not description.get("costs") and self._measurements.known is not None
-        price, partners = partner_price(description, self._measurements.known), pairs(incumbent)
-        pays = (before - better.objective_value) * price.horizon > price.of(better, partners)
+        price = partner_price(description, self._measurements.known)
+        new_partners = price.of(better, pairs(incumbent))
+        pays = not new_partners or (before - better.objective_value) * price.horizon > new_partners
         worth = replaced is not None or not measured or (
             better.objective_value < (1 - WORTHWHILE) * before and pays)
         with self._lock:

@@ -8,6 +8,7 @@ is drawn from a seed.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import threading
 import time
@@ -289,12 +290,16 @@ class Job:
             self.kills.add(hold)
         self.holds[hold].set()
 
-    def wait_waiting(self, *waits: str) -> None:
-        """Until all of ``waits`` are in what the network tells of who waits for what."""
+    def wait_for(self, reached: Callable[[], Any], what: str) -> None:
+        """Until something is so that nobody tells of."""
         end = time.monotonic() + LIMIT
-        while not all(each in self.fabric.standing() for each in waits):
-            assert time.monotonic() < end, f"nobody waits: {waits}\n{self.where()}"
+        while not reached():
+            assert time.monotonic() < end, f"waited in vain for {what}\n{self.where()}"
             time.sleep(0.01)
+
+    def wait_waiting(self, *waits: str) -> None:
+        """Until each of these patterns is in what the network tells of who waits for what."""
+        self.wait_for(lambda: all(re.search(each, self.fabric.standing()) for each in waits), f"who waits: {waits}")
 
     def wait_or_stuck(self) -> str:
         """Until all have ended, or nobody can go on: where everybody stands then."""

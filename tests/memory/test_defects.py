@@ -20,7 +20,6 @@ With real processes, on tests/ordered: in `tests.ordered.backend.Ordered` leave 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -205,14 +204,12 @@ def death_before_a_first_use() -> str:
     made = Job(FAST, holds=[kill := Moment("1:1", "reduce", 0)], seed=NCCL)
     with made:
         made.wait_held()
-        while not re.search(r"worker-0:1 for .*stage1\.0", made.fabric.standing()):
-            threading.Event().wait(0.01)
+        made.wait_waiting(r"worker-0:1 for .*stage1\.0")
         made.release(kill, die=True)
         made.wait_event("decided", generation=2)
         peer = next(process for process in made.processes.values() if process.name == "0:1")
         first = [end for end in peer.network.ends if end.board.ordered][:3]
-        while not all(end.aborted for end in first):  # and whoever waits on them is free, if it can be freed
-            threading.Event().wait(0.01)
+        made.wait_for(lambda: all(end.aborted for end in first), "the abort")  # whom it can free is free
         if (told := made.fabric.standing()).count("first use"):
             return f"nobody can go on:\n{told}"
         check(made, made.wait(), {"1:1"}, within=1e-5)

@@ -50,8 +50,8 @@ def test_the_price_is_nothing_on_gloo_and_where_plans_durations_are_no_seconds()
 
 
 @pytest.mark.parametrize(("seconds", "horizon", "changes"), [
-    (0.0, 1.0, True), (0.15, 100.0, True), (0.3, 1.0, False)],
-    ids=["on gloo", "a hundred iterations pay", "one does not"])
+    (0.0, 1.0, True), (0.0, 0.0, True), (0.15, 100.0, True), (0.3, 1.0, False)],
+    ids=["on gloo", "on gloo without a horizon", "a hundred iterations pay", "one does not"])
 def test_a_better_plan_is_taken_if_its_new_partners_pay_off(seconds, horizon, changes, monkeypatch):
     """From leaving two pipelines out to guests at two stages. What does not pay now is kept for the next time."""
     description = {"grid": {"stages": 3, "microbatches": [6, 6, 6]}, "planner_budget": 1.0, "partner_cost": seconds,
