@@ -133,7 +133,7 @@ class RecycleConfig:
         "has left the old one, its device holds both stages",
     )
     move_cost: float = _option(1.0, "iterations that one move is taken to cost")
-    horizon: float = _option(100.0, "iterations over which moves must pay off")
+    horizon: float = _option(100.0, "iterations over which moves, and new partners on NCCL, must pay off")
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
     heartbeat_timeout: float = _option(10.0, "silence after which a worker counts as failed", unit="s")
     stall_floor: float = _option(
