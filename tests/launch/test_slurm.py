@@ -61,4 +61,4 @@ def test_nodes_that_do_not_fit_together_do_not_wait_for_each_other(tmp_path: Pat
         first, second = (node(stack, tmp_path, 43, rank, nproc=rank + 1) for rank in range(2))
         assert [process.wait(LIMIT) for process, _ in (first, second)] == [1, 1]
     why = "the first host starts 1 workers and this one 2: give the same --nproc on every host"
-    assert why in first[1].read_text().splitlines()[-1] and why in second[1].read_text()
+    assert why in first[1].read_text() and why in second[1].read_text()
