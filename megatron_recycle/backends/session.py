@@ -22,7 +22,7 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.environment import Launched
-from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded
+from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.membership import Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
@@ -34,6 +34,7 @@ from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.ending import ScriptEnd
+from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.saving import Save, Write
@@ -59,6 +60,7 @@ class Session:
         agent: this process's link to the coordinator.
         network: makes the groups of a generation.
         generators: what the user's code may draw random numbers from.
+        grids: of iterations.
         iteration: the one that the script has asked for last.
         busy: whether the runtime is at work, and not the script's own code.
         shares: whether that is what all workers do `together`.
@@ -69,6 +71,7 @@ class Session:
         self.settings = settings
         self.network = TorchNetwork()
         self.generators = Generators(device, place.part)
+        self.grids = Grids(place.grid, settings.block_size)
         self.iteration = -1
         self._options = options
         self._worker: StageWorker | None = None
@@ -94,7 +97,7 @@ class Session:
         return Seeds(self.generators, self.settings.seed, kind)
 
     def start(self, stage: Stage, splitter: Deferring, data: DataSource, *, first: int = 0,
-              save_last: SaveLast | None = None) -> None:
+              number: int = 0, save_last: SaveLast | None = None) -> None:
         """The script is about to train for the first time: make the worker.
 
         Args:
@@ -102,13 +105,16 @@ class Session:
             splitter: defers weight gradients of the stage's linear layers.
             data: micro-batches by place.
             first: number of the script's first iteration.
+            number: of each pipeline's micro-batch that it begins with.
             save_last: writes this worker's part of a last checkpoint; None: there is no such thing.
         """
         self.iteration = first - 1
+        self.grids.begin(first, number)
         self._worker = StageWorker(
             place=self.place, agent=self.agent, config=self.settings, observer=self._options.observer,
             network=self.network, framework=Framework(
-                stage=stage, splitter=splitter, data=data, generators=self.generators, setup=self._options.setup,
+                stage=stage, splitter=splitter, data=data, generators=self.generators, grids=self.grids,
+                setup=self._options.setup,
                 save_last=None if save_last is None else lambda: save_last(
                     self.worker.current_groups(), self.worker.standing.committed)))
 
@@ -173,6 +179,15 @@ class Session:
         if self._groups is None:
             self._groups = ScriptGroups(LivingGroups(self, self.at_work))
             self._groups.install()
+
+    def resize(self, microbatches: int) -> None:
+        """From the script's next iteration on each pipeline has so many micro-batches. Raises UnsupportedError."""
+        if self.settings.policy == "drop" and microbatches != max(self.grids.of(self.iteration + 1).microbatches):
+            raise UnsupportedError("another number of micro-batches is not there with policy drop, whose plans are the "
+                                   "coordinator's alone: leave policy out, or keep the batch size")
+        if self.grids.change(self.iteration + 1, microbatches) and self.rank == 0:
+            get_logger().info("megatron-recycle: from iteration %d on each pipeline has %d micro-batches",
+                              self.iteration + 1, microbatches)
 
     def train(self) -> float:
         """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,

@@ -20,7 +20,7 @@ from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import per_token
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
-from megatron_recycle.runtime.compute.data import Batch, DataSource, digest
+from megatron_recycle.runtime.compute.data import DataSource, digest
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
@@ -70,7 +70,7 @@ class Attempt:
         generation.transport.follow(program.plan)
         standing.begin(iteration)
         self._iteration = iteration
-        self._relay = LossRelay(groups, site.place.grid, site.stage.report_width, generation.reduction,
+        self._relay = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction,
                                 iteration, standing.attempt, generation.left_out_of(iteration))
         self._agreement = Agreement(site.trainable.trained, groups)
         generation.shared.append((self._agreement, self._relay))
@@ -125,7 +125,7 @@ class Attempt:
         batch = None
         if place.first or place.last:
             with self._site.phases.working("data"):
-                batch = batch_of(site, site.framework.data, self._iteration, pipeline, microbatch)
+                batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))
             if batch is not None:
                 self._digests[pipeline, microbatch] = digest(batch)
         inputs = None
@@ -225,11 +225,6 @@ class Attempt:
         self._stepper.hold(held, groups, standing.promises.promise(iteration, site.agent.offer), self._program.number)
 
 
-def batch_of(site: Site, data: DataSource, iteration: int, pipeline: int, microbatch: int) -> Batch | None:
-    """The data of a micro-batch of ``iteration``, or of a pass of an evaluation."""
-    return data.batch(pipeline, iteration * site.place.grid.microbatches[pipeline] + microbatch)
-
-
 def evaluate(site: Site, standing: Standing, generation: Generation, data: DataSource, number: int,
              limit: int | None = None) -> None:
     """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards; each pipeline has
@@ -249,7 +244,7 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
         batch, inputs = None, None
         if place.first or place.last:
             site.phases.activity.work("data")
-            batch = batch_of(site, data, number, pipeline, microbatch)
+            batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
         if not place.first:
             with site.phases.waiting("an activation"):
                 inputs = tuple(transport.receive(Message("F", pipeline, microbatch)))

@@ -246,6 +246,7 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     site.phases.enter(Phase.JOINING, go.resume.next)
     with _copying(site):
         tensors, facts, received = take_back(site, groups, go)
+    site.grids.take(facts["grids"])
     if stepper.standing.verdict is None:  # it has never been in, so that it has let go of nothing
         with _copying(site):  # a factory is read from its beginning, which may take minutes as well
             compare_data(site, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
@@ -266,7 +267,7 @@ def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]
     """
     for (pipeline, microbatch), theirs in read.items():
         site.forget_data(iteration - 1)
-        number = iteration * site.place.grid.microbatches[pipeline] + microbatch
+        number = site.grids.number(iteration, microbatch)
         try:
             text = None if digest(site.framework.data.batch(pipeline, number)) == theirs else (
                 f"it reads other data than the job for iteration {iteration}, pipeline {pipeline}, micro-batch "

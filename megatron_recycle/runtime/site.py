@@ -23,6 +23,7 @@ from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.evaluation import Evaluations
 from megatron_recycle.runtime.generation import Current
+from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.setup_record import SetUp
@@ -43,12 +44,14 @@ class Framework:
             part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
             raise anything. None: there is no such thing.
         setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
+        grids: of iterations.
     """
 
     stage: Stage
     splitter: Deferring
     data: DataSource
     generators: Generators
+    grids: Grids
     save_last: Callable[[], str] | None = None
     setup: SetUp | None = None
 
@@ -126,6 +129,11 @@ class Site:
         """The framework's part of the model."""
         return self.framework.stage
 
+    @property
+    def grids(self) -> Grids:
+        """The grid of each iteration."""
+        return self.framework.grids
+
     @cached_property
     def may_be_full(self) -> bool:
         """Whether the plan may have full backwards (FB) here, as the worker says when it begins. They are faster where
@@ -144,5 +152,5 @@ class Site:
 
     def forget_data(self, iteration: int) -> None:
         """``iteration`` and all before it are final: their data is not read again."""
-        for pipeline, count in enumerate(self.place.grid.microbatches):
-            self.framework.data.forget(pipeline, (iteration + 1) * count)
+        for pipeline in range(self.place.grid.pipelines):
+            self.framework.data.forget(pipeline, self.grids.number(iteration + 1))

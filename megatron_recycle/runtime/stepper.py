@@ -80,7 +80,7 @@ class Stepper:
             if early and commit.known and self._is_wrong(commit):
                 free()
 
-        self.pending = Commit(held, self._site.place.grid, groups, guess=guess, offer=offer, plan=plan,
+        self.pending = Commit(held, self._site.grids.of(held.iteration), groups, guess=guess, offer=offer, plan=plan,
                               notify=wake)
         self._committer.start(self.pending)
         if early:
@@ -238,7 +238,7 @@ class Stepper:
             self.settle(todo.verdict)
         elif todo.anew:
             assert self.held is not None
-            commit = Commit(self.held, self._site.place.grid, groups, guess=self.guess(), offer=0, plan=0,
+            commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0,
                             notify=lambda _: None)
             self._committer.start(commit)
             commit.done.wait()
@@ -251,7 +251,8 @@ class Stepper:
         standing = self.standing
         assert self.pending is None and self.held is None and standing.verdict is not None
         return {"counters": self._site.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
-                "pace": standing.mode.to_json(), "read": dict(list(self.read.items())[:1])}
+                "pace": standing.mode.to_json(), "grids": self._site.grids.told(),
+                "read": dict(list(self.read.items())[:1])}
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""
@@ -264,7 +265,7 @@ class Stepper:
 
         A copy lands in a buffer of its own and counts only once it is whole.
         """
-        me, total = self._site.place.me, self._site.place.grid.total
+        me, total = self._site.place.me, self._site.grids.of(target).total
         peers = groups.peers(me.stage)
         for receiver, giver in todo.copies:
             if receiver == me:

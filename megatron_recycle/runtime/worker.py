@@ -16,7 +16,7 @@ from megatron_recycle.control import Agent
 from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, RecycleError, UnsupportedError
 from megatron_recycle.membership import THE_END, Process, Standing, StepMode
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Plan, Worker
+from megatron_recycle.plan import Grid, Plan, Worker
 from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, STANDING_BY, Activity
 from megatron_recycle.runtime.attempt import Attempt, evaluate
@@ -145,7 +145,7 @@ class StageWorker:
         def run() -> None:
             # Done already: a failure has told this worker so, or it was before this worker came in.
             while self.standing.evaluated < self.standing.passes:
-                evaluate(self.site, self.standing, self.site.current.get(), data, number, limit)
+                evaluate(self.site, self.standing, self._sized(self.site.place.grid), data, number, limit)
 
         with self._inside():
             self.begin(iteration)
@@ -319,6 +319,15 @@ class StageWorker:
             generation = generation.follow(plan, site.exact, site.stage)
             site.current.set(generation)
             site.agent.adopted(standing.epoch.generation, iteration, plan.digest)
+        return self._sized(site.grids.of(iteration))
+
+    def _sized(self, grid: Grid) -> Generation:
+        """The generation in force, with its plan for as many micro-batches as ``grid`` has."""
+        site, generation = self.site, self.site.current.get()
+        plan = site.grids.plan(generation.plan, grid)
+        if plan is not generation.plan:
+            generation = generation.follow(plan, site.exact, site.stage)
+            site.current.set(generation)
         return generation
 
     def _await_switch(self, iteration: int) -> None:

@@ -434,10 +434,19 @@ def given_each_epoch(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
     engine.data_iter = iter(loader)
 
 
+def ramp(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    engine.set_train_batch_size((4, 4, 12, 12, 8, 8)[iteration])
+
+
+def ramp_and_evaluate(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+    ramp(engine, iteration, memo)
+    evaluate(engine, iteration, memo)
+
+
 def evaluate(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
     torch.manual_seed(iteration)
     size = 2 + iteration
-    data = [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for _ in range(2)]
+    data = [(torch.randn(size, WIDTH), torch.randn(size, WIDTH)) for _ in range(engine.micro_batches)]
     stock = not hasattr(engine, "settle")
     if stock:  # which has to be told of another shape
         engine.reset_activation_shape()
@@ -534,8 +543,8 @@ ROWS: list[Row] = [
     Row("calls `zero_grad()`, `module.eval()`, `engine.train()`, `no_sync()`, `set_gradient_accumulation_boundary()`; "
         "sets `steps_per_print`; `set_train_batch_size()` and its kin with the number in force", every(harmless)),
     Row("calls `forward()`, `backward()`, `step()`", every(call_directly), says="refused, as by stock"),
-    Row("calls `set_train_batch_size()` with another number", at(1, lambda engine: engine.set_train_batch_size(4)),
-        refused="train_batch_size cannot become 4: it was 8"),
+    undone("calls `set_train_batch_size()` with other numbers", ramp, iterations=5),
+    Row("calls it, and `eval_batch()`", ramp_and_evaluate, iterations=4),
     Row("calls `set_train_micro_batch_size()` with another number",
         at(1, lambda engine: engine.set_train_micro_batch_size(1)),
         refused="train_micro_batch_size_per_gpu cannot become 1: it was 2"),

@@ -178,6 +178,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), annealed: bool = False, loader: bool = False,
+          ramp: Sequence[int] = (),
           raises: int | None = None, watch: Callable[[Any], None] | None = None, talks: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
@@ -198,6 +199,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             plugin only.
         loader: whether `train_batch()` gets an iterator over a DataLoader, which gives the same as the dataset.
         talks: whether the script has collectives of its own after each iteration; with the plugin only.
+        ramp: micro-batches of a pipeline in each of the first iterations, and later as in the last of these, which the
+            script sets as a batch size.
         raises: iteration before which the script fails, on all ranks; with the plugin only.
         watch: called with the engine.
     """
@@ -261,6 +264,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         iterator = itertools.cycle(DataLoader(data, BATCH, sampler=sampler)) if stage in (0, stages - 1) else None
     losses, evaluated, begun = [], [], engine.global_steps
     while len(losses) < iterations:
+        if ramp:
+            engine.set_train_batch_size(BATCH * pipelines * ramp[min(begun + len(losses), len(ramp) - 1)])
         if by_hand:
             change(engine, begun + len(losses))
         if len(losses) == raises:

@@ -19,8 +19,10 @@ pytestmark = pytest.mark.processes
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 12, 2
 SIZE = PIPELINES * STAGES
+RAMP = (2, 2, 4, 4, 4, 6, 6, 5)
+"""Micro-batches of the first iterations: changed between a failure and a rejoin, and after it."""
 EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,
-                            "settings": {"reduction": "exact"}, "by_hand": True}
+                            "settings": {"reduction": "exact"}, "by_hand": True, "ramp": RAMP}
 """The script changes things by hand, which one that comes in does again while it catches up."""
 LIMIT = 90
 LATE = Hold("0:0", "forward", KILLED_IN + 2)

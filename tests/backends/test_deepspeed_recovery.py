@@ -17,8 +17,11 @@ from tests.references import calm_run, run
 pytestmark = pytest.mark.processes
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 5, 2
+RAMP = (2, 2, 4, 3)
+"""Micro-batches of the first iterations: a failure finds them changed just then."""
 POSITIONS = [f"{pipeline}:{stage}" for pipeline in range(PIPELINES) for stage in range(STAGES)]
 EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS, "noisy": True,
+                            "ramp": RAMP,
                             "settings": {"reduction": "exact"}}
 FAST_SGD: Mapping[str, Any] = {**EXACT, "optimizer": "SGD", "settings": {"reduction": "fast"}}
 

@@ -31,6 +31,7 @@ from megatron_recycle.runtime.comm.memory import MemoryNetwork
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
+from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.memory_budget import profile
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Save
@@ -251,7 +252,8 @@ class Job:
                              link=self.control.link)
         process.worker = made = StageWorker(
             place=place, agent=agent, config=config, observer=_Observer(self, process), network=process.network,
-            framework=Framework(stage, Splitter(stage.module), Data(), _Own(CPU)))
+            framework=Framework(stage, Splitter(stage.module), Data(), _Own(CPU),
+                                Grids(place.grid, config.block_size)))
         worker.append(made)
         agent.start()
         for iteration in range(shape.iterations):

@@ -30,6 +30,7 @@ from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.generation import Current, Program
+from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.site import Framework, Meters, Site
@@ -97,10 +98,12 @@ class Alone:
         self.standing.join(1)
         grid = Grid(2, (MICROBATCHES,) * PIPELINES)
         agent: Any = SimpleNamespace(stop_generation=1, ended=None)
+        config = RecycleConfig(reduction="exact" if exact else "fast")
         self.site: Any = Site(
             place=Place(me, grid, {worker: (rank,) for rank, worker in enumerate(grid.workers())}, "gloo"),
-            config=RecycleConfig(reduction="exact" if exact else "fast"), agent=agent,
-            framework=Framework(self.stage, Splitter(self.stage.module, kernel), self, Generators(CPU)),
+            config=config, agent=agent,
+            framework=Framework(self.stage, Splitter(self.stage.module, kernel), self, Generators(CPU),
+                                Grids(grid, config.block_size)),
             network=None, phases=Phases(self.standing, agent, Activity(1.0), None), trainable=Trainable(self.stage),
             meters=Meters(CPU), asked=None, current=Current())
         self.memory, self.watch = self.site.meters.memory, self.site.meters.watch

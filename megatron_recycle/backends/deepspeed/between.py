@@ -71,9 +71,10 @@ class _Settled:
 
 
 def check_data(engine: PipelineEngine, generators: Generators, plain: DataSource, data: DataSource,
-               iteration: int) -> None:
-    """Before ``iteration`` is trained on what ``data`` makes of ``plain``. Raises DataError."""
-    first, count = iteration * engine.micro_batches, engine.micro_batches
+               first: int) -> None:
+    """Before an iteration is trained on what ``data`` makes of ``plain``, from micro-batch ``first`` on. Raises
+    DataError."""
+    count = engine.micro_batches
     if isinstance(plain, DatasetSource) and plain.has_short(first, count) and engine.num_stages > 1 and (
             engine.is_first_stage() or engine.is_last_stage()):
         with generators.kept():  # the script finds its random numbers as it left them

@@ -145,9 +145,10 @@ class RecyclePipelineEngine(PipelineEngine):
         if first:
             self._source = self._data_source(given is not None)
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
+                               number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
                                save_last=lambda groups, _: self._checkpoints.write_last(groups))
         if given is not None:
-            take_iterator(self._plain, given, (self.session.iteration + 1) * self.micro_batches)
+            take_iterator(self._plain, given, self.session.grids.number(self.session.iteration + 1))
         if first:
             compare_iterators(self._plain, self.session, self._options.setup)
         begin = time.monotonic()
@@ -168,7 +169,8 @@ class RecyclePipelineEngine(PipelineEngine):
             self._loss = self.session.train()
             return self._aggregate_total_loss()
         refuse_other_sizes(self, self._started_with)
-        check_data(self, self.session.generators, self._plain, self._source, self.session.iteration)
+        check_data(self, self.session.generators, self._plain, self._source,
+                   self.session.grids.number(self.session.iteration))
         loss = super().train_batch()
         if self.monitor.enabled:
             self.monitor.write(self._numbers(loss))
@@ -222,11 +224,16 @@ class RecyclePipelineEngine(PipelineEngine):
             return super().get_global_grad_norm()
         return math.sqrt(sum(verdict.norm_squares))
 
-    # ---- what cannot be changed while a job runs
+    # ---- what may be changed while a job runs, and what not
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Accepts the number in force. Raises UnsupportedError for another."""
-        refuse_another("train_batch_size", train_batch_size, self._started_with["train_batch_size"])
+        """As stock: from the next iteration on each pipeline has more or fewer micro-batches. To be called on all ranks
+        before the same iteration. Raises ValueError as stock, UnsupportedError with policy drop."""
+        super().set_train_batch_size(train_batch_size)
+        if not self.session.started:
+            self.session.iteration = self.global_steps - 1
+        self.session.resize(self.micro_batches)
+        self._started_with = sizes(self)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Accepts the number in force. Raises UnsupportedError for another."""

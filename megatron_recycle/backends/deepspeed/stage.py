@@ -284,6 +284,7 @@ class DeepSpeedStage:
     def references(self) -> dict[str, Any]:
         engine = self._engine
         return {"groups": list(engine.optimizer.param_groups), "clipping": engine.gradient_clipping(),
+                "sizes": [engine.train_batch_size(), engine.gradient_accumulation_steps()],
                 "loss_fn": engine.module.loss_fn, **{name: getattr(engine, name) for name in _REFERENCES}}
 
     @property
@@ -297,6 +298,8 @@ class DeepSpeedStage:
             setattr(engine, name, references[name])
         engine.module.loss_fn = references["loss_fn"]
         engine._config.gradient_clipping = references["clipping"]
+        engine._config.train_batch_size, engine._config.gradient_accumulation_steps = references["sizes"]
+        engine.micro_batches = engine.gradient_accumulation_steps()
         engine.optimizer.param_groups[:] = references["groups"]
 
     @property

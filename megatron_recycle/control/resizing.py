@@ -1,0 +1,14 @@
+"""A plan for another number of micro-batches, made from the plan in use: the same on every worker that makes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_recycle.plan import Grid, Plan
+from megatron_recycle.planner import quick
+
+
+def resized(plan: Plan, grid: Grid, block: int) -> Plan:
+    """The planner's quick plan for ``plan``'s workers, costs and rules, but for ``grid``, whose exact reduction has
+    blocks of ``block``."""
+    return quick(replace(plan.problem, grid=grid, block=block))

@@ -1,0 +1,83 @@
+"""The grid of each iteration: a script may change how many micro-batches its pipelines train on (a batch size that is
+ramped up).
+
+All workers' scripts say so before the same iteration, as they do everything else, so that each worker knows it by
+itself; and each makes the same plan from the one that the coordinator has given, which is for the grid that the job
+began with. A worker that comes in is told by its peers what was changed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_recycle.control.resizing import resized
+from megatron_recycle.plan import Grid, Plan
+
+_KEPT = 8
+
+
+class Grids:
+    """Which grid an iteration has, and where in a pipeline's data it begins.
+
+    Args:
+        first: the grid that the job begins with.
+        block: (pipelines, micro-batches) -> micro-batches of a block of the exact reduction.
+    """
+
+    def __init__(self, first: Grid, block: Callable[[int, int], int]) -> None:
+        self._first = first
+        self._block = block
+        self._start = 0, 0
+        self._changes: list[tuple[int, int]] = [(0, max(first.microbatches))]
+        self._plans: dict[tuple[str, int], Plan] = {}
+        self._base: dict[str, Plan] = {}
+
+    def of(self, iteration: int) -> Grid:
+        """The grid of ``iteration``."""
+        count = next(count for begin, count in reversed(self._changes) if begin <= max(iteration, 0))
+        return self._sized(count)
+
+    def begin(self, iteration: int, number: int) -> None:
+        """The job begins with ``iteration``, and with micro-batch ``number`` of each pipeline."""
+        self._start = iteration, number
+
+    def number(self, iteration: int, microbatch: int = 0) -> int:
+        """The number of ``microbatch`` of ``iteration`` among all of a pipeline's."""
+        start, number = self._start
+        for (begin, count), (end, _) in zip(self._changes, [*self._changes[1:], (iteration, 0)]):
+            number += count * max(0, min(end, iteration) - max(begin, start))
+        return number + microbatch
+
+    def change(self, iteration: int, microbatches: int) -> bool:
+        """From ``iteration`` on each pipeline has so many micro-batches, until the next change. Returns whether that is
+        another number; where this worker catches up with what it was told, it is not."""
+        if max(self.of(iteration).microbatches) == microbatches:
+            return False
+        self._changes = [change for change in self._changes if change[0] < iteration] + [(iteration, microbatches)]
+        return True
+
+    def plan(self, plan: Plan, grid: Grid) -> Plan:
+        """What stands for ``plan``, or for the one that it stands for, in an iteration of ``grid``."""
+        base = self._base.get(plan.digest, plan)
+        if base.problem.grid == grid:
+            return base
+        key = base.digest, max(grid.microbatches)
+        if key not in self._plans:
+            block = self._block(grid.pipelines, max(grid.microbatches))
+            made = resized(base, grid, block)
+            self._plans[key], self._base[made.digest] = made, base
+            for old in list(self._plans)[:-_KEPT]:
+                self._base.pop(self._plans.pop(old).digest, None)
+        return self._plans[key]
+
+    def told(self) -> list[list[int]]:
+        """The start and the changes so far, for a worker that comes in."""
+        return [list(pair) for pair in (self._start, *self._changes)]
+
+    def take(self, told: Sequence[Sequence[int]]) -> None:
+        """Know what another worker has `told`."""
+        self._start, *self._changes = [(begin, count) for begin, count in told]
+
+    def _sized(self, microbatches: int) -> Grid:
+        return replace(self._first, microbatches=(microbatches,) * self._first.pipelines)
