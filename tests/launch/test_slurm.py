@@ -10,6 +10,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from tests.launch.running import FAKE_WORKER, ROOT, Running
 
 LIMIT = 40.0
@@ -32,6 +34,7 @@ def node(stack: ExitStack, folder: Path, job: int, rank: int, nproc: int = 1) ->
     return process, output
 
 
+@pytest.mark.processes
 def test_two_jobs_with_neighbouring_numbers_share_their_nodes(tmp_path: Path) -> None:
     jobs = (41, 42)
     with ExitStack() as stack:
@@ -56,6 +59,7 @@ def test_two_jobs_with_neighbouring_numbers_share_their_nodes(tmp_path: Path) ->
     assert "node 1 of 2 waits for the first one" in second
 
 
+@pytest.mark.processes
 def test_nodes_that_do_not_fit_together_do_not_wait_for_each_other(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first, second = (node(stack, tmp_path, 43, rank, nproc=rank + 1) for rank in range(2))
