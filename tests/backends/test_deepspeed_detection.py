@@ -22,7 +22,7 @@ PIPELINES, STAGES, ITERATIONS, AT = 3, 2, 6, 4
 SIZE = PIPELINES * STAGES
 SETTINGS = {"reduction": "exact"}
 EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS, "settings": SETTINGS}
-QUICK = {**EXACT, "settings": {**SETTINGS, "heartbeat_timeout": 2.0, "stall_floor": 3.0}}
+QUICK = {**EXACT, "settings": {**SETTINGS, "heartbeat_timeout": 3.0, "stall_floor": 4.0}}
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,10 @@ import pytest
 from megatron_recycle import cli
 from tests.launch.running import LIMIT, ROOT, Running, launched
 
-QUICK = {"iterations": 40, "description": {"heartbeat_timeout": 1.0}}
+QUICK = {"iterations": 40}
 """Iterations of some milliseconds: the job must not be over before it is hurt, so a worker is paused meanwhile."""
+SILENCE = {**QUICK, "description": {"heartbeat_timeout": 2.0}}
+"""Whoever is silent for that long is out; the usual is longer, since a busy machine may keep a worker waiting."""
 
 
 def started(job: Running, *words: str) -> subprocess.Popen[str]:
@@ -78,7 +80,7 @@ def test_without_listening_workers_an_iteration_is_told_from_the_events(tmp_path
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_frozen_worker_is_found_and_one_thawed_in_time_stays(tmp_path: Path):
-    with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
+    with launched(tmp_path / "run", {**SILENCE, "pause": {"0": 3}}) as job:
         job.paused(0)
         chaos(job, "freeze", "0:1", "--for", "0.2")
         chaos(job, "freeze", "2:1")
@@ -113,9 +115,9 @@ def test_a_slowed_worker_runs_at_full_pace_again_afterwards(tmp_path: Path):
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_frozen_coordinator_is_woken_and_nobody_is_out(tmp_path: Path):
-    with launched(tmp_path / "run", {**QUICK, "pause": {"0": 3}}) as job:
+    with launched(tmp_path / "run", {**SILENCE, "pause": {"0": 3}}) as job:
         job.paused(0)
-        chaos(job, "coordinator", "--freeze", "--for", "2")
+        chaos(job, "coordinator", "--freeze", "--for", "3")
         job.go_on(0)
         ended_well(job, {}, 40)
 

@@ -19,7 +19,7 @@ from tests.labels import check_label
 
 ROOT = Path(__file__).parents[2]
 FAKE_WORKER = Path(__file__).with_name("fake_worker.py")
-LIMIT = 40.0
+LIMIT = 80.0
 """Seconds for a whole job."""
 
 

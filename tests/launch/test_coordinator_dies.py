@@ -80,13 +80,14 @@ def test_a_recovery_that_was_half_announced_is_begun_again(tmp_path: Path) -> No
         assert job.children() == []
 
 
+@pytest.mark.night
 @pytest.mark.processes
 def test_nobody_is_declared_out_because_the_coordinator_stood_still(tmp_path: Path) -> None:
-    with launched(tmp_path / "run", {"pause": {"0": 2}, "description": {"heartbeat_timeout": 0.6}}) as job:
+    with launched(tmp_path / "run", {"pause": {"0": 2}, "description": {"heartbeat_timeout": 1.5}}) as job:
         job.paused(0)
         pid = job.coordinator()
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.5)  # longer than any heartbeat may take
+        time.sleep(3.0)  # longer than any heartbeat may take
         os.kill(pid, signal.SIGCONT)
         job.go_on(0)
         assert job.wait() == 0, job.where()
@@ -120,7 +121,7 @@ def test_the_store_outlives_the_coordinator_and_comes_back_after_its_own_death(t
     # Torch is loaded three times, which a busy machine takes long for.
     environ = {"RECYCLE_TEST_STORE": "1", "RECYCLE_TOKEN": token}
     with launched(tmp_path / "run", {"pause": {"0": 2}}, nproc=2, environ=environ) as job:
-        job.deadline += 80
+        job.deadline += 30
         _store(job).set("known", "yes")
         os.kill(job.coordinator(), signal.SIGKILL)
         job.event("restarted")

@@ -40,7 +40,7 @@ def test_a_job_without_failures_ends_well_with_a_table(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path) -> None:
     """Rank 4 is worker 1:1: the launcher does not know that, the worker says so."""
-    patient = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 60.0}}  # its end is seen, and not its silence
+    patient = {"pause": {"4": 2}, "description": {"heartbeat_timeout": 200.0}}  # its end is seen, and not its silence
     with launched(tmp_path / "run", patient) as job:
         job.kill(4)
         assert job.wait() == 0, job.where()
