@@ -119,7 +119,7 @@ def test_missing_heartbeats_are_found_and_named_frozen(tmp_path: Path) -> None:
         agents = _all_ready(running, heartbeat_interval=0.05)
         agents["2:1"].close()  # nobody reports an exit: only the silence tells
         suspected = running.await_event("suspected", worker="2:1")
-        assert suspected["kind"] == "frozen" and 600 < suspected["ms"]
+        assert suspected["kind"] == "frozen" and suspected["ms"] > 600
         assert running.await_event("decided", generation=2)["out"] == {"2:1": "frozen"}
         _close(agents)
 
