@@ -331,10 +331,12 @@ class RecyclePipelineEngine(PipelineEngine):
                 data.begin(iterator, microbatches)
             source = MappedEvaluation(data, lambda: self.batch_fn, session.seeds("evaluation batch_fn"))
             tables = [session.evaluate(source, number, microbatches) for number in range(passes(grid, microbatches))]
+        past = session.catches_up  # then the table is of the last evaluation that the others have made
+        if data.ended or (not past and not data.failed and any(map(unknown, tables))):
+            raise StopIteration
         if any(map(unknown, tables)):
-            if not data.failed:
-                raise StopIteration
-            get_logger().error("megatron-recycle: eval_batch() has no value: %s; training goes on", data.failed)
+            why = data.failed or "the job did that before this worker came in"
+            get_logger().error("megatron-recycle: eval_batch() has no value: %s; training goes on", why)
             of_pipelines = [torch.full((microbatches,), torch.nan)] * grid.pipelines
         else:
             of_pipelines = by_pipeline(tables, grid, microbatches)
@@ -342,7 +344,7 @@ class RecyclePipelineEngine(PipelineEngine):
         if reduce is None:
             return [*of_pipelines[session.place.me.pipeline].to(self.device).unbind()] if last else None
         value = mean(of_pipelines).to(self.device)
-        if self.monitor.enabled and not session.catches_up:
+        if self.monitor.enabled and not past:
             self.monitor.write([("Train/Samples/eval_loss", value.item(), self.global_samples)])
         if not everywhere and not self.monitor.enabled:
             return value if last else None

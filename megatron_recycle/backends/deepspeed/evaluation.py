@@ -34,6 +34,9 @@ class EvaluationData:
         place: of this worker, which reads the iterator if it is at an end of its pipeline. Of its parts others than
             the first may have none.
         seeds: what random numbers micro-batches are read with.
+
+    Attributes:
+        ended: whether the iterator has come to its end before the evaluation has.
     """
 
     def __init__(self, place: Place, seeds: Seeds) -> None:
@@ -43,7 +46,7 @@ class EvaluationData:
         self._iterator: Any = None
         self._source = LoaderSource(place.me.pipeline, seeds, anything=True)
         self._first = self._next = 0
-        self._ended = False
+        self.ended = False
         self._shared: Mapping[Microbatch, Batch] = {}
         self._alike = False
         self._missing = ""
@@ -56,7 +59,7 @@ class EvaluationData:
         """An evaluation of so many ``microbatches`` of each pipeline begins: those of ``iterator`` are taken, whatever
         becomes of them. Raises DataError where there is none and one is needed, and what it raises."""
         self._first, self._next = self._next, self._next + microbatches
-        self._ended, self._shared, self._missing = False, {}, ""
+        self.ended, self._shared, self._missing = False, {}, ""
         self._reads = self._me.stage in self._ends and (iterator is not None or not self._part)
         if not self._reads:
             return
@@ -72,7 +75,7 @@ class EvaluationData:
         except DataError as error:
             if not isinstance(error.__context__, StopIteration):
                 raise
-            self._ended, self._iterator = True, None
+            self.ended, self._iterator = True, None
 
     @property
     def failed(self) -> str:
@@ -93,7 +96,7 @@ class EvaluationData:
 
     def share(self, plan: Plan, microbatches: Sequence[Microbatch], number: int, groups: Groups) -> bool:
         """As `runtime.evaluation.Shared`."""
-        (ended,) = count(groups.control, self._ended)
+        (ended,) = count(groups.control, self.ended)
         if ended:
             return False
         route = plan.route()
