@@ -19,7 +19,7 @@ Found = tuple[str, Any]
 _DEPTH = 6  # attributes of attributes
 _LONGEST = 1000  # elements of a container that is looked into: samples lie in longer ones
 _MOST = 20_000  # objects that are looked at
-_WITHOUT_TRACKERS = {*sys.stdlib_module_names, "torch", "numpy", "sympy"}
+_WITHOUT_TRACKERS = {"torch", "numpy", "sympy"}
 
 
 def generators_in(holder: Any) -> Iterator[Found]:
@@ -44,8 +44,8 @@ def generators_in(holder: Any) -> Iterator[Found]:
 
 
 def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:
-    """Objects with `get_states`, `set_states` and `fork`, as Megatron's RNG tracker, that modules keep; those of torch,
-    numpy and Python themselves, which are most, are left out."""
+    """Objects with `get_states`, `set_states` and `fork`, as Megatron's RNG tracker, that modules keep; torch, numpy and
+    sympy, which have the most names, are left out."""
     known: set[type] = set()
     trackers: set[type] = set()
     for module_name, module in list(modules.items()):
