@@ -44,8 +44,8 @@ def generators_in(holder: Any) -> Iterator[Found]:
 
 
 def trackers_in(modules: Mapping[str, ModuleType]) -> Iterator[Found]:
-    """Objects with `get_states`, `set_states` and `fork`, as Megatron's RNG tracker, that modules keep; torch, numpy and
-    sympy, which have the most names, are left out."""
+    """Objects with `get_states`, `set_states` and `fork`, as Megatron's RNG tracker, that modules keep; torch, numpy
+    and sympy, which have the most names, are left out."""
     known: set[type] = set()
     trackers: set[type] = set()
     for module_name, module in list(modules.items()):
