@@ -17,7 +17,7 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call, Given
-from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll
+from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll, pass_over
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.place import Place
 
@@ -105,6 +105,12 @@ class Collectives:
             exchange.confirm()
         now.exchange.finish()
         now.done = True
+
+    def pass_over(self) -> None:
+        """The others have made the call long ago, while this worker was out."""
+        assert self._now is not None
+        pass_over(self._now.call, self._now.group)
+        self._now.done = True
 
     def once(self, group: Group, call: Call, groups: Groups, generation: int) -> None:
         """Make ``call``, or give it up with the ``generation``. Raises GenerationOver, and UnsupportedError."""

@@ -183,6 +183,10 @@ class StageWorker:
 
         def run() -> None:
             site.phases.tell_resumed()  # after a failure: the next action may be far away
+            entered = self.standing.entered
+            if entered is not None and entered >= after:  # a part that was without another one: the others went on
+                collectives.pass_over()
+                return
             with site.phases.waiting(f"the script's {call.what}()"):
                 collectives.attempt(site.current.get().groups, lambda phase: site.phases.enter(phase, after))
 

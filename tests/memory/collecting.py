@@ -14,12 +14,11 @@ from megatron_recycle.runtime.worker import StageWorker
 def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> list[float]:
     """A barrier, a sum and a gathering over all, sums over the stage and the pipeline, and a broadcast from each rank;
     what they brought here. Every value is one that a worker's peers have, too."""
-    ranks = tuple(sorted(rank for (rank,) in place.ranks.values()))
-    (me,) = place.ranks[place.me]
-    peers = tuple(sorted(rank for worker, (rank,) in place.ranks.items() if worker.stage == place.me.stage))
-    everybody, stage = Group(ranks, ranks.index(me)), Group(peers, peers.index(me))
-    ours = tuple(sorted(rank for worker, (rank,) in place.ranks.items() if worker.pipeline == place.me.pipeline))
-    pipeline = Group(ours, ours.index(me))
+    part, me = place.part, place.ranks[place.me][place.part]
+    ranks = tuple(sorted(rank for ranks in place.ranks.values() for rank in ranks))
+    peers = tuple(sorted(each[part] for other, each in place.ranks.items() if other.stage == place.me.stage))
+    ours = tuple(sorted(each[part] for other, each in place.ranks.items() if other.pipeline == place.me.pipeline))
+    everybody, stage, pipeline = (Group(each, each.index(me)) for each in (ranks, peers, ours))
     mine = torch.tensor([loss, place.me.stage + iteration / 3], dtype=torch.float64)
     add = adding(dist.ReduceOp.SUM)
     assert add is not None

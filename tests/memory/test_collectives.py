@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.memory.job import Job, check
+from tests.memory.job import Job, Shape, check
 from tests.memory.scenes import SHAPES, Scene
 from tests.moments import Moment
 from tests.seeds import seeds
@@ -52,3 +52,16 @@ def test_a_worker_that_comes_in_passes_over_what_it_did_not_see():
             job.wait_event("waiting", worker="1:1")
             job.release(late)
             check(job, job.wait(), came={"1:1"})
+
+
+def test_a_part_that_was_in_a_call_when_it_lost_another_passes_over_it_when_both_come_in():
+    """The others have ended that call long ago."""
+    shape, late = Shape(2, 2, 2, 6, collect=(0, 1, 5), parts=2), Moment("0:0.0", "collective", 1)
+    job = Job(shape, [Moment("1:1.0", "collective", 0, 3)], holds=[late])
+    with job:
+        job.wait_event("decided", generation=2)
+        job.wait_held(late)
+        job.start("1:1.0", joining=True)
+        job.wait_event("waiting", worker="1:1.0")
+        job.release(late)
+        check(job, job.wait(), came={"1:1.0", "1:1.1"})
