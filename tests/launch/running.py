@@ -147,13 +147,17 @@ def launched(
     try:
         yield running
     finally:
-        process.kill()
-        process.wait()
-        left = running.children()
-        limit = time.monotonic() + 5
-        while left and time.monotonic() < limit:
-            time.sleep(0.01)
-            left = running.children()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left, f"processes outlived a killed launcher: {left}"
+        end(running, process)
+
+
+def end(job: Running, *launchers: subprocess.Popen[str]) -> None:
+    """Kill the launchers of a job; its processes are tied to them."""
+    for launcher in launchers:
+        launcher.kill()
+        launcher.wait()
+    limit = time.monotonic() + 20
+    while (left := job.children()) and time.monotonic() < limit:
+        time.sleep(0.01)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left, f"processes outlived a killed launcher: {left}"

@@ -17,12 +17,13 @@ from typing import Any
 import pytest
 
 from megatron_recycle.chaos.network import find, set_link
-from tests.launch.running import FAKE_WORKER, ROOT, Running
+from tests.launch.running import FAKE_WORKER, ROOT, Running, end
 from tests.network.hosts import Hosts, hosts, ip
 
 pytestmark = pytest.mark.processes
 
 PORT = 29400
+PATIENT = {"RECYCLE_HEARTBEAT_TIMEOUT": "30", "RECYCLE_REPORT_TIMEOUT": "40"}
 QUICK = {"RECYCLE_HEARTBEAT_INTERVAL": "0.2", "RECYCLE_HEARTBEAT_TIMEOUT": "2", "RECYCLE_REPORT_TIMEOUT": "4"}
 
 
@@ -62,15 +63,7 @@ def launched_on(net: Hosts, folder: Path, command: list[str], environ: Mapping[s
     try:
         yield Several(launchers, job, outputs)
     finally:
-        for process in launchers:
-            process.kill()
-            process.wait()
-        until = time.monotonic() + 5
-        while (left := job.children()) and time.monotonic() < until:
-            time.sleep(0.01)
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        assert not left, f"processes outlived their launchers: {left}"
+        end(job, *launchers)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +117,7 @@ def test_a_job_whose_grid_cannot_go_on_starts_again_on_the_hosts_that_are_left(n
 
 def test_a_host_that_is_lost_with_its_launcher_is_one_decision(net: Hosts, tmp_path: Path):
     command, environ = fake({"pause": {"0": 3}})
-    patient = {**environ, "RECYCLE_HEARTBEAT_TIMEOUT": "30", "RECYCLE_REPORT_TIMEOUT": "40"}
-    with launched_on(net, tmp_path / "run", command, patient, "--nproc", "2", str(FAKE_WORKER)) as several:
+    with launched_on(net, tmp_path / "run", command, environ | PATIENT, "--nproc", "2", str(FAKE_WORKER)) as several:
         several.job.paused(0)
         moment = time.time()
         several.launchers[2].kill()  # its workers are tied to it
@@ -166,7 +158,8 @@ def test_a_host_that_was_cut_off_and_healed_offers_its_places_again(net: Hosts, 
 
 
 def test_a_host_that_is_cut_off_for_a_moment_stays(net: Hosts, tmp_path: Path):
-    with launched_on(net, tmp_path / "run", *fake({"pause": {"0": 3}}), "--nproc", "2", str(FAKE_WORKER)) as several:
+    command, environ = fake({"pause": {"0": 3}})
+    with launched_on(net, tmp_path / "run", command, environ | PATIENT, "--nproc", "2", str(FAKE_WORKER)) as several:
         several.job.paused(0)
         chaos(several.job, "partition", net.names[1], "--for", "0.5")
         chaos(several.job, "partition", net.names[2], "--from", net.names[0], "--one-way")
