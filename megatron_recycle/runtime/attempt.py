@@ -47,6 +47,20 @@ def execute(site: Site, standing: Standing, actions: Sequence[Action], handlers:
         handlers[action.kind](action)
 
 
+def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> tuple[Agreement, LossRelay]:
+    """Begin to exchange with the others what belongs to an attempt at ``iteration``: receives are posted, and what
+    peers compare and add up beside gradients is under way. Raises GenerationOver."""
+    groups, transport = generation.groups, generation.transport
+    transport.follow(generation.program_of(iteration).plan)
+    agreement = Agreement(site.trainable.trained, groups)
+    losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction, iteration,
+                       attempt, generation.left_out_of(iteration))
+    generation.shared.append((agreement, losses))
+    with site.phases.waiting("the last messages"):
+        transport.begin((iteration, attempt))
+    return agreement, losses
+
+
 class Attempt:
     """An attempt at the iteration after the last that was stepped. A context manager: however it is left, it discards
     what it has computed; left by an error, what lies on the parameters too.
@@ -62,20 +76,14 @@ class Attempt:
 
     def __init__(self, site: Site, stepper: Stepper, generation: Generation) -> None:
         self._site, self._stepper, self._generation = site, stepper, generation
-        groups, standing, iteration = generation.groups, stepper.standing, stepper.standing.stepped + 1
+        standing, iteration = stepper.standing, stepper.standing.stepped + 1
         program = self._program = generation.program_of(iteration)
         backwards = [action for action in program.full if action.kind == "FB"]
         if backwards and not site.may_be_full:
             raise AssertionError(f"{site.place.me} runs B and W apart, the plan has {min(backwards)}")
-        generation.transport.follow(program.plan)
         standing.begin(iteration)
         self._iteration = iteration
-        self._relay = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction,
-                                iteration, standing.attempt, generation.left_out_of(iteration))
-        self._agreement = Agreement(site.trainable.trained, groups)
-        generation.shared.append((self._agreement, self._relay))
-        with site.phases.waiting("the last messages"):
-            generation.transport.begin((iteration, standing.attempt))
+        self._agreement, self._relay = opened(site, generation, iteration, standing.attempt)
         site.meters.memory.begin()
         self._digests: dict[Microbatch, int] = {}
         self.computed = Computed(site.trainable.layout, generation.reduction.place)

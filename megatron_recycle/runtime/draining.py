@@ -2,7 +2,7 @@
 
 A wrong guess voids what all workers have of the next iteration, while all of them live: what one end has begun, the
 other one can bring to its end. So nothing is aborted, and no communicator is made again, which takes NCCL seconds. Each
-worker begins the void attempt, if it has not, tells how many transfers it has begun on each of its channels, and
+worker opens the void attempt, if it has not, tells how many transfers it has begun on each of its channels, and
 then sends and receives what is missing.
 """
 
@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import torch
 
-from megatron_recycle.membership import Standing
 from megatron_recycle.plan import channels
 from megatron_recycle.runtime.comm.tags import DRAINS
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
 from megatron_recycle.runtime.generation import Generation
 
 
-def drain(standing: Standing, generation: Generation) -> bool:
-    """Bring what is under way of the attempt, which all workers have begun, to its end; all members come here.
+def drain(generation: Generation, iteration: int) -> bool:
+    """Bring what is under way of the attempt at ``iteration``, which all workers have opened, to its end; all members
+    come here.
 
     Returns False, on all workers alike, where that cannot be done: new groups are needed then. Raises GenerationOver.
     """
-    groups, transport, iteration = generation.groups, generation.transport, standing.iteration
+    groups, transport = generation.groups, generation.transport
     plan = generation.program_of(iteration).plan
     pairs = sorted(channels(plan))
     mine = transport.begun()

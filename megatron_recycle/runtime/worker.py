@@ -19,7 +19,7 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Plan, Worker
 from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.activity import HANDLES, RECOVERY, STANDING_BY, Activity
-from megatron_recycle.runtime.attempt import Attempt, evaluate
+from megatron_recycle.runtime.attempt import Attempt, evaluate, opened
 from megatron_recycle.runtime.between import Between
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
@@ -395,13 +395,12 @@ class StageWorker:
         groups.reopen()
         try:
             if groups.drains and begun and standing.iteration == committed:  # others may have: all end the same
-                with Attempt(site, self.stepper, self._adopt(committed + 1)):
-                    standing.give_up()
+                opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)
             site.agent.event("rolled_back", iteration=committed, actions=standing.roll_back())
             site.phases.enter(Phase.RECOVERING, committed + 1)
             with site.phases.waiting(HANDLES):
                 generation = site.current.get()
-                if not groups.drains or (begun and not drain(standing, generation)):
+                if not groups.drains or (begun and not drain(generation, committed + 1)):
                     standing.renew()
                     recovery.renew(site, standing, generation)
         except GenerationOver as error:
