@@ -185,7 +185,7 @@ class Session:
         if self.settings.policy == "drop" and microbatches != max(self.grids.of(self.iteration + 1).microbatches):
             raise UnsupportedError("another number of micro-batches is not there with policy drop, whose plans are the "
                                    "coordinator's alone: leave policy out, or keep the batch size")
-        if max(self.grids.of(self.iteration + 1).microbatches) != microbatches:
+        if self.started and max(self.grids.of(self.iteration + 1).microbatches) != microbatches:
             # Void iterations are brought to their end by all workers alike: they have to know of the same plan.
             self.worker.settle()
         if self.grids.change(self.iteration + 1, microbatches) and self.rank == 0:
