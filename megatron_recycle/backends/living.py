@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
+from torch.overrides import _get_current_function_mode_stack
 
 from megatron_recycle.runtime.comm.living.calls import Call
 from megatron_recycle.runtime.comm.living.exchange import Group, Roll
@@ -48,6 +49,16 @@ class LivingGroups:
 
     def __init__(self, session: ScriptSession, at_work: Callable[[], AbstractContextManager[None]]) -> None:
         self._session, self._at_work = session, at_work
+        self._modes = tuple(_get_current_function_mode_stack())
+
+    @contextmanager
+    def _as_in_training(self) -> Iterator[None]:
+        """torch takes a function mode of the script away while that handles the call of a collective, and the runtime
+        may train in it: a step or an iteration is made again with all modes."""
+        with ExitStack() as modes:
+            for mode in self._modes[len(_get_current_function_mode_stack()):]:
+                modes.enter_context(mode)
+            yield
 
     def asks(self) -> Asks:
         """As in `script_groups.Job`."""
@@ -70,7 +81,7 @@ class LivingGroups:
 
     def make(self, group: Group, call: Call) -> None:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
-        with self._at_work():
+        with self._at_work(), self._as_in_training():
             if self._session.shares:
                 self._session.worker.collective_once(group, call)
             else:
@@ -79,7 +90,8 @@ class LivingGroups:
     def reach(self, group: Group) -> Reach:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
         if not self._session.shares:
-            self._session.settle()
+            with self._as_in_training():
+                self._session.settle()
         worker = self._session.worker
         groups, begun = worker.current_groups(), worker.standing.epoch.generation == 1
         return Reach(groups.control, Roll.of(group, worker.site.place, groups.members), begun)
