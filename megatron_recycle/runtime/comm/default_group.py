@@ -22,7 +22,13 @@ class World:
 
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
+        self._first = dist.group.WORLD
         self._aborted: dist.ProcessGroup | None = None
+
+    def put_back(self) -> None:
+        """There is a WORLD: torch makes no group without one, and a script may have destroyed it in the end."""
+        if dist.group.WORLD is None:
+            c10d._update_default_pg(self._first)
 
     @contextmanager
     def renumbered(self, comm: Comm) -> Iterator[None]:

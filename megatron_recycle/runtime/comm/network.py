@@ -66,6 +66,7 @@ class TorchNetwork:
             return _build(generation, prefix, place, members, limits, over, self.threads, rested)
 
         rested = Rested(before.all() if before is not None else ())
+        self._world.put_back()
         try:
             groups = unless_interrupted(interrupted, build, Groups.retire, self.threads)
         except BaseException:
