@@ -36,7 +36,8 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.memory.ends import Host, InMemory
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, WORLD
 from megatron_recycle.runtime.comm.threads import Threads
-from tests.memory.job import Job, Shape, check
+from tests.memory import control
+from tests.memory.job import LIMIT, Job, Shape, check
 from tests.memory.wires import Wires
 from tests.moments import Moment
 from tests.runtime import test_network
@@ -52,11 +53,15 @@ NCCL = 1
 
 
 def job(shape: Shape, kill: Moment | None = None, waits: Sequence[str] = ()) -> str:
-    """How it is noticed that something is wrong; nothing if all is well. Who is killed dies when others wait for it."""
-    made = Job(shape, holds=[kill] if kill else [], seed=NCCL)
+    """How it is noticed that something is wrong; nothing if all is well. Who is killed dies when others have come as
+    far as it, and wait for it."""
+    came = set[Moment]()
+    made = Job(shape, holds=[kill] if kill else [], seed=NCCL, at=lambda job, moment: came.add(moment))
     with made:
         if kill is not None:
             made.wait_held()
+            peers = {replace(kill, worker=name) for name in shape.workers if name.endswith(kill.worker[1:])}
+            made.wait_for(lambda: came >= peers, f"all of {peers}")
             made.wait_waiting(*waits)
             made.release(kill, die=True)
         if stuck := made.wait_or_stuck():
@@ -197,6 +202,8 @@ def abort_while_posting(patch: pytest.MonkeyPatch) -> str:
 def connecting_at_first_uses(patch: pytest.MonkeyPatch) -> None:
     made = Wires.__init__
     patch.setattr(Wires, "__init__", lambda self, seed, at, **options: made(self, seed, at, first_uses=True, **options))
+    # Who is never free does not report either: nobody is to be taken out for that before it has been looked at.
+    patch.setattr(control, "LIMITS", replace(control.LIMITS, report_timeout=2 * LIMIT))
 
 
 def death_before_a_first_use() -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,25 +22,22 @@ from megatron_recycle.runtime.place import Place
 from tests.ordered.group import OrderedGroup
 from tests.ordered.rules import Rules
 
+_LIMIT = timedelta(seconds=60)
+
 
 def gloo(size: int, table: Table = CONTROL) -> list[Comm]:
     """The ends of a gloo group."""
-    store, ends = dist.HashStore(), [None] * size
+    store = dist.HashStore()
 
-    def connect(rank: int) -> None:
-        backend = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
-        backend.options._timeout = timedelta(seconds=60)
+    def connect(rank: int) -> Comm:
+        backend = dist.ProcessGroupGloo(store, rank, size, _LIMIT)
+        backend.options._timeout = _LIMIT
         group = dist.ProcessGroup(store, rank, size)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        ends[rank] = Comm(group, GLOO, table)
+        return Comm(group, GLOO, table)
 
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return ends
+    return _met(connect, store, size)
 
 
 class Ordered(Backend):
@@ -62,19 +60,37 @@ class Ordered(Backend):
 
 def ordered(size: int, table: Table = CONTROL) -> list[Comm]:
     """The ends of a group that keeps NCCL's rules."""
-    store, ends = dist.HashStore(), [None] * size
+    store = dist.HashStore()
 
-    def connect(rank: int) -> None:
-        group = OrderedGroup(store, rank, size, timedelta(seconds=60), Rules(connecting=False))
+    def connect(rank: int) -> Comm:
+        group = OrderedGroup(store, rank, size, _LIMIT, Rules(connecting=False))
         group.connect()
-        ends[rank] = Comm(group, Ordered(), table)
+        return Comm(group, Ordered(), table)
 
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return ends
+    return _met(connect, store, size)
+
+
+def _met(connect: Callable[[int], Comm], store: dist.Store, size: int) -> list[Comm]:
+    """What ``connect`` makes in a thread for each rank. If one fails, its error is raised, and nobody waits for it at
+    the store."""
+    store.set_timeout(_LIMIT)
+    made: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+
+    def work(rank: int) -> None:
+        try:
+            made.put((rank, connect(rank)))
+        except BaseException as error:  # noqa: BLE001  (raised again below)
+            made.put((rank, error))
+
+    for rank in range(size):
+        threading.Thread(target=work, args=(rank,), daemon=True).start()
+    ends: dict[int, Comm] = {}
+    for _ in range(size):
+        rank, end = made.get(timeout=1.5 * _LIMIT.total_seconds())
+        if isinstance(end, BaseException):
+            raise end
+        ends[rank] = end
+    return [ends[rank] for rank in range(size)]
 
 
 def connected(fabric: Fabric, grid: Grid, members: Sequence[Worker], generation: int = 1) -> dict[Worker, Groups]:
