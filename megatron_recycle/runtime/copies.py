@@ -115,6 +115,11 @@ class Guard:
         self.own = _latest({**self.own, iteration - 1: own})
         self.of = {stage: _latest({**self.of.get(stage, {}), iteration - 1: copy}) for stage, copy in of.items()}
 
+    def go_back(self, iteration: int) -> None:
+        """Training goes on from the end of ``iteration``: what was copied after it is made again, perhaps with other
+        rounding."""
+        self.own, self.of = _until(iteration, self.own), {stage: _until(iteration, of) for stage, of in self.of.items()}
+
     def forget(self) -> None:
         """The copies are of no use any more; new ones are made when they are due."""
         self.own, self.of = {}, {}
@@ -141,3 +146,7 @@ class Guard:
 
 def _latest(copies: Mapping[int, StateCopy]) -> dict[int, StateCopy]:
     return {iteration: copies[iteration] for iteration in sorted(copies)[-_KEPT:]}
+
+
+def _until(last: int, copies: Mapping[int, StateCopy]) -> dict[int, StateCopy]:
+    return {iteration: copy for iteration, copy in copies.items() if iteration <= last}

@@ -80,6 +80,7 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     what they need. Raises GenerationOver."""
     me, guard, target = groups.me, site.trainable.guard, go.resume.target
     joined = workers_of(go.resume.joined)
+    guard.go_back(target)
     get_logger().warning("megatron-recycle: stage %s was lost: all go back to the state after iteration %d, from "
                          "copies in memory", ", ".join(go.resume.restored), target)
     for stage, keeper in _restored(go).items():

@@ -257,7 +257,7 @@ class Stepper:
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""
         self._site.stage.load_state(tensors, facts["counters"])
-        self.held, self.pending, self.reports = None, None, facts["reports"]
+        self.held, self.pending, self.reports, self.read = None, None, facts["reports"], facts["read"]
         self.standing.enter(Verdict.from_json(facts["verdict"]), self.standing.mode.like(facts["pace"]))
 
     def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:

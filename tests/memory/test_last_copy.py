@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.runtime.copies import Guard, StateCopy
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Shape, differences, undisturbed
 from tests.moments import Moment
@@ -67,6 +68,15 @@ def test_two_stages_are_lost_one_after_the_other():
         check_ends_well(job, restored=2)
 
 
+@pytest.mark.parametrize("first, second", [("0:1", "0:0"), ("0:1", "0:2")])
+def test_another_stage_is_lost_before_the_next_copies(first, second):
+    """Those from the way back are of an iteration whose data have been read twice."""
+    shape = Shape(1, 3, 2, 9).with_settings(**{**GUARDED, "guard_interval": 10})
+    with Job(shape, [Moment(first, "forward", 3), Moment(second, "forward", 5)]) as job:
+        check_ends_well(job, restored=2)
+    assert [event["iteration"] for event in told(job, "restored")] == [0, 0] and not told(job, "join_failed")
+
+
 @pytest.mark.parametrize("dies", ["1:0", "1:1"])
 @pytest.mark.parametrize("seed", range(2))
 def test_another_failure_on_the_way_back(dies, seed):
@@ -88,6 +98,15 @@ def test_a_stage_whose_keeper_dies_with_it_is_lost(phase, iterations):
     end = told(job, "finished")[-1]
     assert "nobody who is left keeps a copy of stage 0 that all others can go back to" in end["message"]
     assert job.control.state.ended[2], "the script may be started again"
+
+
+def test_copies_of_what_is_made_again_are_not_gone_back_to():
+    """Only some had made the last one; with another order of sums the next one of that iteration has other bits."""
+    guard, copy = Guard(), StateCopy("", {})
+    for iteration in (3, 5):
+        guard.keep(2, iteration, copy, {1: copy})
+    guard.go_back(2)
+    assert guard.report() == {"own": [2], "of": {"1": [2]}}
 
 
 @pytest.mark.parametrize("phase", ["evaluate", "save"])
