@@ -1,17 +1,19 @@
 """When nobody is at fault: a message was lost or a connection broke, and all members live. Pure, like `machine`.
 
-The remedy is a new generation with the same members; twice in a row without progress, and the job stops.
+The remedy is a new generation with the same members; twice in a row without progress, and the job stops. Members whose
+script has ended while the others need them leave before that, if their stages have others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_recycle.membership import closing, failing
 from megatron_recycle.membership.decisions import AwaitLoss, Step
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import THE_END, Hinted, NoLoss, Stuck
-from megatron_recycle.membership.names import in_order
-from megatron_recycle.membership.resume import RESTART
+from megatron_recycle.membership.names import in_order, siblings
+from megatron_recycle.membership.resume import RESTART, by_stage
 from megatron_recycle.membership.state import Phase, State
 
 _TRIES, _BUILDINGS = 2, 3
@@ -40,10 +42,16 @@ def stuck(state: State, happened: Stuck, now: float) -> Step:
     """All members wait, for longer than anything takes."""
     if happened.generation != state.generation or state.phase is not Phase.TRAINING:
         return state, ()
-    return _again(state, _waits(happened.waiting), happened.since, now, _ended(happened.waiting))
+    ended = _ended(happened.waiting)
+    if state.mended and ended and _goes_on_without(state, ended):
+        leaving = frozenset(state.members[name].incarnation for name in ended)
+        return failing.next_generation(
+            state.with_(leaving=state.leaving | leaving), dict.fromkeys(ended, FailureKind.LEAVE), happened.since, now,
+            reason=f"{_too_soon(ended)}, who go on without: {_waits(happened.waiting)}")
+    return _again(state, _waits(happened.waiting), happened.since, now, ended)
 
 
-def _again(state: State, reason: str, since: float, now: float, ended: str = "") -> Step:
+def _again(state: State, reason: str, since: float, now: float, ended: Sequence[str] = ()) -> Step:
     """A new generation with the same members, for this reason."""
     if _worn_out(state):
         return closing.end(state, 1, _given_up(state, reason, ended), now, again=True)
@@ -70,15 +78,24 @@ def _waits(waiting: Mapping[str, str]) -> str:
     return "all workers wait: " + ", ".join(f"{name} for {waiting[name]}" for name in in_order(waiting))
 
 
-def _ended(waiting: Mapping[str, str]) -> str:
-    """The workers whose script has ended, as text."""
-    return ", ".join(name for name in in_order(waiting) if waiting[name] == THE_END)
+def _ended(waiting: Mapping[str, str]) -> list[str]:
+    """The workers whose script has ended."""
+    return [name for name in in_order(waiting) if waiting[name] == THE_END]
 
 
-def _given_up(state: State, reason: str, ended: str) -> str:
+def _goes_on_without(state: State, names: Sequence[str]) -> bool:
+    """Whether each stage has a worker left without these."""
+    gone = {*names, *siblings(state.members, names)}
+    return all(set(holding) - gone for holding in by_stage(state.stages, state.proven))
+
+
+def _too_soon(ended: Sequence[str]) -> str:
+    return f"the script has ended on {', '.join(ended)} while the others train on"
+
+
+def _given_up(state: State, reason: str, ended: Sequence[str]) -> str:
     """Why the job stops, though the script has ended on nobody but these."""
     remedy = ("look at the network between them" if not ended else
-              f"the script has ended on {ended} while the others train on: let all ranks run the same number of "
-              "iterations")
+              f"{_too_soon(ended)}: let all ranks run the same number of iterations")
     return (f"the workers of generation {state.generation} all live but cannot work together ({reason}), and "
             f"{state.mended} new generations with the same members have not helped: {remedy}. {RESTART}")

@@ -440,14 +440,29 @@ def test_the_same_members_twice_in_a_row_without_progress_are_enough(progress: b
     assert "2:0: a transfer failed" in end.message and "network" in end.message and "checkpoint" in end.message
 
 
-def test_who_has_left_its_loop_too_soon_is_named_in_the_end() -> None:
+def test_who_has_left_its_loop_too_soon_leaves_the_job_if_its_stage_has_others() -> None:
+    """Such a one has come back, perhaps, and its script has counted other losses than its peers'."""
     cluster = Cluster().train()
     waiting = {**dict.fromkeys(cluster.state.members, "reduce"), "2:0": inputs.THE_END}
+    cluster.feed(inputs.Stuck(1, waiting, cluster.now))
+    _go_on(cluster)
+    decisions = cluster.feed(inputs.Stuck(2, waiting, cluster.now))
+    (decided,), (left,) = events(decisions, "decided"), events(decisions, "left")
+    assert "the script has ended on 2:0 while the others train on" in decided["reason"]
+    assert left["worker"] == "2:0" and decided["out"] == {"2:0": "leave"} and not events(decisions, "suspected")
+    ((to, end),) = told(decisions, "end")
+    assert end["status"] == 0 and len(to) == 1
+
+
+def test_who_has_left_its_loop_too_soon_is_named_in_the_end() -> None:
+    cluster = Cluster().train()
+    ended = [name for name in cluster.state.members if name.endswith(":0")]
+    waiting = {**dict.fromkeys(cluster.state.members, "reduce"), **dict.fromkeys(ended, inputs.THE_END)}
     for _ in range(2):
         assert not endings(cluster.feed(inputs.Stuck(cluster.state.generation, waiting, cluster.now)))
         _go_on(cluster)
     (end,) = endings(cluster.feed(inputs.Stuck(cluster.state.generation, waiting, cluster.now)))
-    assert "the script has ended on 2:0 while the others train on" in end.message and "network" not in end.message
+    assert "while the others train on" in end.message and "0:0" in end.message and "network" not in end.message
 
 
 def test_groups_that_take_long_to_build_get_more_time_and_do_not_end_a_healthy_job() -> None:
