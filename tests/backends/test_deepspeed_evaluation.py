@@ -163,3 +163,13 @@ def test_the_mean_is_over_micro_batches_and_then_over_pipelines():
     assert [one.tolist() for one in own] == [[0, 1, 0], [1, 2, 10], [2, 3, 20]]
     assert evaluation.mean(own).item() == pytest.approx((1 / 3 + 13 / 3 + 25 / 3) / 3)
     assert evaluation.passes(GRID, 3) == 2 and evaluation.passes(GRID, 2) == 1
+
+
+def test_who_comes_in_after_an_evaluation_of_fewer_micro_batches_is_told_no_smaller_loss():
+    """It asks for as many as its script does at that place, which has set another batch size since."""
+    places = list(GRID.items())
+    table = torch.tensor([[1.0 + pipeline, 0.0] if number == 0 else [0.0, 0.0] for pipeline, number in places],
+                         dtype=torch.float64)
+    asked = evaluation.by_pipeline([evaluation.filled(table, GRID)], GRID, max(GRID.microbatches))
+    once = evaluation.by_pipeline([table], GRID, 1)
+    assert evaluation.mean(asked) == evaluation.mean(once) > 0

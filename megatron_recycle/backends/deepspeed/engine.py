@@ -38,6 +38,7 @@ from megatron_recycle.backends.deepspeed.evaluation import (
     MappedEvaluation,
     Taken,
     by_pipeline,
+    filled,
     mean,
     passes,
     unknown,
@@ -331,7 +332,8 @@ class RecyclePipelineEngine(PipelineEngine):
                 data.begin(iterator, microbatches)
             source = MappedEvaluation(data, lambda: self.batch_fn, session.seeds("evaluation batch_fn"))
             tables = [session.evaluate(source, number, microbatches) for number in range(passes(grid, microbatches))]
-        past = session.catches_up  # then the table is of the last evaluation that the others have made
+        if past := session.catches_up:  # then the table is of the last pass that the others have made
+            tables = [filled(table, grid) for table in tables]
         if data.ended or (not past and not data.failed and any(map(unknown, tables))):
             raise StopIteration
         if any(map(unknown, tables)):

@@ -200,6 +200,18 @@ def unknown(table: torch.Tensor) -> bool:
     return bool(table[0, 1].isnan())
 
 
+def filled(table: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """``table`` of a pass over fewer micro-batches than ``grid`` has: in the place of those that it left out, each
+    pipeline's others in turn. For who was not told how many they were."""
+    found = table.clone()
+    for pipeline in range(grid.pipelines):
+        own = [index for index, (of, _) in enumerate(grid.items()) if of == pipeline]
+        had = [index for index in own if table[index].any()] or own
+        for turn, index in enumerate(own):
+            found[index] = table[had[turn % len(had)]]
+    return found
+
+
 def by_pipeline(tables: Sequence[torch.Tensor], grid: Grid, microbatches: int) -> list[torch.Tensor]:
     """The losses of each pipeline's ``microbatches``, (microbatches,), in their own type, from the tables of all
     `passes`."""
