@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 
+import hypothesis
 import pytest
 
 from tests.labels import MAY_START
@@ -13,6 +14,10 @@ from tests.ordered.rules import Rules
 
 SHARED = "SUITE_FOLDER"
 """Variable that names a folder of this run of the suite, the same in all of its processes (`tests.references`)."""
+
+hypothesis.settings.register_profile("patient", deadline=None,
+                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("patient")  # no example fails for being slow
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -18,6 +18,6 @@ def test_simulated_workers_are_led_and_lost(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "bench" / "heartbeats.py"), "--workers", "96", "--losses", "2",
          "--seconds", "1", "--interval", "0.2", "--iteration", "0.5", "--out", str(out)],
-        capture_output=True, text=True, timeout=60)
+        capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(json.loads(out.read_text())["losses"]) == 2

@@ -62,7 +62,7 @@ def test_ctrl_c_leaves_no_trace(command: ModuleType, capsys: pytest.CaptureFixtu
 def test_a_reader_that_has_enough_gets_no_complaint():
     plan = "plan --pipelines 4 --stages 4 --microbatches 64 --budget 0 --json"
     command = f"{sys.executable} -m megatron_recycle.cli {plan} | true; exit ${{PIPESTATUS[0]}}"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 141 and done.stderr == ""
 
 
@@ -98,6 +98,6 @@ def test_with_closed_standard_streams_nothing_of_ours_lands_there(tmp_path: Path
         "open(sys.argv[1], 'w').write(f'{status} {made.fileno() > 2} {places}')"
     )
     shell = 'exec "$0" -c "$1" "$2" <&- >&- 2>&-'
-    done = subprocess.run(["sh", "-c", shell, sys.executable, program, str(tmp_path / "told")], timeout=60)
+    done = subprocess.run(["sh", "-c", shell, sys.executable, program, str(tmp_path / "told")], timeout=110)
     assert done.returncode == 0
     assert (tmp_path / "told").read_text() == f"2 True {['/dev/null'] * 3}"

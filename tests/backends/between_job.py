@@ -151,7 +151,7 @@ def _coordinator(rank: int, number: int, events: list[Mapping[str, Any]]) -> Ite
 
         thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
         thread.start()
-        assert ready.wait(10)
+        assert ready.wait(60)
         yield store.get(key).decode(), "token"
         loop.call_soon_threadsafe(over.set)
         thread.join()

@@ -11,7 +11,7 @@ from tests.harness import Job
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_dataset_that_differs_between_first_and_last_stage_ends_the_job_and_no_worker_before_the_others():
-    with Job(gpt_job.train, 6, {"mistake": "data"}, limit=40) as job:
+    with Job(gpt_job.train, 6, {"mistake": "data"}) as job:
         results = job.wait()
         assert all(result.status == 1 for result in results.values()), job.where()
         finished = job.wait_event("finished")

@@ -13,7 +13,7 @@ from megatron_recycle.backends.deepspeed import checkpoints
 from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints
 from megatron_recycle.plan import Worker
 
-LIMIT = 10.0  # seconds
+LIMIT = 40.0  # seconds
 
 
 class Pair:

@@ -21,7 +21,7 @@ ITERATIONS = 30
 def test_a_plan_is_offered_with_every_iteration():
     """The next plan may be agreed upon on one worker before, on another after it begins with the last one."""
     arguments: dict[str, Any] = {"pipelines": 3, "iterations": ITERATIONS, "settings": {"reduction": "exact"}}
-    with Job(gpt_job.train, 6, arguments, limit=40) as job:
+    with Job(gpt_job.train, 6, arguments) as job:
         job.wait_event("committed", iteration=0)
         state = job._coordinator.state
         problem = problem_of(state.description or {}, frozenset())

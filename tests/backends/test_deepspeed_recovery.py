@@ -97,7 +97,7 @@ def test_a_worker_killed_when_the_scripts_of_others_have_destroyed_their_process
 @pytest.mark.night
 def test_when_a_stage_has_no_worker_left_the_job_stops_and_says_so():
     holds = [Hold(f"{pipeline}:1", "forward", KILLED_IN, 1) for pipeline in range(PIPELINES)]
-    with Job(gpt_job.train, PIPELINES * STAGES, EXACT, holds, limit=40) as job:
+    with Job(gpt_job.train, PIPELINES * STAGES, EXACT, holds) as job:
         job.wait_held()
         job.kill(*holds)
         results = job.wait()
@@ -157,7 +157,7 @@ def test_the_comparison_notices_another_order_of_additions(undisturbed):
 
 
 def test_peers_that_do_not_begin_alike_are_told_so():
-    with Job(gpt_job.train, PIPELINES * STAGES, {**EXACT, "mistake": "apart"}, limit=40) as job:
+    with Job(gpt_job.train, PIPELINES * STAGES, {**EXACT, "mistake": "apart"}) as job:
         results = job.wait()
         assert all(result.status == 1 for result in results.values()), job.where()
     assert any("build the model from the same seed" in (result.error or "") for result in results.values())

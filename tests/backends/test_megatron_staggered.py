@@ -57,7 +57,7 @@ def test_a_worker_killed_while_stages_are_a_step_apart(options, hold):
 
 def settles(job: Job, iteration: int, stage: int) -> None:
     """Until all workers of ``stage`` have stepped ``iteration`` and wait for its verdict: no event tells of that."""
-    coordinator, limit = job._coordinator, time.monotonic() + 20
+    coordinator, limit = job._coordinator, time.monotonic() + 60
     members = [member for member in coordinator.state.members.values() if member.worker.endswith(f":{stage}")]
     while any((told.get("iteration"), told.get("phase"), told["doing"]["what"]) != (iteration, "stepped", "a verdict")
               for told in (coordinator.progress[member.incarnation] for member in members)):

@@ -40,7 +40,7 @@ def job(folder: Path, pid: int, *more: dict[str, Any], **started: Any) -> Target
 
 def test_a_worker_of_the_job_gets_the_signal(tmp_path: Path, stranger: subprocess.Popen):
     job(tmp_path, stranger.pid).signal(["1:0"], signal.SIGKILL)
-    assert stranger.wait(10) == -signal.SIGKILL
+    assert stranger.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("started", "why"), [
@@ -75,7 +75,7 @@ def test_a_worker_that_came_back_is_the_one_that_is_meant(tmp_path: Path, strang
     target = job(tmp_path, os.getpid(), {"t": 0.0, "event": "suspected", "worker": "1:0"}, joined)
     assert target.out == set()
     target.signal(["1:0"], signal.SIGKILL)
-    assert stranger.wait(10) == -signal.SIGKILL
+    assert stranger.wait(60) == -signal.SIGKILL
 
 
 def test_a_refusal_is_one_line_and_status_2(tmp_path: Path, stranger: subprocess.Popen, capsys):

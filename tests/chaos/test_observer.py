@@ -17,7 +17,7 @@ from megatron_recycle.chaos.holds import Hold
 from megatron_recycle.chaos.observer import ChaosObserver, observer_for
 from megatron_recycle.environment import Launched
 
-LIMIT = 10.0
+LIMIT = 60.0
 
 
 def until(path: Path) -> None:

@@ -155,7 +155,7 @@ def end(job: Running, *launchers: subprocess.Popen[str]) -> None:
     for launcher in launchers:
         launcher.kill()
         launcher.wait()
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 60
     while (left := job.children()) and time.monotonic() < limit:
         time.sleep(0.01)
     for pid in left:

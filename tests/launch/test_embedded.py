@@ -15,7 +15,7 @@ from megatron_recycle.launch import embedded
 from megatron_recycle.observe.events import read_events
 from tests.membership.cluster import report
 
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 def _events(folder: Path, name: str) -> list[dict[str, object]]:

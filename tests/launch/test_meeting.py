@@ -25,7 +25,7 @@ TOKEN, ANOTHER = "0123456789abcdef", "fedcba9876543210"
 def coordinator(token: str | None) -> Iterator[str]:
     """Something that listens, and greets each who comes if it has a token; gives its address."""
     with listen("127.0.0.1", 0) as listener:
-        listener.settimeout(20.0)
+        listener.settimeout(60.0)
         kept: list[socket.socket] = []
 
         def greet() -> None:

@@ -29,7 +29,7 @@ def mode(path: Path) -> int:
 
 def run(log: Path) -> None:
     child = Child(["true"], os.environ, log)
-    child.wait(10.0)
+    child.wait(60.0)
     child.release()
 
 

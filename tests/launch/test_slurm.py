@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch.running import FAKE_WORKER, ROOT, Running
 
-LIMIT = 40.0
+LIMIT = 80.0
 
 
 def node(stack: ExitStack, folder: Path, job: int, rank: int, nproc: int = 1) -> tuple[subprocess.Popen[str], Path]:

@@ -16,7 +16,7 @@ from megatron_recycle.membership.decisions import End
 TOKEN = "token"
 GRID = {"stages": 2, "microbatches": [2, 2, 2]}
 DESCRIPTION = {"grid": GRID, "block": 1, "reduction": "exact"}
-LIMIT = 20.0
+LIMIT = 60.0
 """Seconds; every wait of these tests ends with an error after it."""
 
 

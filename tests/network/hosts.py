@@ -30,7 +30,7 @@ class Hosts:
 
 
 def ip(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60)
 
 
 def enter(name: str) -> None:

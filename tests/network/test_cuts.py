@@ -16,7 +16,7 @@ import pytest
 from tests.launch.running import ROOT
 from tests.network.hosts import Hosts, hosts, ip
 
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -176,5 +176,5 @@ def test_a_host_that_is_cut_off_for_a_moment_stays(net: Hosts, tmp_path: Path):
 def chaos(job: Running, *words: str) -> None:
     command = [sys.executable, "-m", "megatron_recycle.cli", "chaos", "--run-dir", str(job.folder), *words]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-                          timeout=60)
+                          timeout=110)
     assert done.returncode == 0, done.stderr

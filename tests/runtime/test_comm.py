@@ -47,7 +47,7 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
 
 class Library:
     def __init__(self, kind: str, seed: int = 0) -> None:
-        self.fabric = Fabric(seed, ordered=kind == "ordered in memory", limit=5.0)
+        self.fabric = Fabric(seed, ordered=kind == "ordered in memory", limit=60.0)
         self.comms = {"gloo": gloo, "ordered": ordered}.get(kind, self.fabric.comms)
         self.run = self.fabric.run if "memory" in kind else in_threads
 
@@ -150,7 +150,7 @@ def test_an_abort_frees_who_waits_and_ends_the_communicator(library):
         pending.wait()
 
     def aborts() -> None:
-        waits.wait(10)
+        waits.wait(60)
         one.abort()
 
     freed, _ = in_threads(receives, aborts)
@@ -215,7 +215,7 @@ def test_with_nccls_rules_an_abort_leaves_garbage_that_nobody_takes():
 
 def test_partners_of_one_that_aborts_or_dies_notice():
     for end in ("abort", "die"):
-        fabric = Fabric(limit=5.0)
+        fabric = Fabric(limit=60.0)
         one, other, third = fabric.comms(3)
 
         def leaves(one=one, fabric=fabric, end=end) -> None:
@@ -236,7 +236,7 @@ def test_partners_of_one_that_aborts_or_dies_notice():
 def test_a_sum_that_a_member_died_in_completes_nowhere():
     """Those beside the dead one in the ring learn of it, the others wait until they are told."""
     for seed in range(20):
-        fabric = Fabric(seed, limit=5.0)
+        fabric = Fabric(seed, limit=60.0)
         comms = fabric.comms(5)
         pending = [comm.sum(torch.ones(1)) for comm in comms[1:]]
         fabric.die(comms[0].group.process)
@@ -246,7 +246,7 @@ def test_a_sum_that_a_member_died_in_completes_nowhere():
 
 
 def test_one_that_is_cut_off_is_silent_and_who_waits_for_it_is_named():
-    fabric = Fabric(limit=5.0)
+    fabric = Fabric(limit=60.0)
     one, other = fabric.comms(2)
     one.group.process.cut = True
     with pytest.raises(Stuck, match=r"rank 1 waits in thread function 1 for .*receive from its rank 0, the loss"):
@@ -254,7 +254,7 @@ def test_one_that_is_cut_off_is_silent_and_who_waits_for_it_is_named():
 
 
 def test_a_send_that_is_let_go_of_is_lost():
-    fabric = Fabric(limit=5.0)
+    fabric = Fabric(limit=60.0)
     one, other = fabric.comms(2)
     one.send(torch.ones(1), 1, LOSSES[0])
     with pytest.raises(Stuck):
@@ -298,7 +298,7 @@ def test_with_nccls_rules_two_that_both_send_first_wait_for_ever():
         sent.wait()
 
     for nccls in (False, True):
-        fabric = Fabric(ordered=nccls, limit=5.0)
+        fabric = Fabric(ordered=nccls, limit=60.0)
         comms = fabric.comms(2)
         both = [lambda comm=comm: exchange(comm) for comm in comms]
         if not nccls:
@@ -311,7 +311,7 @@ def test_with_nccls_rules_two_that_both_send_first_wait_for_ever():
 
 
 def test_with_nccls_rules_what_meets_by_its_place_in_the_queue_and_not_by_its_tag_is_found():
-    fabric = Fabric(ordered=True, limit=5.0)
+    fabric = Fabric(ordered=True, limit=60.0)
     one, other = fabric.comms(2)
     with pytest.raises(Stuck, match="what meets does not fit"):
         fabric.run(one.send(torch.zeros(1), 1, LOSSES[0]).wait, other.receive(torch.zeros(1), 0, LOSSES[1]).wait)

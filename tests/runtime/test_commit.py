@@ -56,7 +56,7 @@ def test_a_commit_that_ends_in_an_unexpected_way_is_not_waited_for_for_ever():
     commit, committer = Commit(held(3), GRID, one, guess=1.0, offer=0, plan=5, notify=lambda done: None), Committer()
     committer.start(commit)
     fabric.die(one.control.group.process)
-    assert commit.done.wait(10) and not commit.known
+    assert commit.done.wait(60) and not commit.known
     with pytest.raises(Killed):
         commit.verdict()
     committer.close()

@@ -99,7 +99,7 @@ def calls(grid: Grid, members: Sequence[Worker], groups: Callable[[Worker], Grou
     """One call of each of ``members``; the workers, with what they raised or None."""
     place = place_of(members[0], grid)
     everyone = sorted(members, key=lambda worker: place.ranks[worker])
-    comms = dict(zip(everyone, Fabric(seed, limit=20).comms(len(everyone)), strict=True))
+    comms = dict(zip(everyone, Fabric(seed, limit=60).comms(len(everyone)), strict=True))
 
     def body(worker: Worker) -> Callable[[], None]:
         def run() -> None:

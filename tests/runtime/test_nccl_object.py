@@ -70,7 +70,7 @@ def test_a_wait_is_for_a_stream_that_waits_and_can_be_left(cuda: Nccl, monkeypat
     monkeypatch.setattr(Event, "over", False)
     exits.way_out.take()
     comes = threading.Event()
-    monkeypatch.setattr(Event, "synchronize", lambda self: comes.wait(20))
+    monkeypatch.setattr(Event, "synchronize", lambda self: comes.wait(60))
     wait = Wait(exits)
     with pytest.raises(Left):
         cuda.wait(work, None, wait, False)

@@ -32,10 +32,10 @@ PARTS = {worker: (2 * rank, 2 * rank + 1) for worker, (rank,) in RANKS.items()}
 
 
 def connect(network: MemoryNetwork, me: Worker, members: Any, generation: int = 1, part: int = 0,
-            interrupted: Any = lambda: False, meet: float = 20.0) -> Groups:
+            interrupted: Any = lambda: False, meet: float = 60.0) -> Groups:
     ranks = PARTS if network.rank not in RANKS[me] or part else RANKS
     return network.connect(generation=generation, prefix=f"g{generation}", place=Place(me, GRID, ranks, "gloo", part),
-                           members=members, limits=Limits(20.0, 20.0, meet), interrupted=interrupted)
+                           members=members, limits=Limits(60.0, 60.0, meet), interrupted=interrupted)
 
 
 def test_a_default_group_that_was_made_without_a_name_has_a_library_for_each_kind_of_device():
@@ -92,7 +92,7 @@ def test_parts_of_a_worker_meet_in_two_communicators_only():
     def build(worker: Worker, part: int, rank: int) -> Groups:
         return MemoryNetwork(fabric, rank).connect(
             generation=1, prefix="g1", place=Place(worker, GRID, PARTS, "gloo", part), members=list(RANKS),
-            limits=Limits(20.0, 20.0, 20.0), interrupted=lambda: False)
+            limits=Limits(60.0, 60.0, 60.0), interrupted=lambda: False)
 
     found = fabric.run(*[lambda one=one: build(*one) for one in everyone])
     groups = found[everyone.index((Worker(1, 0), 1, 5))]
@@ -113,14 +113,14 @@ def test_a_generation_whose_members_do_not_come_is_given_up(why):
 
     def wait() -> None:
         with pytest.raises(GenerationOver) as error:
-            connect(one, Worker(0, 0), list(RANKS)[:2], interrupted=over.is_set, meet=0.02 if why == "too late" else 20)
+            connect(one, Worker(0, 0), list(RANKS)[:2], interrupted=over.is_set, meet=0.02 if why == "too late" else 60)
         found.append(str(error.value))
 
     thread = threading.Thread(target=wait)
     thread.start()
     if why != "too late":
         over.set()
-    thread.join(20)
+    thread.join(60)
     assert ("did not come" if why == "too late" else "a newer generation was announced") in found[0]
 
 
@@ -152,7 +152,7 @@ class Hanging(Lying):
         self.free = threading.Event()
 
     def abort(self, group: Liar) -> None:
-        self.free.wait(20)
+        self.free.wait(60)
 
 
 def test_a_library_that_hangs_in_its_abort_holds_up_nobody():
@@ -190,11 +190,11 @@ def test_an_abort_waits_for_who_is_posting_an_operation_but_not_for_ever():
             aborted.set()
 
     comm = Comm(Slow(), Telling(), CONTROL)
-    abort_it = threading.Thread(target=lambda: posting.wait(10) and comm.abort())
+    abort_it = threading.Thread(target=lambda: posting.wait(60) and comm.abort())
     abort_it.start()
     with pytest.raises(GenerationOver):
         comm.receive(torch.zeros(1), 1, 0)
-    abort_it.join(10)
+    abort_it.join(60)
     assert aborted.is_set()
 
 
@@ -203,7 +203,7 @@ def test_a_process_whose_abort_hangs_ends_itself_and_one_that_only_tears_down_do
     monkeypatch.setattr(aborts, "_LONGEST_ABORT", 0.05)
     hanging, said = Hanging(), SimpleQueue[str]()
     Ending(Threads(), said.put).abort([Comm(Liar(), hanging, CONTROL)])
-    text = said.get(timeout=20)
+    text = said.get(timeout=60)
     assert "has not aborted a communicator within" in text and "--max-restarts" in text
     for end, library in (("retire", hanging), ("abort", Lying())):
         threads = Threads()

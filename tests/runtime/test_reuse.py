@@ -36,7 +36,7 @@ class Job:
         def connect(me: Worker) -> Groups:
             return self.networks[me].connect(
                 generation=self.generation, prefix=f"g{self.generation}", place=Place(me, GRID, RANKS, "gloo"),
-                members=list(members), limits=Limits(20.0, 20.0, 20.0), interrupted=lambda: False,
+                members=list(members), limits=Limits(60.0, 60.0, 60.0), interrupted=lambda: False,
                 before=self.groups.get(me) if me in rested else None)
 
         self.groups = dict(zip(members, self.fabric.run(*[lambda me=me: connect(me) for me in members]), strict=True))
@@ -108,7 +108,7 @@ def test_a_generation_that_does_not_come_about_leaves_nothing_to_keep() -> None:
     network, me = job.networks[WORKERS[0]], WORKERS[0]
     with pytest.raises(Exception, match="a newer generation"):
         network.connect(generation=2, prefix="g2", place=Place(me, GRID, RANKS, "gloo"), members=WORKERS,
-                        limits=Limits(20.0, 20.0, 20.0), interrupted=lambda: True, before=first[me])
+                        limits=Limits(60.0, 60.0, 60.0), interrupted=lambda: True, before=first[me])
     assert all(comm.aborted for comm in first[me].all())
 
 
