@@ -212,9 +212,8 @@ def restore(size: int, records: Sequence[Json], told: Sequence[Json] = ()) -> St
         resume = Resume.from_json(record["resume"])
         before = resume.target if record["generation"] == 1 else -1  # a checkpoint's iterations are not of this run
         state = state.with_(resume=resume, committed=max(state.committed, before))
-        if resume.restored:  # all went back
-            since = [event for event in told if event.get("generation", 0) >= record["generation"]]
-            state = state.with_(committed=max(resume.target, _committed((), since)))
+    if any(one["kind"] == "go" and one["resume"]["restored"] for one in records):
+        state = state.with_(committed=_committed_again(records, told))
     if (record := _last(records, "checkpoint")) is not None:
         state = state.with_(checkpoint=record["checkpoint"])
     if (record := _last(records, "end")) is not None:
@@ -243,6 +242,16 @@ def _of_decided(state: State, decided: Json, records: Sequence[Json], committed:
 def _committed(records: Sequence[Json], told: Sequence[Json]) -> int:
     return max((one["iteration"] for one in (*records, *told) if "committed" in (one.get("kind"), one.get("event"))),
                default=-1)
+
+
+def _committed_again(records: Sequence[Json], told: Sequence[Json]) -> int:
+    """The last committed iteration of a job that has gone back to an earlier one, at the last such go."""
+    at = max(number for number, one in enumerate(records) if one["kind"] == "go" and one["resume"]["restored"])
+    back, since = records[at], records[at + 1:]
+    decided = [one["committed"] for one in since if one["kind"] == "decided"]
+    moment = max(event["t"] for event in back["events"])
+    events = [event for event in told if event.get("t", 0.0) > moment]
+    return max(back["resume"]["target"], *decided, _committed(since, events))
 
 
 def _last(records: Sequence[Json], kind: str) -> Json | None:

@@ -81,6 +81,21 @@ def test_what_follows_from_other_records() -> None:
     assert after.phase is Phase.ENDED and after.checkpoint == {"iteration": 13, "place": "/here"}
 
 
+def test_what_was_committed_before_all_went_back_is_not_committed_after_another_failure() -> None:
+    """And not where the record of that failure is missing, or what came after it."""
+    went, before = State(size=2, generation=7, committed=3), State(size=2, generation=7, committed=12)
+    resume, restored = Resume(target=3, next=4, attempt=2, restored={"1": "0:0"}), {"event": "restored", "t": 5.0}
+    late = State(size=2, generation=8, committed=4)
+    written = [records.committed(12), records.decided(before, ()), records.went(went, resume, None, (restored,)),
+               records.decided(late, ()), records.went(late, Resume(target=4, next=5, attempt=3), None, ())]
+    journal = json.loads(json.dumps([one.record for one in written]))
+    told = [{"event": "committed", "t": t, "generation": 7, "iteration": iteration} for t, iteration in (
+        (1.0, 11), (2.0, 12), (6.0, 4))]
+    assert [records.restore(2, journal[:number], told[:2]).committed for number in (2, 3, 4, 5)] == [12, 3, 4, 4]
+    assert [records.restore(2, journal[:number], told).committed for number in (3, 4)] == [4, 4]
+    assert records.restore(2, [*journal, records.committed(6).record], told).committed == 6
+
+
 def test_a_generation_begins_without_what_was_of_the_last_one_alone() -> None:
     state = State(size=2, generation=3, reports={"0:0": {}}, plan={"x": 1}, switch=4, hints={"0:0": "e"}, offers=4)
     after = state.next_generation(mended=1)
