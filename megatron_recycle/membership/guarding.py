@@ -106,7 +106,7 @@ def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int]) -> Sou
     A worker with several parts keeps what all of them keep.
     """
     if any(report.get("apart") for report in reports.values()):
-        return "its workers were in the midst of a checkpoint or an evaluation"
+        return "its workers were in the midst of a checkpoint, an evaluation, or a collective of the script's"
     own = [set(report.get("guard", {}).get("own", ())) for report in reports.values()]
     common = set.intersection(*own) if own else set()
     found: dict[int, dict[int, str]] = {}  # iteration -> stage -> keeper

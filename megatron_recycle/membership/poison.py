@@ -36,8 +36,9 @@ def repeated(state: State, member: Member, number: int) -> bool:
 
 
 def said_by(state: State, member: Member) -> Fault | None:
-    """The last error of this process."""
-    return next((said.fault for said in reversed(state.faults) if said.incarnation == member.incarnation), None)
+    """The last error of this process, but for those of recoveries that went well when they were tried again."""
+    return next((said.fault for said in reversed(state.faults) if said.incarnation == member.incarnation
+                 and (state.retries or not (said.fault.recovery and said.fault.whole))), None)
 
 
 def fatal(state: State, member: Member, fault: Fault) -> str | None:

@@ -116,7 +116,7 @@ def test_a_stage_that_is_lost_in_a_checkpoint_or_an_evaluation_does_not_come_bac
     with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", phase, 3)]) as job:
         job.wait_event("finished")
         job.wait()
-    assert "in the midst of a checkpoint or an evaluation" in told(job, "finished")[-1]["message"]
+    assert "in the midst of a checkpoint, an evaluation" in told(job, "finished")[-1]["message"]
 
 
 def test_evaluations_and_checkpoints_that_are_done_are_not_done_again():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_worker_on_which_no_recovery_goes_well_is_out_and_the_others_go_on(mon
     assert told(job, "decided")[-1]["out"] == {"2:1": "exit", "0:1": "exit"}
     policies = [event.get("policy") for event in told(job, "retried")]  # an iteration committed late begins anew
     assert not policies or (policies[-1] == "drop" and len(policies) <= 4), policies
+
+
+def test_a_worker_that_is_lost_later_is_not_said_to_have_ended_for_a_bug_that_was_got_over(monkeypatch):
+    fails(monkeypatch, recovery, "reconcile", {"0:1"}, times=1)
+    late = Moment("0:1", "forward", 4)
+    with Job(replace(SHAPE, iterations=5), [KILL], holds=[late]) as job:
+        job.wait_event("committed", iteration=2)
+        job.wait_held(late)
+        job.release(late, die=True)
+        check(job, job.wait(), {"2:1", "0:1"})
+    assert told(job, "retried") and "error" not in told(job, "suspected")[-1]
 
 
 def test_a_bug_that_every_worker_meets_ends_the_job_and_its_script_may_start_again(monkeypatch):
