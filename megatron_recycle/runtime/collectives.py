@@ -14,6 +14,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call, Given
@@ -64,6 +65,7 @@ class Collectives:
         self._answers: list[Pending] = []
         self._given_up = 0
         self._tries: Counter[str] = Counter()
+        self._said: set[str] = set()
 
     def begin(self, group: Group, call: Call, after: int) -> None:
         """The script makes ``call``; ``after``: the last iteration that it has trained."""
@@ -92,6 +94,7 @@ class Collectives:
             except UnsupportedError as error:
                 now.refused, now.done = error, True
                 return
+            self._say(roll.stands_in(now.call, groups.control.rank))
             enter(Phase.COLLECTIVE)
             if not now.logged and now.group.pipeline(self._place) is not None:
                 now.logged = True
@@ -105,6 +108,12 @@ class Collectives:
             exchange.confirm()
         now.exchange.finish()
         now.done = True
+
+    def _say(self, text: str | None) -> None:
+        """Once."""
+        if text is not None and text not in self._said:
+            self._said.add(text)
+            get_logger().warning("megatron-recycle: %s", text)
 
     def pass_over(self) -> None:
         """The others have made the call long ago, while this worker was out."""

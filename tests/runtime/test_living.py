@@ -206,6 +206,18 @@ def test_where_nobody_can_answer_the_error_names_who_is_gone_and_the_remedy():
         roll.check(Broadcast([torch.zeros(1)], 1))
 
 
+def test_who_tells_in_the_place_of_one_that_is_gone_says_that_it_may_know_less():
+    """`flag = [decide() if rank == 0 else None]; broadcast_object_list(flag, src=0)` tells None from then on."""
+    grid = Grid(2, (1, 1))
+    place, group = place_of(Worker(1, 0), grid), Group((0, 1, 2, 3), 1)
+    roll = Roll.of(group, place, [Worker(1, 0), Worker(0, 1), Worker(1, 1)])
+    flag = Objects("broadcast_object_list", b"None", source=0)
+    said = roll.stands_in(flag, 0) or ""
+    assert "broadcast_object_list() from rank 0 (worker 0:0), which is gone: 1:0 tells" in said
+    assert roll.stands_in(flag, 1) is None, "one that does not tell"
+    assert roll.stands_in(Broadcast([torch.zeros(1)], 1), 0) is None, "one that is there"
+
+
 def test_in_a_group_of_one_pipeline_the_lowest_peer_answers_from_its_own():
     grid = Grid(2, (1, 1, 1))
     place, group = place_of(Worker(1, 0), grid), Group((1, 4), 0)

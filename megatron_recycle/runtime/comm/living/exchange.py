@@ -97,6 +97,16 @@ class Roll:
         """Whether nobody is at ``position``."""
         return position not in self.living.values()
 
+    def stands_in(self, call: Call, process: int) -> str | None:
+        """What the user has to know where ``process`` tells the others something in the place of one that is gone."""
+        root = call.source
+        if root is None or not self.is_empty(root) or self.answers[root] != process:
+            return None
+        mine = self.names[self.living[process]] if process in self.living else "another worker"
+        return (f"the script calls {call.what}() from rank {self.group.ranks[root]} (worker {self.names[root]}), which "
+                f"is gone: {mine} tells what it has itself. Let all ranks compute what one of them tells: what "
+                "only that one knew is lost")
+
     def check(self, call: Call) -> None:
         """Raises UnsupportedError, on all members alike, if ``call`` cannot have its right values."""
         wanted = range(len(self.answers)) if call.source is None else [call.source]
