@@ -173,7 +173,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     """The body of a worker, for `tests.backends.comparing`. ``saved`` is what `Toy.save` gave, before the first
     iteration and after each. ``begun``(stage, stages, pipelines) and ``trained``(iteration, loss): more of the
     script."""
-    config = RecycleConfig(heartbeat_interval=0.2, heartbeat_timeout=5.0, planner_budget=0.0, stall_floor=60.0,
+    config = RecycleConfig(heartbeat_interval=0.2, heartbeat_timeout=15.0, planner_budget=0.0, stall_floor=60.0,
                            verify="peers", reduction="exact")
     options = Options(config, observer=observer_of(str(Worker(*divmod(rank, stages)))), setup=set_up())
     dist.init_process_group("gloo")

@@ -108,8 +108,8 @@ class Child:
         return self._process.poll()
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and its children."""
-        if self._process.poll() is None:
+        """Send a signal to the process and its children, unless it has ended. Its status is left for `collect`."""
+        if self._process.returncode is None and self._ended(os.WNOHANG) is None:
             os.killpg(self.pid, number)
 
     def collect(self) -> int | None:
@@ -117,11 +117,15 @@ class Child:
 
         If it failed, its children are killed too: a data loader without its trainer only holds memory.
         """
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        ended = self._ended() if self._process.returncode is None else None
         if ended is not None and (ended.si_code != os.CLD_EXITED or ended.si_status != 0):
             # Not collected yet, so the group's number cannot be anybody else's.
             os.killpg(self.pid, signal.SIGKILL)
         return self.wait(5.0)
+
+    def _ended(self, options: int = 0) -> os.waitid_result | None:
+        """How the process has ended; its number stays its own."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT | options)
 
     def wait(self, timeout: float) -> int | None:
         """Exit status; None if it still lives after `timeout` seconds."""

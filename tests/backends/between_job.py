@@ -70,7 +70,7 @@ def run_rows(observer_of: Callable[[str], Any], rank: int, *, numbers: Sequence[
         events: list[Mapping[str, Any]] = []
         with _coordinator(rank, number, events) as (address, token):
             os.environ.update({"RECYCLE_COORDINATOR": address, "RECYCLE_TOKEN": token})
-            config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 10.0, "planner_budget": 0.0,
+            config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
                                       "stall_floor": 60.0, "verify": "peers", **ROWS[number].settings})
             install(Options(config=config))
             found = _train(ROWS[number], rank, plugin=True)

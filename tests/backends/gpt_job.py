@@ -209,7 +209,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if plugin:
         stage, pipeline = divmod(rank, pipelines)  # DeepSpeed's order of ranks: checked by the engine's own place
         observer = observer_of(f"{pipeline}:{stage}")
-        config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+        config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
                                   "stall_floor": 60.0,
                                   "verify": "peers", **(settings or {})})
         megatron_recycle.enable(config, observer=observer)

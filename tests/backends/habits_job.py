@@ -32,7 +32,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, habits: tuple[str, ..
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if plugin:
-        settings = RecycleConfig(heartbeat_interval=0.2, heartbeat_timeout=5.0, planner_budget=0.0, stall_floor=60.0,
+        settings = RecycleConfig(heartbeat_interval=0.2, heartbeat_timeout=15.0, planner_budget=0.0, stall_floor=60.0,
                                  step="barrier")
         megatron_recycle.enable(settings, observer=observer_of(f"{rank % pipelines}:{rank // pipelines}"))
     from megatron.core.pipeline_parallel import get_forward_backward_func  # the plugin's from now on

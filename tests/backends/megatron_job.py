@@ -36,7 +36,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         stage, pipeline, part = rank // (tensor * pipelines), rank // tensor % pipelines, rank % tensor
         name = f"{pipeline}:{stage}" + (f".{part}" if tensor > 1 else "")
         megatron_recycle.enable(
-            RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+            RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
                              "stall_floor": 60.0, "step": "barrier", **(settings or {})}), observer=observer_of(name))
     state = script.main([*SIZE, "--data", __file__, "--stages", str(stages), "--tensor", str(tensor),
                          "--iterations", str(iterations), "--seed", str(seed), *options])

@@ -80,7 +80,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
     """Train; returns what the last iteration held, by the worker's count, the allocator's and the plan."""
     stage, pipeline = divmod(rank, pipelines)
     watching = Watching(observer_of(f"{pipeline}:{stage}"))
-    config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+    config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
                               "stall_floor": 60.0, **settings})
     megatron_recycle.enable(config, observer=watching)
     torch.manual_seed(7)

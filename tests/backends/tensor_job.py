@@ -93,7 +93,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts, num_dp=pipelines)
     place = topology.get_coord(rank)
     if plugin:
-        config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 5.0, "planner_budget": 0.0,
+        config = RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
                                   "stall_floor": 60.0, "verify": "peers", **(settings or {})})
         megatron_recycle.enable(config, observer=observer_of(f"{place.data}:{place.pipe}.{place.model}"))
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -93,7 +93,7 @@ def test_128_workers_are_drawn_in_seconds(tmp_path: Path):
     plan = simple_plan(16, 8, 16, failed=("1:2", "5:5"), unit=1000)
     begin = time.perf_counter()
     draw(plan, tmp_path / "plan.png")
-    assert time.perf_counter() - begin < 15
+    assert time.perf_counter() - begin < 60
     assert (tmp_path / "plan.png").stat().st_size < 1_000_000
 
 

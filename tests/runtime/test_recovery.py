@@ -75,7 +75,7 @@ def test_a_coordinator_that_never_comes_back_is_not_waited_for_for_ever():
     begun = time.monotonic()
     with pytest.raises(GenerationOver, match="broken"):
         await_stop(alone, STANDING, GenerationOver("broken"))
-    assert 1.0 < time.monotonic() - begun < 10.0
+    assert 1.0 < time.monotonic() - begun < 60.0
 
 
 def test_what_is_still_connecting_when_the_generation_ends_is_left_behind_and_thrown_away():
