@@ -194,10 +194,22 @@ def longer() -> dict[int, Result]:
     return calm_run(gpt_job.train, SIZE, LONGER)
 
 
+def told(events: list[dict[str, Any]]) -> int:
+    """Where 1:1 was reported slow among the events so far; their number, if it was not yet."""
+    return next((at for at, event in enumerate(events) if event["event"] == "slow" and event["worker"] == "1:1"),
+                len(events))
+
+
 @pytest.mark.slow
 def test_a_slow_worker_is_reported_and_gets_less_work(longer):
     settings = {**SETTINGS, "planner_budget": 0.5}
-    with Job(faults.train, SIZE, {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.25)}}, profiled=True) as job:
+    arguments = {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.25)}}
+    # The search takes its time: the job does not end before it.
+    until_planned = Hold("0:0", "stepped", LONGER["iterations"] - 4)
+    with Job(faults.train, SIZE, arguments, [until_planned], profiled=True) as job:
+        job.wait_held(until_planned)
+        job.wait_until(lambda: "planned" in {event["event"] for event in job.events[told(job.events):]}, "a new plan")
+        job.release(until_planned)
         check_survivors(job, set(), longer)
         results = job.results
     assert next(event for event in job.events if event["event"] == "slow" and event["worker"] == "1:1")["factor"] > 1.25
