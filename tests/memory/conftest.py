@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator
 
@@ -18,3 +19,12 @@ def quiet() -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     yield
     logger.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def no_garbage_is_collected() -> Iterator[None]:
+    """torch holds the lock of a random generator while it makes the tensor of its state. Garbage collected then,
+    tensors among it, lets another worker's thread run, which waits for that lock for ever and keeps all others out."""
+    gc.disable()
+    yield
+    gc.enable()

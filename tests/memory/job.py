@@ -28,6 +28,7 @@ from megatron_recycle.membership import Process as Position
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.memory import Killed as Gone
 from megatron_recycle.runtime.comm.memory import MemoryNetwork
+from megatron_recycle.runtime.comm.memory.schedule import frames
 from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.compute.split import Splitter
@@ -46,7 +47,7 @@ from tests.moments import Arrivals, Moment
 CPU = torch.device("cpu")
 LIMIT = 60.0
 """Seconds after which a job counts as hung."""
-_QUIET = 0.3
+_QUIET = 1.0
 """Seconds for which all workers wait, with nothing under way and nothing to decide, after which nobody can go on."""
 
 
@@ -320,9 +321,9 @@ class Job:
         """Where each worker stood."""
         lines = [f"{(e['event'], e.get('generation'), e.get('worker'), e.get('iteration'))}"
                  for e in self.control.events[-40:]]
-        frames = sys._current_frames()
+        found = frames()
         for process in self.processes.values():
-            stack = frames.get(process.thread.ident or 0)
+            stack = found.get(process.thread.ident or 0)
             text = "".join(traceback.format_stack(stack)[-8:]) if stack is not None else process.result.error
             lines.append(f"--- {process.name} status {process.result.status}\n{text}")
         return "\n".join(lines)

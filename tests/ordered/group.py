@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.runtime.comm.memory.schedule import frames
 from tests.ordered.queues import Link, OrderedWork, Queue, Transfer, bytes_of, fill
 from tests.ordered.rules import Rules
 
@@ -291,10 +292,10 @@ def _tell_when_stuck(seconds: float) -> None:
         if not lines or time.monotonic() - last < seconds or told == last:
             continue
         told = last
-        frames = sys._current_frames()
-        stacks = "".join(f"--- {thread.name}\n" + "".join(traceback.format_stack(frames[thread.ident])[-9:])
+        found = frames()
+        stacks = "".join(f"--- {thread.name}\n" + "".join(traceback.format_stack(found[thread.ident])[-9:])
                          for thread in threading.enumerate()
-                         if thread.ident in frames and not thread.name.startswith("ordered"))
+                         if thread.ident in found and not thread.name.startswith("ordered"))
         text = "\n".join(lines)
         print(f"==== ordered: pid {os.getpid()}: no operation has ended for {seconds} s\n{text}\n{stacks}====",
               file=sys.stderr, flush=True)

@@ -130,7 +130,7 @@ QUICK = (3, 4, 6, "1", 2)
 def test_improve_beats_a_poor_incumbent_and_repeats_itself():
     problem = study(*QUICK)
     poor = drop(problem)
-    first, again = (improve(problem, poor, 30.0) for _ in range(2))
+    first, again = (improve(problem, poor, 90.0) for _ in range(2))
     assert first is not None and again is not None
     assert first.period == first.lower_bound < poor.period and violations(first) == []
     assert first.digest == again.digest and not first.stats["cut"]
@@ -145,7 +145,7 @@ def test_a_file_of_the_packages_name_in_the_working_folder_does_not_end_the_sear
     (tmp_path / "megatron_recycle.py").write_text("raise SystemExit(3)")
     monkeypatch.chdir(tmp_path)
     problem = study(*QUICK)
-    assert improve(problem, drop(problem), 30.0) is not None
+    assert improve(problem, drop(problem), 90.0) is not None
 
 
 def test_improve_never_holds_up_the_job():
@@ -190,7 +190,7 @@ def test_cpsat_proves_a_small_optimum_and_finds_legal_orders():
 
     route, trace = schedule_of(instance, start)
     found = [trace]
-    outcome = cpsat.solve(instance, route, trace, start.lower_bound, cpsat.Limits(20, 20), found.append)
+    outcome = cpsat.solve(instance, route, trace, start.lower_bound, cpsat.Limits(90, 90), found.append)
     assert outcome.proven and makespan_of(instance, route, found[-1]) == outcome.bound
 
 

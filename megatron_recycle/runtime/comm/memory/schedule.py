@@ -6,6 +6,7 @@ waits delivers the messages that are due: there is no thread for it, and nobody 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import heapq
 import itertools
@@ -17,6 +18,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 from megatron_recycle.errors import GenerationOver
@@ -25,6 +27,20 @@ _PATIENCE = 0.0002
 """Seconds that a late message gives others to do what they have to do, where threads are not known."""
 _DELAYS = (0, 0, 0, 0, 1, 2, 5, 60)
 """Events by which a message is late, each as often as the others."""
+_LOOKING = threading.Lock()
+
+
+def frames() -> dict[int, FrameType]:
+    """Where each thread is, by its ident. Garbage is not collected meanwhile: CPython hangs if a finalizer lets another
+    thread run then (gh-106883)."""
+    with _LOOKING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
 
 
 class Stuck(BaseException):
@@ -210,9 +226,9 @@ class Schedule:
 
     def standing(self) -> str:
         """Where every thread that waits here stands."""
-        frames, lines = sys._current_frames(), []
+        found, lines = frames(), []
         for thread, each in self._waiting.items():
-            stack = traceback.extract_stack(frames[thread.ident]) if thread.ident in frames else []
+            stack = traceback.extract_stack(found[thread.ident]) if thread.ident in found else []
             path = [f"{frame.name}:{frame.lineno}" for frame in reversed(stack)
                     if not frame.filename.endswith(("/threading.py", "/memory/schedule.py", "/memory/fabric.py"))]
             lines.append(f"{each.who} waits in thread {thread.name} for {each.what}: {' < '.join(path[:12])}")
