@@ -22,6 +22,7 @@ trap 'rm -f "$style"' EXIT
 scripts/style.sh >"$style" 2>&1 &
 checks=$!
 status=0
-"$python" -m pytest -n "${PROCESSES:-$(($(nproc) + 1))}" --dist worksteal --ignore tests/test_style.py "$@" || status=$?
+cores=$(env -u OMP_NUM_THREADS nproc)  # nproc takes that variable's word for it
+"$python" -m pytest -n "${PROCESSES:-$((cores + 1))}" --dist worksteal --ignore tests/test_style.py "$@" || status=$?
 wait "$checks" || { cat "$style"; status=1; }
 exit "$status"
