@@ -164,18 +164,18 @@ class Run:
 def rival(system: str, python: Path, folder: Path, args: argparse.Namespace, kill: bool) -> Row:
     """One run of another system. Raises JobFailed."""
     with Run(system, folder, args.iterations, args.limit, python) as run:
-        moment = 0.0
+        moment, flying = 0.0, 0
         if kill:
             line = run.until(lambda: next((line for line in run.lines() if line.worker == VICTIM
-                                           and line.iteration == args.kill_after), None), "iteration to kill in")
+                                           and line.iteration >= args.kill_after), None), "iteration to kill in")
             time.sleep(pace([line for line in run.lines() if line.worker == VICTIM]) / 3)
-            moment = time.time()
+            moment, flying = time.time(), line.iteration + 1
             os.kill(line.pid, signal.SIGKILL)
         run.until(lambda: run.ended(WORKERS - 1 if kill else WORKERS), "result")
         lines = run.lines()
         result = torch.load(run.results()[0], weights_only=True)
     numbers = sorted({(line.iteration, line.t) for line in lines if line.worker == lines[-1].worker})
-    return {**measured([(t, iteration) for iteration, t in numbers], moment, args), "parameters": result,
+    return {**measured([(t, iteration) for iteration, t in numbers], moment, flying), "parameters": result,
             "unseen": unseen(lines, args.iterations)}
 
 
@@ -198,17 +198,20 @@ def ours(folder: Path, args: argparse.Namespace, kill: bool) -> Row:
         job.check_ended_well()
     dumps = [torch.load(path, weights_only=True) for path in sorted((folder / "dump").glob("worker-0-*.pt"))]
     parameters = {name: value for dump in dumps for name, value in dump["parameters"].items()}
-    return {**measured(commits, moment, args), "parameters": parameters, "unseen": 0,
+    return {**measured(commits, moment, args.kill_after + 1), "parameters": parameters, "unseen": 0,
             "validation": validate(folder / "dump")["final_validation_loss"]}
 
 
-def measured(steps: Sequence[tuple[float, int]], moment: float, args: argparse.Namespace) -> Row:
-    """What one worker's steps, as (time, iteration), say about a kill at `moment`."""
+def measured(steps: Sequence[tuple[float, int]], moment: float, flying: int) -> Row:
+    """What one worker's steps, as (time, iteration), say about a kill at `moment` in iteration `flying`."""
     if not moment:
         return {}
-    before = [step for step in steps if step[0] <= moment]
-    after = sorted(step for step in steps if step[0] > moment)
-    flying = max(iteration for _, iteration in before) + 1
+    before: list[tuple[float, int]] = []
+    after: list[tuple[float, int]] = []
+    for t, iteration in sorted(steps):
+        # Who was a little behind the victim makes its step of an iteration that was reduced before the kill.
+        late = iteration < flying and iteration not in [known for _, known in before]
+        (before if t <= moment or late else after).append((t, iteration))
     back = next(t for t, iteration in after if iteration >= flying)
     usual = statistics.median(b[0] - a[0] for a, b in pairwise(before[-10:]))
     later = [t for t, iteration in after if iteration > flying]

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -61,6 +62,16 @@ def compute(model: nn.Module, windows: Windows, iteration: int, share: Iterable[
         loss.backward()
         total += loss.detach()
     return total
+
+
+def add_up(model: nn.Module, loss: Tensor) -> Tensor:
+    """Gradients and loss become the sums over all workers, in one reduction; returns the loss."""
+    parameters = list(model.parameters())
+    flat = torch.cat([*(parameter.grad.flatten() for parameter in parameters), loss[None]])
+    dist.all_reduce(flat)
+    for parameter, piece in zip(parameters, flat[:-1].split([parameter.numel() for parameter in parameters])):
+        parameter.grad.copy_(piece.view_as(parameter))
+    return flat[-1]
 
 
 def done(folder: Path, worker: int, iteration: int, loss: float, samples: int = BATCH) -> None:

@@ -19,8 +19,7 @@ first = common.restore(checkpoint, model, optimizer)
 for iteration in range(first, args.iterations):
     optimizer.zero_grad()
     loss = common.compute(model, windows, iteration, range(rank, common.BATCH, size))
-    for value in [*(parameter.grad for parameter in model.parameters()), loss]:
-        dist.all_reduce(value)
+    loss = common.add_up(model, loss)
     optimizer.step()
     common.done(args.folder, rank, iteration, float(loss))
     if rank == 0 and iteration % common.SAVE_EVERY == common.SAVE_EVERY - 1:
