@@ -174,9 +174,11 @@ def rival(system: str, python: Path, folder: Path, args: argparse.Namespace, kil
         run.until(lambda: run.ended(WORKERS - 1 if kill else WORKERS), "result")
         lines = run.lines()
         result = torch.load(run.results()[0], weights_only=True)
-    numbers = sorted({(line.iteration, line.t) for line in lines if line.worker == lines[-1].worker})
-    return {**measured([(t, iteration) for iteration, t in numbers], moment, flying), "parameters": result,
-            "unseen": unseen(lines, args.iterations)}
+    # Of one that was there from the start: a replica of torchft's may come in later.
+    survivor = min({line.worker for line in lines} - {VICTIM},
+                   key=lambda worker: min(line.iteration for line in lines if line.worker == worker))
+    steps = [(line.t, line.iteration) for line in lines if line.worker == survivor]
+    return {**measured(steps, moment, flying), "parameters": result, "unseen": unseen(lines, args.iterations)}
 
 
 def ours(folder: Path, args: argparse.Namespace, kill: bool) -> Row:
