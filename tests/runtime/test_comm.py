@@ -27,7 +27,7 @@ NUMBERS = 20
 
 
 def in_threads(*functions: Callable[[], Any]) -> list[Any]:
-    """As `Fabric.run`."""
+    """As `Fabric.run`: what is not the end of a generation is raised, from where it was raised there."""
     outcomes: list[Any] = [None] * len(functions)
 
     def work(index: int) -> None:
@@ -41,6 +41,9 @@ def in_threads(*functions: Callable[[], Any]) -> list[Any]:
         thread.start()
     for thread in threads:
         thread.join(60)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException) and not isinstance(outcome, GenerationOver):
+            raise outcome
     assert not any(thread.is_alive() for thread in threads)
     return outcomes
 
