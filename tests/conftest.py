@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
+from types import FunctionType
 
 import hypothesis
 import pytest
@@ -37,6 +40,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Whoever starts workers is marked so (`tests.labels`)."""
     os.environ[MAY_START] = "yes" if item.get_closest_marker("processes") else "no"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Nobody leaves the methods of torch's groups replaced, in which later tests of the same process would fail."""
+    yield
+    if (torch := sys.modules.get("torch.distributed")) is not None:
+        left = [name for name, value in vars(torch.ProcessGroup).items() if isinstance(value, FunctionType)]
+        assert not left, f"{item.nodeid} leaves torch's groups with methods that are not torch's: {', '.join(left)}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -61,14 +61,17 @@ class FakeWorker:
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Session:
+def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     agent = SimpleNamespace(ended=None, told=[], breaks_off=True)
     agent.ending, agent.close = agent.told.append, lambda: agent.told.append("closed")
     monkeypatch.setattr(sessions, "connect", lambda *_: agent)
     monkeypatch.setattr(sessions.atexit, "register", lambda run: None)
     monkeypatch.setattr(sessions, "ScriptEnd", lambda failed: SimpleNamespace(error=None, call=threading.Lock))
     ranks = {worker: (number,) for number, worker in enumerate(GRID.workers())}
-    return Session(Place(ME, GRID, ranks, "gloo"), RecycleConfig(), Options(), torch.device("cpu"))
+    made = Session(Place(ME, GRID, ranks, "gloo"), RecycleConfig(), Options(), torch.device("cpu"))
+    yield made
+    if made._groups is not None:
+        made._groups.close()
 
 
 def started(session: Session) -> FakeWorker:
