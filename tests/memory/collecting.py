@@ -19,11 +19,11 @@ def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> l
     peers = tuple(sorted(each[part] for other, each in place.ranks.items() if other.stage == place.me.stage))
     ours = tuple(sorted(each[part] for other, each in place.ranks.items() if other.pipeline == place.me.pipeline))
     everybody, stage, pipeline = (Group(each, each.index(me)) for each in (ranks, peers, ours))
-    mine = torch.tensor([loss, place.me.stage + iteration / 3], dtype=torch.float64)
+    mine = torch.tensor([loss, *(place.me.stage + iteration / number for number in range(3, 14))], dtype=torch.float64)
     add = adding(dist.ReduceOp.SUM)
     assert add is not None
     total, of_stage, of_pipeline = mine.clone(), mine.clone(), mine.clone()
-    slots = [torch.zeros(2, dtype=torch.float64) for _ in ranks]
+    slots = [torch.zeros(len(mine), dtype=torch.float64) for _ in ranks]
     told = [mine.clone() for _ in ranks]
 
     def make(group: Group, call: Call) -> None:

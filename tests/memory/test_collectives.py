@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from megatron_recycle.runtime.comm.living import calls, shares
 from tests.memory.job import Job, Shape, check
 from tests.memory.scenes import SHAPES, Scene
 from tests.moments import Moment
@@ -30,6 +32,24 @@ def test_a_worker_killed_in_each_call(phase, nth, turn):
     left have the values of all, and train on to the same bits. By night each worker."""
     worker = SHAPE.workers[(nth + turn + 3 * (phase == "collected")) % len(SHAPE.workers)]
     Scene("collects", SHAPE, [Moment(worker, phase, 0, nth)], out={worker}, sure=True).run(nth + turn)
+
+
+@pytest.fixture
+def by_shares(monkeypatch):
+    """All reductions are large ones, of four rounds."""
+    monkeypatch.setattr(calls, "LARGE", 8)
+    monkeypatch.setattr(shares, "_ROUND", 24)
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_a_worker_killed_at_anything_that_large_reductions_ask_of_the_network(seed, by_shares):
+    """Nobody has written anything before all have all: what is cut short is made again, over who is left, with the same
+    bits."""
+    draw, shape = random.Random(seed), replace(SHAPE, iterations=2, collect=(0,))
+    calm = Job(shape, seed=1)
+    calm.run()
+    one = draw.choice([asked for asked in calm.deaths.all() if asked.what in ("send control", "receive control")])
+    Scene("collects", shape, out={one.worker}, asked=[one]).run(seed)
 
 
 @pytest.mark.parametrize("seed", seeds(12))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.comm.living import calls as living_calls
+from megatron_recycle.runtime.comm.living import shares
 from megatron_recycle.runtime.comm.living.calls import AllGather, AllReduce, Broadcast, Call, Objects, Scatter
 from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll, pass_over
 from megatron_recycle.runtime.comm.living.torch_calls import METHODS
@@ -129,10 +132,12 @@ def grids(draw: st.DrawFn) -> tuple[Grid, list[Worker]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@given(given_grid=grids(), root=st.integers(0, 11), operation=st.sampled_from(OPERATIONS), over=st.booleans())
+@given(given_grid=grids(), root=st.integers(0, 11), operation=st.sampled_from(OPERATIONS),
+       over=st.booleans(), large=st.booleans())
 @settings(max_examples=12, deadline=None)
-def test_whoever_is_gone_the_others_have_the_values_of_the_full_grid(name, given_grid, root, operation, over):
-    """Over all ranks and over a stage's; peers have equal tensors to give."""
+def test_whoever_is_gone_the_others_have_the_values_of_the_full_grid(name, given_grid, root, operation, over, large):
+    """Over all ranks and over a stage's; peers have equal tensors to give. A reduction has the same bits by shares, of
+    a few rounds, as at once."""
     grid, left = given_grid
 
     def group(worker: Worker) -> Group:
@@ -150,7 +155,8 @@ def test_whoever_is_gone_the_others_have_the_values_of_the_full_grid(name, given
 
         return calls(grid, members, group, call), {worker: member.bits() for worker, member in state.items()}
 
-    raised, found = run(left)
+    with patch.object(living_calls, "LARGE", -1 if large else 2**20), patch.object(shares, "_ROUND", 20):
+        raised, found = run(left)
     _, full = run(list(grid.workers()))
     for worker in left:
         of = group(worker)
@@ -170,12 +176,23 @@ def test_all_have_the_same_bits_in_the_order_of_ranks():
     draw = torch.Generator().manual_seed(3)
     given_tensors = [torch.randn(200, generator=draw) for _ in workers]
     kept = {worker: tensor.clone() for worker, tensor in zip(workers, given_tensors, strict=True)}
-    add = METHODS["allreduce"](4, [[torch.zeros(1)]])._add  # type: ignore[attr-defined]
+    add = METHODS["allreduce"](4, [[torch.zeros(1)]]).add  # type: ignore[attr-defined]
     raised = calls(grid, workers, lambda worker: Group((0, 1, 2, 3), worker.pipeline),
                    lambda worker, group: AllReduce([kept[worker]], add), seed=5)
     assert set(raised.values()) == {None}
     expected = ((given_tensors[0] + given_tensors[1]) + given_tensors[2]) + given_tensors[3]
     assert all(torch.equal(tensor, expected) for tensor in kept.values())
+
+
+def test_a_reduction_is_cut_into_rounds_that_leave_out_nothing():
+    tensors = [torch.zeros(5), torch.zeros(0), torch.zeros(3, dtype=torch.float64), torch.zeros(7, dtype=torch.int8)]
+    for limit in range(1, 60):
+        cut = list(shares.rounds(tensors, limit))
+        for index, tensor in enumerate(tensors):
+            spans = [span for spans in cut for span in spans if span.tensor == index]
+            assert [number for span in spans for number in range(span.start, span.end)] == [*range(len(tensor))]
+        sizes = [sum((end - start) * tensors[tensor].element_size() for tensor, start, end in spans) for spans in cut]
+        assert all(sizes) and max(sizes) < limit + 8
 
 
 def test_objects_of_any_length_are_gathered_and_told():
@@ -229,7 +246,7 @@ def test_in_a_group_of_one_pipeline_the_lowest_peer_answers_from_its_own():
 
 def test_one_that_passes_over_a_call_has_what_it_would_have_had_if_all_had_given_the_same():
     group = Group((0, 1, 2), 1)
-    add = METHODS["allreduce"](3, [[torch.zeros(1)]])._add  # type: ignore[attr-defined]
+    add = METHODS["allreduce"](3, [[torch.zeros(1)]]).add  # type: ignore[attr-defined]
     total, told, piece = torch.ones(1), torch.ones(1), torch.full((1,), 5.0)
     pass_over(AllReduce([total], add), group)
     pass_over(Broadcast([told], 0), group)

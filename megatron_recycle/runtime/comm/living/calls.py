@@ -11,7 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-Tensors = Sequence[torch.Tensor]
+from megatron_recycle.runtime.comm.living.packing import Tensors, size
+
+LARGE = 2**20
+"""Bytes up to which a reduction is exchanged at once."""
 
 
 class Call:
@@ -23,10 +26,11 @@ class Call:
         sink: the one position that wants them; None: all do.
         by_itself: whether nobody can give what is the source's but the source.
         measured: whether nobody knows how long the tensors of others are.
+        by_shares: whether it adds up so much that each member is to add up a share of it (`shares`).
     """
 
     what = "barrier"
-    by_itself = measured = False
+    by_itself = measured = by_shares = False
 
     def __init__(self, source: int | None = None, sink: int | None = None) -> None:
         self.source, self.sink = source, sink
@@ -51,7 +55,8 @@ class AllReduce(Call):
 
     def __init__(self, tensors: Tensors, add: Add, sink: int | None = None) -> None:
         super().__init__(sink=sink)
-        self._tensors, self._add = tensors, add
+        self._tensors, self.add = tensors, add
+        self.by_shares = size(tensors) > LARGE
         if sink is not None:
             self.what = "reduce"
 
@@ -60,7 +65,12 @@ class AllReduce(Call):
 
     def take(self, given: Sequence[Tensors]) -> None:
         for index, tensor in enumerate(self._tensors):
-            tensor.copy_(self._add([tensors[index] for tensors in given]))
+            tensor.copy_(self.add([tensors[index] for tensors in given]))
+
+    def put(self, results: Tensors) -> None:
+        """Write what has been added up by shares: each tensor's result, flat."""
+        for tensor, result in zip(self._tensors, results, strict=True):
+            tensor.copy_(result.view(tensor.shape))
 
 
 class Broadcast(Call):
@@ -171,6 +181,7 @@ class Given(Call):
     def __init__(self, call: Call, size: int) -> None:
         super().__init__(call.source, call.sink)
         self.what, self.by_itself, self.measured = call.what, call.by_itself, call.measured
+        self.by_shares = call.by_shares
         given = [list(call.gives(position)) for position in range(size)]
         known = {id(tensor): tensor.detach().clone() for tensors in given for tensor in tensors}
         self._given = [[known[id(tensor)] for tensor in tensors] for tensors in given]

@@ -1,12 +1,14 @@
 """A call among the members of a group that are alive, over the handle that all workers of a generation share.
 
-Everybody gives everybody else at once what is wanted there; then each says that it has all that it wants. Nobody is
-done before all have said so: so where a failure cuts a call short, either all that are left have what it takes to end
-it, and end it with the same values, or nobody has ended it, and all make it again.
+Everybody gives everybody else at once what is wanted there (of large reductions a part of it: `shares`); then each
+says that it has all that it wants. Nobody is done before all have said so: so where a failure cuts a call short, either
+all that are left have what it takes to end it, and end it with the same values, or nobody has ended it, and all make it
+again.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +18,9 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Process
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.comm import Comm, Pending
-from megatron_recycle.runtime.comm.living.calls import AllToAll, Call, Tensors
+from megatron_recycle.runtime.comm.living.calls import AllReduce, AllToAll, Call, Tensors
+from megatron_recycle.runtime.comm.living.packing import buffer, packed, token, unpacked
+from megatron_recycle.runtime.comm.living.shares import Members, Shares
 from megatron_recycle.runtime.comm.tags import CONTROL
 from megatron_recycle.runtime.place import Place
 
@@ -138,25 +142,30 @@ class Exchange:
         self._call, self._roll, self._comm = call, roll, comm
         self._given, self._heard = SCRIPT[2 * number], SCRIPT[2 * number + 1]
         self._got: dict[int, Tensors] = {}
+        self._sums: Tensors | None = None
 
     def collect(self) -> None:
         """Give what is wanted, and wait for what is wanted here. Raises GenerationOver."""
-        given = {process: self._packed(position) for process, position in self._others()}
+        if isinstance(self._call, AllReduce) and self._call.by_shares:
+            self._sums = self._shares().add(self._call.add)
+            return
+        given = self._packed(self._others())
         like = {process: list(self._expected(process, position)) for process, position in self._givers()}
         if self._call.measured:
             lengths = self._swap({process: _length(data) for process, data in given.items()},
                                  {process: torch.zeros(1, dtype=torch.int64) for process in like})
             like = {process: [torch.empty(int(length), dtype=torch.uint8)] for process, length in lengths.items()}
-        got = self._swap(given, {process: _buffer(tensors) for process, tensors in like.items()})
-        self._got = {process: _unpacked(got[process], tensors) if self._goes(process, self._roll.group.me) else ()
+        got = self._swap(given, {process: buffer(tensors) for process, tensors in like.items()})
+        self._got = {process: unpacked(got[process], tensors) if self._goes(process, self._roll.group.me) else ()
                      for process, tensors in like.items()}
 
     def answer(self) -> list[Pending]:
         """Give what is wanted of this process, which answers for a position that is not its own. Nothing is waited
         for: keep what is returned. Raises GenerationOver."""
+        if self._call.by_shares:
+            return self._shares().give()
         sends = []
-        for process, position in self._others():
-            data = self._packed(position)
+        for process, data in self._packed(self._others()).items():
             for each in [_length(data), data] if self._call.measured else [data]:
                 sends.append(self._comm.send(each, process, self._given))
         return sends
@@ -171,8 +180,8 @@ class Exchange:
 
     def confirm(self) -> None:
         """Wait until all have what they want. Raises GenerationOver."""
-        said = [self._comm.receive(_token(), process, self._heard) for process, _ in self._others()]
-        said += [self._comm.send(_token(), process, self._heard) for process, _ in self._others()]
+        said = [self._comm.receive(token(), process, self._heard) for process, _ in self._others()]
+        said += [self._comm.send(token(), process, self._heard) for process, _ in self._others()]
         for pending in said:
             pending.wait()
 
@@ -181,9 +190,21 @@ class Exchange:
         call, roll = self._call, self._roll
         if call.sink is not None and call.sink != roll.group.me:
             return
+        if isinstance(call, AllReduce) and self._sums is not None:
+            call.put(self._sums)
+            return
         own = call.gives(roll.group.me)
         with torch.no_grad():
             call.take([self._got.get(process, own) if process is not None else () for process in roll.answers])
+
+    def _shares(self) -> Shares:
+        roll, sink = self._roll, self._call.sink
+        answers = [process for process in roll.answers if process is not None]
+        owners = sorted(roll.living)
+        wanted = [process for process in owners if sink in (None, roll.living[process])]
+        outside = sorted(set(answers) - set(owners))
+        return Shares(self._call.gives(roll.group.me), Members(owners, outside, answers, wanted), self._comm,
+                      self._given)
 
     def _others(self) -> list[tuple[int, int]]:
         """Those that are there, their ranks among all that are alive, and their positions."""
@@ -196,9 +217,20 @@ class Exchange:
                    if process is not None and process not in self._roll.living}
         return [*self._others(), *outside.items()]
 
-    def _packed(self, position: int) -> torch.Tensor:
-        """What this process gives to ``position``."""
-        return packed(self._call.gives(position)) if self._goes(self._comm.rank, position) else _token()
+    def _packed(self, to: Sequence[tuple[int, int]]) -> dict[int, torch.Tensor]:
+        """What this process gives to each of these processes at their positions; the same object where it is the
+        same."""
+        made: list[tuple[Tensors, torch.Tensor]] = []
+
+        def of(tensors: Tensors) -> torch.Tensor:
+            for known, data in made:
+                if len(known) == len(tensors) and all(map(operator.is_, known, tensors)):
+                    return data
+            made.append((tensors, packed(tensors)))
+            return made[-1][1]
+
+        return {process: of(self._call.gives(position)) if self._goes(self._comm.rank, position) else token()
+                for process, position in to}
 
     def _expected(self, process: int, position: int) -> Tensors:
         """Tensors of the size of what ``process``, which is at ``position``, gives to this one."""
@@ -220,37 +252,8 @@ def pass_over(call: Call, group: Group) -> None:
         call.take([own] * len(group.ranks))
 
 
-def _token() -> torch.Tensor:
-    return torch.zeros(1, dtype=torch.uint8)
-
-
-def _size(tensors: Tensors) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _buffer(tensors: Tensors) -> torch.Tensor:
-    return torch.zeros(max(1, _size(tensors)), dtype=torch.uint8)
-
-
-def packed(tensors: Tensors) -> torch.Tensor:
-    """``tensors`` as bytes in CPU memory, of their own; something, too, if there are none."""
-    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in tensors if tensor.numel()]
-    return torch.cat(pieces) if pieces else _token()
-
-
 def _length(data: torch.Tensor) -> torch.Tensor:
     return torch.tensor([data.numel()])
-
-
-def _unpacked(buffer: torch.Tensor, like: Tensors) -> Tensors:
-    found, start = [], 0
-    for tensor in like:
-        size = _size([tensor])
-        # A piece of its own: numbers must begin at a multiple of their size.
-        piece = buffer[start:start + size].clone().view(tensor.dtype).reshape(tensor.shape)
-        found.append(piece.to(tensor.device))
-        start += size
-    return found
 
 
 def _homes(place: Place) -> Mapping[int, Process]:

@@ -1,0 +1,42 @@
+"""Tensors as bytes in CPU memory, as they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+
+def token() -> torch.Tensor:
+    """What is given where there is nothing to give."""
+    return torch.zeros(1, dtype=torch.uint8)
+
+
+def size(tensors: Tensors) -> int:
+    """Bytes."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def buffer(tensors: Tensors) -> torch.Tensor:
+    """Room for what `packed` makes of tensors like these."""
+    return torch.zeros(max(1, size(tensors)), dtype=torch.uint8)
+
+
+def packed(tensors: Tensors) -> torch.Tensor:
+    """``tensors`` as bytes in CPU memory, of their own; something, too, if there are none."""
+    pieces = [tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu() for tensor in tensors if tensor.numel()]
+    return torch.cat(pieces) if pieces else token()
+
+
+def unpacked(data: torch.Tensor, like: Tensors) -> Tensors:
+    """Tensors like these of what `packed` has made, where these are."""
+    found, start = [], 0
+    for tensor in like:
+        end = start + size([tensor])
+        # A piece of its own: numbers must begin at a multiple of their size.
+        piece = data[start:end].clone().view(tensor.dtype).reshape(tensor.shape)
+        found.append(piece.to(tensor.device))
+        start = end
+    return found
