@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from types import FunctionType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -36,19 +36,43 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED)))
 
 
+_SHARED_WITH_ALL = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional",
+                    "torch.distributed:ProcessGroup", "torch.distributed:Work", "torch.cuda", "torch.random",
+                    "torch.optim:Optimizer", "torch.utils.data:DataLoader", "deepspeed", "deepspeed.comm",
+                    "deepspeed.comm.comm", "megatron.core.parallel_state", "megatron.training.training",
+                    "megatron_recycle.runtime.setup_record:Alone")
+"""Modules, and classes in them, that the product or a test's stand-in may put something into."""
+
+
+def _process_wide() -> dict[tuple[str, str], Any]:
+    """What all tests of this process share, by owner and name: functions and variables."""
+    found: dict[tuple[str, str], Any] = {}
+    for path in _SHARED_WITH_ALL:
+        module, _, kind = path.partition(":")
+        if (owner := sys.modules.get(module)) is not None:
+            for name, value in vars(getattr(owner, kind) if kind else owner).items():
+                if callable(value):
+                    found[path, name] = value
+    return found | {("the environment", name): value for name, value in os.environ.items()
+                    if name not in (MAY_START, "PYTEST_CURRENT_TEST")}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_the_process_as_it_was() -> Iterator[None]:
+    """Tests of one process meet what another one has left, in an order that nobody knows: so it is the one that leaves
+    it which fails."""
+    before = _process_wide()
+    yield
+    after = _process_wide()
+    left = [": ".join(key) for key in before if before[key] is not after.get(key) and before[key] != after.get(key)]
+    left += [": ".join(key) for key in after if key not in before and key[0] == "the environment"]
+    assert not left, f"the test leaves these changed, for all that come after it in this process: {', '.join(left)}"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Whoever starts workers is marked so (`tests.labels`)."""
     os.environ[MAY_START] = "yes" if item.get_closest_marker("processes") else "no"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Nobody leaves the methods of torch's groups replaced, in which later tests of the same process would fail."""
-    yield
-    if (torch := sys.modules.get("torch.distributed")) is not None:
-        left = [name for name, value in vars(torch.ProcessGroup).items() if isinstance(value, FunctionType)]
-        assert not left, f"{item.nodeid} leaves torch's groups with methods that are not torch's: {', '.join(left)}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
