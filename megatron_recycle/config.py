@@ -63,8 +63,9 @@ class RecycleConfig:
     policy: str = _option(
         "reroute",
         "what a failure leads to; reroute: peers take over the micro-batches; drop: the hit pipeline is left out and "
-        "its micro-batches are dealt to the others",
-        choices=("reroute", "drop"),
+        "its micro-batches are dealt to the others; rollback: both are left out until a replacement comes, and the "
+        "iteration in flight is made again without them",
+        choices=("reroute", "drop", "rollback"),
     )
     clip_norm: str = _option(
         "stock",
@@ -195,6 +196,8 @@ class RecycleConfig:
         if self.policy == "drop" and self.reduction == "exact":
             raise ConfigError("policy drop deals single micro-batches out, which reduction exact cannot fold in a "
                               "fixed order; use reduction fast, or policy reroute")
+        if self.leaves_out:
+            self._check_leaving_out()
 
     @classmethod
     def resolve(
@@ -275,6 +278,24 @@ class RecycleConfig:
                 continue
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{_where(self, option.name)} is {value:g}; give a time in seconds above 0")
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether failures cost micro-batches: those of hit pipelines are not run."""
+        return self.policy == "rollback"
+
+    def _check_leaving_out(self) -> None:
+        """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss
+        is another one than the script was told."""
+        if self.reduction == "exact":
+            raise ConfigError(f"policy {self.policy} leaves micro-batches of hit pipelines out, so that no failure ends "
+                              "with the bits that reduction exact promises; use reduction fast, or policy reroute")
+        if self.step == "staggered" and "step" in self.sources:
+            raise ConfigError(f"{_where(self, 'step')} is staggered, and policy {self.policy} may make an iteration "
+                              "again with fewer micro-batches, after its loss was told; leave step out, or give barrier")
+        if self.step == "staggered":
+            object.__setattr__(self, "step", "barrier")
+            object.__setattr__(self, "sources", {**self.sources, "step": f"policy {self.policy}"})
 
     def _check_timeouts(self) -> None:
         beat, silence, transport = self.heartbeat_interval, self.heartbeat_timeout, self.transport_timeout

@@ -40,13 +40,16 @@ class Go:
     """Iterations and their micro-batches (``1.3``) that the job goes on without."""
     keepers: Mapping[str, str] = field(default_factory=dict)
     """By stage with one worker, the worker of another stage that keeps a copy of it."""
+    without: Sequence[int] = ()
+    """Pipelines whose micro-batches are not run."""
     tries: int = 0
     """Generations with the same members in a row before this one, without progress."""
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> Go:
         """From a checked message."""
-        names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out", "keepers")
+        names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out", "keepers",
+                 "without")
         return cls(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
 
 

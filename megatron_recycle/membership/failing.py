@@ -22,6 +22,7 @@ from megatron_recycle.membership import (
     messages,
     moving,
     poison,
+    policies,
     records,
     training,
 )
@@ -162,7 +163,8 @@ def next_generation(
     events = (*of_each, *more, _decided(state, reason, now))
     # Survivors learn of it before anything else happens: they hang until their transports are aborted.
     announce: list[Decision] = [Tell((*state.reachable(), *_sent_back(before, state)), messages.stop(state))]
-    announce += () if guarding.waits(state) else (MakePlan(state.generation, state.failed, state.fallback),)
+    announce += () if guarding.waits(state) else (
+        MakePlan(state.generation, state.failed, policies.plan_by(state)),)
     announce.append(Await(state.generation))
     told: list[Decision] = [*told_out, *map(Emit, events)]
     told += [messages.farewell(member, lost[member.worker], state.generation) if member in planned
@@ -309,7 +311,9 @@ def _go(state: State, now: float) -> Step:
         "closing": None if state.closing is None else state.closing.message,
         "left_out": [list(each) for each in state.left_out],
         "keepers": guarding.keepers(state),
+        "without": list(policies.left_out(state)),
     }
+    back += policies.told(state, state.go, resume.next, now)
     back += guarding.exposed(state, now)
     events = [*back, training.reconciled_event(state, resume, now)] if state.generation > 1 else []
     record = records.went(state, resume, plan.get("digest"), events)

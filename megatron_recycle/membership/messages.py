@@ -90,6 +90,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "left_out": list,
         "tries": int,
         "keepers": dict,
+        "without": list,
     },
     "answer": {"number": int},
     "noted": {"generation": int, "place": str},

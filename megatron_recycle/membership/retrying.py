@@ -7,7 +7,7 @@ script may be started again (`--restarts`). A worker whose state may be torn is 
 
 from __future__ import annotations
 
-from megatron_recycle.membership import closing, failing, poison
+from megatron_recycle.membership import closing, failing, poison, policies
 from megatron_recycle.membership.decisions import MakePlan, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Loss, Lost, PlanFailed, Raised
@@ -44,9 +44,7 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step:
 
 def may_drop(state: State) -> bool:
     """Whether another policy is left to plan by: a pipeline is whole."""
-    hit = {name.partition(":")[0] for name in state.out}
-    pipelines = len((state.description or {}).get("grid", {}).get("microbatches", ()))
-    return (state.description or {}).get("policy", "reroute") == "reroute" and len(hit) < pipelines
+    return policies.policy(state) == "reroute" and policies.some_whole(state)
 
 
 def no_plan(state: State, happened: PlanFailed, now: float) -> Step:

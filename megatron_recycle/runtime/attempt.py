@@ -227,6 +227,8 @@ class Attempt:
             loss, weight = self._relay.wait()
         if stage.averaging == "tokens":
             per_token(gradient, weight)
+        elif self._generation.without:
+            gradient.mul_(self._generation.share)
         views = site.trainable.layout.views(gradient)
         held = Held(iteration, gradient, stage.norm_square(views), loss, weight, self._digests, self._relay.reports,
                     stage.zeros(views))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megatron_recycle.membership.standing import Epoch
-from megatron_recycle.plan import Action, Plan, Worker
+from megatron_recycle.plan import Action, Microbatch, Plan, Worker
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
@@ -67,6 +67,7 @@ class Generation:
         program: the plan in use.
         reduction: how the plan's gradients become one.
         transport: of activations and gradients, on these groups.
+        without: pipelines whose micro-batches are not run; the mean is over those that are.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: by the last two attempts, beside gradients. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
@@ -81,15 +82,17 @@ class Generation:
     reduction: Reduction
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
+    without: frozenset[int] = frozenset()
     shared: deque[tuple[Agreement, LossRelay]] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, left_out: Sequence[tuple[int, str]], groups: Groups,
-           stage: Stage, plan: Plan, exact: bool, keepers: Mapping[int, Worker] | None = None) -> Generation:
+           stage: Stage, plan: Plan, exact: bool, keepers: Mapping[int, Worker] | None = None,
+           without: frozenset[int] = frozenset()) -> Generation:
         """A new one, that follows ``plan``."""
         return cls(epoch, prefix, tries, left_out, groups, Program.of(plan, groups.me),
                    reduction_of(exact, plan, groups.me, stage.averaging), Transport(groups, stage.device),
-                   keepers or {})
+                   keepers or {}, without)
 
     @property
     def plan(self) -> Plan:
@@ -113,12 +116,31 @@ class Generation:
 
     def program_of(self, iteration: int) -> Program:
         """The program of this worker for ``iteration``."""
-        left_out = frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
-        return self.program.without(left_out, self.groups.me) if left_out else self.program
+        left_out = self._poisoned(iteration)
+        return self._of_whole.without(left_out, self.groups.me) if left_out else self._of_whole
 
     def left_out_of(self, iteration: int) -> int:
         """How many micro-batches ``iteration`` goes without."""
-        return len({microbatch for of, microbatch in self.left_out if of == iteration})
+        return len(self._poisoned(iteration) | self._of_hit)
+
+    @property
+    def share(self) -> float:
+        """What makes a mean over all micro-batches one over those of the pipelines that take part."""
+        counts = self.plan.problem.grid.microbatches
+        run = sum(count for pipeline, count in enumerate(counts) if pipeline not in self.without)
+        return sum(counts) / run
+
+    @cached_property
+    def _of_whole(self) -> Program:
+        """Of the pipelines that take part."""
+        return self.program.without(self._of_hit, self.groups.me) if self.without else self.program
+
+    @property
+    def _of_hit(self) -> frozenset[Microbatch]:
+        return frozenset(each for each in self.plan.problem.grid.items() if each[0] in self.without)
+
+    def _poisoned(self, iteration: int) -> frozenset[Microbatch]:
+        return frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
 
 
 class Current:

@@ -182,7 +182,8 @@ def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout, rested)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, go.left_out, groups, site.stage,
                                Plan.from_json(go.plan), site.exact,
-                               {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()})
+                               {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
+                               frozenset(go.without))
     install(site, standing, generation)
     site.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
     return generation

@@ -143,7 +143,9 @@ def test_other_programs_variables_and_the_launchers_own_are_let_through():
         ({"interface": ""}, "every address"),
         ({"costs": "1,2"}, "give three integers"),
         ({"costs": "1,2,3;4,5"}, "a triple for each stage"),
-        ({"policy": "lossy_forward"}, "give reroute"),
+        ({"policy": "lossy"}, "give reroute"),
+        ({"policy": "rollback", "reduction": "exact"}, "use reduction fast, or policy reroute"),
+        ({"policy": "rollback", "step": "staggered"}, "give barrier"),
         ([], "give an object"),
     ],
 )

@@ -3,7 +3,8 @@ trains the whole model, memory with the plan's, events with what has happened, t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -21,14 +22,16 @@ from tests.moments import Moment
 SHAPE = SHAPES["3x2, four"]
 
 
-def in_one_process(shape: Shape) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
+def in_one_process(shape: Shape, without: Mapping[int, Collection[int]] = MappingProxyType({})
+                   ) -> tuple[list[float], list[Mapping[str, torch.Tensor]]]:
     """The losses of the iterations, and the parameters of the stages after them, as autograd and one optimizer for each
-    stage give them."""
+    stage give them; ``without`` these pipelines, by iteration."""
     stages = [SmallStage(stages=shape.stages, stage=stage, pipelines=shape.pipelines, microbatches=shape.microbatches)
               for stage in range(shape.stages)]
-    places = [(pipeline, microbatch) for pipeline in range(shape.pipelines) for microbatch in range(shape.microbatches)]
     losses = []
     for iteration in range(shape.iterations):
+        places = [(pipeline, microbatch) for pipeline in range(shape.pipelines)
+                  if pipeline not in without.get(iteration, ()) for microbatch in range(shape.microbatches)]
         total = torch.zeros(())
         for pipeline, microbatch in places:
             data = batch(pipeline, iteration * shape.microbatches + microbatch)

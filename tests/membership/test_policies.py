@@ -1,0 +1,67 @@
+"""Policies on paper: which pipelines an update goes without, and by what the next plan is made."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_recycle.membership import decisions as do
+from megatron_recycle.membership import inputs, policies
+from tests.membership.cluster import Cluster, events, told
+
+
+def job(policy: str) -> Cluster:
+    """Three pipelines of two stages that train with this policy."""
+    cluster = Cluster()
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, policy=policy)
+    cluster.plan()
+    cluster.resume_all()
+    return cluster
+
+
+def fail(cluster: Cluster, *names: str) -> list[do.Decision]:
+    """These die one after the other, and training goes on."""
+    decisions: list[do.Decision] = []
+    for name in names:
+        decisions += cluster.exit(name)
+    decisions += cluster.reports() + cluster.plan()
+    return decisions + cluster.resume_all()
+
+
+def planned_by(decisions: list[do.Decision]) -> str | None:
+    return [one.policy for one in decisions if isinstance(one, do.MakePlan)][-1]
+
+
+@pytest.mark.parametrize(("policy", "by", "without"), [("reroute", None, []), ("drop", "drop", []),
+                                                       ("rollback", "drop", [1])])
+def test_a_hit_pipeline_is_used_as_the_policy_says(policy: str, by: str | None, without: list[int]):
+    cluster = job(policy)
+    decisions = fail(cluster, "1:0")
+    assert planned_by(decisions) == by
+    (_, go), = told(decisions, "go")
+    assert go["without"] == without
+    assert [(event["pipelines"], event["microbatches"], event["iteration"]) for event in events(decisions, "left_out")
+            ] == ([(without, 4, 0)] if without else [])
+
+
+@pytest.mark.parametrize("policy", ["drop", "rollback"])
+def test_where_no_pipeline_is_whole_micro_batches_are_re_routed_and_the_job_goes_on(policy: str):
+    cluster = job(policy)
+    decisions = fail(cluster, "1:0", "0:1", "2:1")
+    assert planned_by(decisions) == "reroute"
+    assert told(decisions, "go")[-1][1]["without"] == [] and not events(decisions, "left_out")
+
+
+def test_a_replacement_brings_its_pipeline_back():
+    cluster = job("rollback")
+    fail(cluster, "1:0")
+    cluster.hello("1:0", life=1)
+    cluster.feed(inputs.Ready("1:0/1", dict(cluster.state.description or {}), {}))
+    for name in cluster.state.members:
+        decisions = cluster.feed(inputs.Boundary(f"{name}/0", cluster.state.generation, 3, cluster.now))
+    assert policies.left_out(cluster.state) == () and planned_by(decisions) is None
+    decisions = cluster.reports(*[name for name in cluster.names if name != "1:0"]) + cluster.plan()
+    assert told(decisions, "go")[-1][1]["without"] == []
+    assert [event["pipelines"] for event in events(decisions, "left_out")] == [[]], "all take part again"
