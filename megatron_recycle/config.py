@@ -288,11 +288,11 @@ class RecycleConfig:
         """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss
         is another one than the script was told."""
         if self.reduction == "exact":
-            raise ConfigError(f"policy {self.policy} leaves micro-batches of hit pipelines out, so that no failure ends "
-                              "with the bits that reduction exact promises; use reduction fast, or policy reroute")
+            raise ConfigError(f"policy {self.policy} leaves micro-batches of hit pipelines out, and reduction exact "
+                              "promises the bits of a run without failures; use reduction fast, or policy reroute")
         if self.step == "staggered" and "step" in self.sources:
             raise ConfigError(f"{_where(self, 'step')} is staggered, and policy {self.policy} may make an iteration "
-                              "again with fewer micro-batches, after its loss was told; leave step out, or give barrier")
+                              "again with fewer micro-batches after its loss was told; leave step out, or give barrier")
         if self.step == "staggered":
             object.__setattr__(self, "step", "barrier")
             object.__setattr__(self, "sources", {**self.sources, "step": f"policy {self.policy}"})

@@ -182,9 +182,10 @@ class Session:
 
     def resize(self, microbatches: int) -> None:
         """From the script's next iteration on each pipeline has so many micro-batches. Raises UnsupportedError."""
-        if self.settings.policy in ("drop", "lossy_forward") and microbatches != max(self.grids.of(self.iteration + 1).microbatches):
-            raise UnsupportedError(f"another number of micro-batches is not there with policy {self.settings.policy}, "
-                                   "whose plans are the coordinator's alone: leave policy out, or keep the batch size")
+        policy, before = self.settings.policy, max(self.grids.of(self.iteration + 1).microbatches)
+        if policy != "reroute" and microbatches != before:
+            raise UnsupportedError(f"another number of micro-batches is not there with policy {policy}, whose plans "
+                                   "are the coordinator's alone: leave policy out, or keep the batch size")
         if self.started and max(self.grids.of(self.iteration + 1).microbatches) != microbatches:
             # Void iterations are brought to their end by all workers alike: they have to know of the same plan.
             self.worker.settle()
