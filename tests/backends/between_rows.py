@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineError
 from deepspeed.utils import RepeatingLoader
@@ -124,6 +127,26 @@ def only_linear(model: nn.Module) -> dict[str, Any]:
 def add_group(engine: Any) -> None:
     engine.optimizer.add_param_group(
         {"params": [p for name, p in engine.module.named_parameters() if "norm" in name], "lr": 1e-3})
+
+
+def go_back_without(**options: Any) -> Script:
+    def go_back(engine: Any, iteration: int, memo: dict[str, Any]) -> None:
+        if iteration == 1:
+            folder = [tempfile.mkdtemp()]
+            dist.broadcast_object_list(folder)
+            memo["folder"] = folder[0]
+            engine.save_checkpoint(folder[0])
+        if iteration == 3:
+            path, _ = engine.load_checkpoint(memo["folder"], **options)
+            assert path is not None
+            memo["kept"] = [torch.tensor([engine.global_steps, engine.global_samples])]
+            dist.barrier()
+            if not dist.get_rank():
+                shutil.rmtree(memo["folder"])
+    return go_back
+
+
+go_back = go_back_without()
 
 
 def add_layer(engine: Any) -> None:
@@ -563,8 +586,10 @@ ROWS: list[Row] = [
         given(lambda engine: itertools.repeat((torch.ones(2, WIDTH),) * 2)),
         refused="took no batches from torch DataLoaders"),
     Row("calls `set_dataloader()`", at(0, lambda engine: engine.set_dataloader(RepeatingLoader(loader_of(engine))))),
-    Row("calls `load_checkpoint()`", at(1, lambda engine: engine.load_checkpoint("nowhere")),
-        refused="load_checkpoint() after the first train_batch() is not supported"),
+    Row("calls `save_checkpoint()`, and `load_checkpoint()` an iteration later", go_back, clipping=ALWAYS, iterations=4,
+        config={"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}}),
+    Row("calls `load_checkpoint(load_module_only=True)`, without clipping", go_back_without(load_module_only=True),
+        clipping=0.0, iterations=4),
     Row("has a dataset whose last micro-batch is smaller", nothing, samples=2 * 2 * 4 + 2,
         refused="the last micro-batch has 1 instead of 2"),
     Row("has such a dataset, with `dataloader_drop_last`", nothing, samples=2 * 2 * 4 + 2,

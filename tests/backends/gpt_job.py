@@ -175,7 +175,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           tied: bool = False, bf16: bool = False, mistake: str | None = None,
           engine_settings: dict[str, Any] | None = None, overflows: Sequence[tuple[int, int]] = (),
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
-          load: tuple[str, dict[str, Any]] | None = None, tidy: bool = False,
+          load: tuple[str, dict[str, Any]] | None = None, go_back: int | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), annealed: bool = False, loader: bool = False,
           ramp: Sequence[int] = (),
@@ -189,6 +189,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         save: folder, and iterations after which a checkpoint is written there.
         save_every: folder, and after how many iterations again and again.
         load: folder of a checkpoint to begin with, and further arguments of load_checkpoint().
+        go_back: iteration before which the newest checkpoint of ``save_every`` is loaded.
         corrupt: index of a sample that cannot be read.
         left_out: index of a sample whose micro-batch counts for nothing.
         tidy: whether the script ends with torch.distributed.destroy_process_group().
@@ -268,6 +269,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             engine.set_train_batch_size(BATCH * pipelines * ramp[min(begun + len(losses), len(ramp) - 1)])
         if by_hand:
             change(engine, begun + len(losses))
+        if save_every and len(losses) == go_back:
+            engine.load_checkpoint(save_every[0])
         if len(losses) == raises:
             error = ValueError("no such schedule")
             engine.session.fail(error)  # as at the end of the process

@@ -1,15 +1,12 @@
-"""A run that goes on from a checkpoint has the bits of the run that was not stopped; what could not be is refused."""
+"""A run that goes on from a checkpoint has the bits of the run that was not stopped."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 
-from megatron_recycle.backends.deepspeed.engine import RecyclePipelineEngine
-from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
 from tests.backends.comparing import differences
 from tests.references import run
@@ -18,11 +15,6 @@ SAVED, ITERATIONS = 3, 5
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "initial_scale_power": 6,
                                                                        "loss_scale_window": 2}}}
-
-
-def test_loading_in_the_middle_of_training_is_refused():
-    with pytest.raises(UnsupportedError, match="after the first train_batch"):
-        RecyclePipelineEngine.load_checkpoint(SimpleNamespace(session=SimpleNamespace(started=True)), "folder")
 
 
 def arguments(precision: str, **options: Any) -> dict[str, Any]:

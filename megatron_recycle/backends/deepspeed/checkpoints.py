@@ -48,6 +48,10 @@ class Checkpoints:
         """It has, just now."""
         self._saved = self._engine.global_steps, self._tag(tag)
 
+    def loaded(self) -> None:
+        """The script has loaded one: what it saves from now on may be another state of the same step."""
+        self._saved = None
+
     def write(self, save: Save, save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None,
               save_latest: bool = True, exclude_frozen_parameters: bool = False) -> None:
         """Write this worker's part of what stock's `save_checkpoint` would, at the same time as all members of

@@ -52,7 +52,6 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import Launched
-from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.standalone import backend_for
@@ -367,10 +366,11 @@ class RecyclePipelineEngine(PipelineEngine):
         return done
 
     def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
-        if self.session.started:
-            raise UnsupportedError("load_checkpoint() after the first train_batch() is not supported: iterations are "
-                                   "counted from where training began. Load before training, or start a new job")
+        """As stock, also between two iterations, and while workers are missing: every worker reads its own stage's
+        files. Micro-batches are read on from where training is."""
+        self.settle()
         found = super().load_checkpoint(*args, **keywords)
+        self._checkpoints.loaded()
         bound = inspect.signature(PipelineEngine.load_checkpoint).bind(self, *args, **keywords).arguments
         if self.masters is not None and found[0] is not None and not bound.get("load_optimizer_states", True):
             self.masters.refresh_fp32_params()  # stock leaves them at their initial values
