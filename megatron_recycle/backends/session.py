@@ -189,6 +189,8 @@ class Session:
         if self.started and max(self.grids.of(self.iteration + 1).microbatches) != microbatches:
             # Void iterations are brought to their end by all workers alike: they have to know of the same plan.
             self.worker.settle()
+        if self.started and self.worker.comes_in:  # it has been told the job's
+            return
         if self.grids.change(self.iteration + 1, microbatches) and self.rank == 0:
             get_logger().info("megatron-recycle: from iteration %d on each pipeline has %d micro-batches",
                               self.iteration + 1, microbatches)

@@ -16,6 +16,7 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Grid, Microbatch, Plan
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.history import History
 
 Reports = dict[tuple[int, int], tuple[float, ...]]
 """(pipeline, micro-batch) -> what the last stage reports of it."""
@@ -58,12 +59,21 @@ class Evaluations:
     Attributes:
         table: (total micro-batches, width) float64, of the last pass that is done everywhere; not a number where a
             micro-batch was left out.
+        history: the tables of passes so far, by the number of the pass.
     """
 
     def __init__(self, standing: Standing, grid: Grid, width: int) -> None:
         self._grid = grid
         self._standing = standing
         self.table = torch.zeros(grid.total, width, dtype=torch.float64)
+        self.history = History()
+
+    def of(self, number: int) -> torch.Tensor:
+        """The table of pass ``number``, which is done; that of a later one if it is let go (`History`)."""
+        row = self.history.of(number) if number < self._standing.evaluated else None
+        if row is None:
+            return self.table
+        return torch.frombuffer(bytearray(row), dtype=torch.float64).view_as(self.table)
 
     def complete(self, reports: Reports, groups: Groups) -> None:
         """All forwards of this worker have run: exchange what they reported, and count the pass as done.
@@ -77,13 +87,19 @@ class Evaluations:
                 table[position] = torch.tensor(reports[place], dtype=torch.float64)
         # One slot per micro-batch, filled by the one worker that ran it: exact in any order.
         groups.control.sum(table).wait()
-        self.table = table
-        self._standing.evaluate()
+        self._done(table)
 
     def skip(self) -> None:
         """There is no pass, as everybody has been told: its table has no number in it."""
-        self.table = torch.full_like(self.table, torch.nan)
+        self._done(torch.full_like(self.table, torch.nan))
+
+    def _done(self, table: torch.Tensor) -> None:
         self._standing.evaluate()
+        self._keep(table)
+
+    def _keep(self, table: torch.Tensor) -> None:
+        self.table = table
+        self.history.note(self._standing.evaluated, table.numpy().tobytes())
 
     def reconcile(self, groups: Groups) -> None:
         """Bring workers that a failure kept from the end of a pass level with the others. Raises GenerationOver."""
@@ -97,4 +113,5 @@ class Evaluations:
         giver = counts.tolist().index(newest)
         table = self.table.clone() if me == giver else torch.zeros_like(self.table)
         groups.control.sum(table).wait()
-        self.table, self._standing.evaluated = table, newest
+        self._standing.evaluated = newest
+        self._keep(table)

@@ -22,7 +22,7 @@ from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import CONNECT, COPY
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.compute.data import NotReadHere, digest
+from megatron_recycle.runtime.compute.data import NotReadHere, digest, follows_script
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, store_prefix
@@ -248,10 +248,15 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     with _copying(site):
         tensors, facts, received = take_back(site, groups, go)
     site.grids.take(facts["grids"])
-    if stepper.standing.verdict is None:  # it has never been in, so that it has let go of nothing
+    site.asked.evaluations.history.take(facts["evaluated"])
+    # Else it has been in already, and has let go of its data.
+    new = stepper.standing.verdict is None
+    if new and not follows_script(site.framework.data):
         with _copying(site):  # a factory is read from its beginning, which may take minutes as well
             compare_data(site, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
     stepper.enter(tensors, facts)
+    if not new:
+        stepper.read = {}
     if go.resume.restored:  # the others' scripts are further than their state
         stepper.standing.entered = go.resume.regained
     site.trainable.brought = tensors, facts["counters"]
@@ -259,6 +264,15 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     site.forget_data(go.resume.target)
     # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
     site.agent.holds(go.generation, vars(received))
+
+
+def compare_later(site: Site, stepper: Stepper) -> None:
+    """The script of a worker that has come in has gone through its loop, and with it the iterators that it gives: see
+    `compare_data`."""
+    verdict = stepper.standing.verdict
+    if follows_script(site.framework.data) and verdict is not None:
+        with _copying(site):
+            compare_data(site, verdict.iteration, stepper.read)
 
 
 def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
+from megatron_recycle.membership import Verdict
 from megatron_recycle.runtime.compute.data import Batch
 
 Averaging = Literal["after", "before", "tokens"]
@@ -151,6 +152,13 @@ class Stage(Protocol):
     @property
     def may_guess_wrong(self) -> bool:
         """Whether a stage that steps before it knows the others' norms may be wrong."""
+
+    def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
+        """What a script can ask for of the iteration of ``verdict``, which is committed, and whose `Forward.report`s
+        are ``reports``: for a worker that comes in later."""
+
+    def recall(self, summary: bytes) -> None:
+        """The script's loop passes over an iteration with this `summary`: show it that."""
 
     def regroup(self, groups: Any) -> None:
         """Point every handle that the framework keeps at the new generation's groups."""

@@ -118,7 +118,7 @@ class StageWorker:
             self.begin(iteration)
             self.standing.ask(iteration)
             if self.has_done(iteration):
-                return self._loss_of(iteration)
+                return self._pass_over(iteration)
             self._between.take_in(self.settle)
             self._through_failures(lambda: self._run_to(iteration))
             if self._between.trained():
@@ -153,7 +153,7 @@ class StageWorker:
             self.settle()
             self.standing.passes += 1
             self._through_failures(run)
-        return self.site.asked.evaluations.table
+        return self.site.asked.evaluations.of(self.standing.passes)
 
     def save(self, iteration: int, write: Write) -> None:
         """Write a checkpoint together with all workers that are left, before ``iteration`` is trained, through any
@@ -263,6 +263,11 @@ class StageWorker:
         """Prefix of the process groups in torch's store, a new one after each roll-back."""
         return self.site.current.get().store_prefix
 
+    @property
+    def comes_in(self) -> bool:
+        """Whether it has come into the running job, and not trained since."""
+        return self.site.trainable.brought is not None
+
     def live(self) -> tuple[Worker, ...]:
         """The live workers, in the order of their ranks; between two generations, those of the last one."""
         last = self.site.current.last
@@ -346,10 +351,18 @@ class StageWorker:
         raise GenerationOver(f"generation {number} ends before iteration {iteration}, as agreed")
 
     def _loss_of(self, iteration: int) -> float:
-        """The loss of ``iteration``, or of a later one if this worker has come in after it."""
+        """The loss of ``iteration``, which this worker has trained, or has come in after."""
         known = self.stepper.held or self.standing.verdict
         assert known is not None and known.iteration >= iteration
-        return known.loss
+        return known.loss if known.iteration == iteration else self._pass_over(iteration)
+
+    def _pass_over(self, iteration: int) -> float:
+        """The loss of an iteration that was over when this worker came in; its script learns what others were told."""
+        loss, summary = self.stepper.told(iteration)
+        self.site.stage.recall(summary)
+        if iteration == self.standing.entered:
+            recovery.compare_later(self.site, self.stepper)
+        return loss
 
     def _through_failures(self, run: Callable[[], None], kept: _Kept | None = None) -> None:
         while True:

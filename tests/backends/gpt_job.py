@@ -177,8 +177,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, go_back: int | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
-          evaluate: Sequence[int] = (), annealed: bool = False, loader: bool = False,
-          ramp: Sequence[int] = (),
+          evaluate: Sequence[int] = (), annealed: bool = False,
+          loader: str = "", ramp: Sequence[int] = (), follows: float = 0.0,
           raises: int | None = None, watch: Callable[[Any], None] | None = None, talks: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
     the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
@@ -198,7 +198,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         evaluate: iterations before which it evaluates.
         annealed: whether the script sets a variable that the loss is computed with, before each iteration; with the
             plugin only.
-        loader: whether `train_batch()` gets an iterator over a DataLoader, which gives the same as the dataset.
+        loader: what `train_batch()` gets: an iterator over a DataLoader, which gives the same as the dataset ("cycle"),
+            or in each iteration another one, over shuffled data ("epochs").
+        follows: whether the script sets the batch size by the loss of the last iteration; this is the one before.
         talks: whether the script has collectives of its own after each iteration; with the plugin only.
         ramp: micro-batches of a pipeline in each of the first iterations, and later as in the last of these, which the
             script sets as a batch size.
@@ -262,11 +264,19 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     iterator = None
     if loader:
         sampler = DistributedSampler(data, pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
-        iterator = itertools.cycle(DataLoader(data, BATCH, sampler=sampler)) if stage in (0, stages - 1) else None
+        sampler.shuffle = loader == "epochs"
+        texts = DataLoader(data, BATCH, sampler=sampler)
+        reads = stage in (0, stages - 1)
+        iterator = itertools.cycle(texts) if reads else None
     losses, evaluated, begun = [], [], engine.global_steps
     while len(losses) < iterations:
         if ramp:
             engine.set_train_batch_size(BATCH * pipelines * ramp[min(begun + len(losses), len(ramp) - 1)])
+        if follows:
+            engine.set_train_batch_size(BATCH * pipelines * (2 + int(1e6 * [follows, *losses][-1]) % 4))
+        if loader == "epochs":
+            sampler.set_epoch(begun + len(losses))
+            iterator = iter(texts) if reads else None
         if by_hand:
             change(engine, begun + len(losses))
         if save_every and len(losses) == go_back:

@@ -200,6 +200,4 @@ def test_a_worker_that_comes_back_gets_masters_and_scale():
     for rank, result in results.items():
         assert result.status == 0, job.where()
         found = differences(result, calm[rank])
-        if rank == 3:
-            found.pop("losses", None)  # of the iterations before it came
         assert not found and result.value["counters"] == calm[rank].value["counters"]

@@ -59,7 +59,7 @@ def test_a_worker_killed_in_a_collective_of_the_script_leaves_the_values_of_all_
 def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
     """Other positions and moments, two deaths at once, and one in the recovery from the other: tests/memory. The
     script gives an iterator over a data loader."""
-    job = kill_and_compare([Hold("1:1", "backward", KILLED_IN, 1)], undisturbed, {**EXACT, "loader": True})
+    job = kill_and_compare([Hold("1:1", "backward", KILLED_IN, 1)], undisturbed, {**EXACT, "loader": "cycle"})
     resumed = next(event for event in job.events if event["event"] == "resumed")
     assert resumed["generation"] == 2
     reconciled = next(event for event in job.events if event["event"] == "reconciled")

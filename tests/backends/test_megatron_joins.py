@@ -48,9 +48,7 @@ def test_a_killed_worker_is_replaced_and_training_goes_on_with_all(worker, undis
         for own, result in results.items():
             assert result.status == 0, job.where()
             assert len(result.value["members"]) == PIPELINES * STAGES
-            found = differences(result, undisturbed[own])
-            if own == rank:
-                found.pop("losses", None)  # of the iterations before it came
+            found = differences(result, undisturbed[own])  # of losses too, which one that comes in is told
             assert not found, (own, found)
         assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
 
@@ -77,8 +75,6 @@ def test_one_that_comes_back_with_other_data_or_rates_ends_alone_and_the_job_goe
         for own, result in results.items():
             assert result.status == 0, job.where()
             found = differences(result, undisturbed[own])
-            if own == rank:
-                found.pop("losses", None)
             assert not found, (own, found)
         assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(ITERATIONS))
 
@@ -106,8 +102,6 @@ def test_a_killed_part_of_a_worker_is_replaced_and_its_other_part_works_again():
             assert result.status == 0, job.where()
             assert len(result.value["members"]) == 4 and result.value["rerouted"] == " live: 4/4 | rerouted: 0 |"
             found = differences(result, calm[own])
-            if f"{result.value['pipeline']}:{result.value['stage']}" == "1:1":
-                found.pop("losses", None)  # of the iterations without it
             assert not found, (own, found)
         assert [e["iteration"] for e in job.events if e["event"] == "committed"] == list(range(TENSOR["iterations"]))
         assert sorted(e["worker"] for e in job.events if e["event"] == "joined") == ["1:1.0", "1:1.1"]

@@ -34,8 +34,6 @@ def test_plain_modules_train_through_a_kill_and_a_return():
             assert result.status == 0, job.where()
             assert len(result.value["members"]) == SIZE
             found = differences(result, calm[rank])
-            if rank == 2:
-                found.pop("losses", None)  # of the iterations before it came
             assert not found, (rank, found)
         assert results[0].value["saved"][1:3] == [True, False], "it waits for nobody who is gone"
         assert results[0].value["saved"][-1] and calm[0].value["saved"] == [True] * (ITERATIONS + 1)

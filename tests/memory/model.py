@@ -250,6 +250,12 @@ class SmallStage:
     def refer(self, references: Mapping[str, Any]) -> None:
         pass
 
+    def summary(self, verdict: Any, reports: Any) -> bytes:
+        return b""
+
+    def recall(self, summary: bytes) -> None:
+        assert summary == b""
+
     def regroup(self, groups: Any) -> None:
         for layer in self.module:
             if isinstance(layer, Part):

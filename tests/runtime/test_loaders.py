@@ -182,3 +182,25 @@ def test_a_worker_without_an_iterator_says_so_and_a_tensor_parallel_part_reads_n
     with pytest.raises(NotReadHere, match="no data iterator"):
         LoaderSource(0, seeds).batch(0, 0)
     assert LoaderSource(0, seeds, part=1).batch(0, 0) is None
+
+
+def passed_over(rank: int, iterators: list[Iterator[Any]], until: int) -> LoaderSource:
+    """A worker that comes in: its script gives an iterator for each of the first micro-batches, which are over."""
+    source = LoaderSource(rank, Seeds(Generators(torch.device("cpu")), seed=1))
+    source.give(iterators[0], 0)
+    source.forget(rank, until)
+    for number in range(until + 1):
+        source.give(iterators[number % len(iterators)], number)
+    return source
+
+
+@pytest.mark.parametrize("turns, until", [(1, 3), (2, 5), (20, 10)])
+def test_a_worker_that_has_passed_over_iterators_reads_on_where_the_last_one_is(turns, until):
+    """One for all, two in turns, another one for each micro-batch."""
+    def iterators() -> list[Iterator[Any]]:
+        return [iter(DataLoader(Squares(), batch_sampler=Interleaved(0))) for _ in range(turns)]
+
+    expected, own = iterators(), passed_over(0, iterators(), until)
+    for number in range(until):
+        next(expected[number % turns])
+    assert torch.equal(torch.as_tensor(own.batch(0, until)), torch.as_tensor(next(expected[until % turns])))

@@ -22,6 +22,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from megatron_recycle.backends.deepspeed.between import (
     check_data,
     refuse_another,
+    refuse_other_course,
     refuse_other_sizes,
     settle_when_asked,
     sizes,
@@ -164,8 +165,10 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def _train_iteration(self) -> torch.Tensor:
         """The iteration that the script asks for. An iteration that the job had done before this worker came in is over
-        at once, with the last known loss."""
-        if self.session.begin():
+        at once, with the loss that it had."""
+        passed = self.session.begin()
+        refuse_other_course(self, self.session)
+        if passed:
             self._loss = self.session.train()
             return self._aggregate_total_loss()
         refuse_other_sizes(self, self._started_with)
@@ -222,7 +225,7 @@ class RecyclePipelineEngine(PipelineEngine):
         verdict = self.session.worker.standing.verdict if self.session.started else None
         if self.masters is None or verdict is None:
             return super().get_global_grad_norm()
-        return math.sqrt(sum(verdict.norm_squares))
+        return math.sqrt(self._stage.passed if self.session.catches_up else sum(verdict.norm_squares))
 
     # ---- what may be changed while a job runs, and what not
 
@@ -273,8 +276,9 @@ class RecyclePipelineEngine(PipelineEngine):
         return source
 
     def speaks(self) -> bool:
-        """Whether this worker says what is said once in a job: it is the first live one."""
-        return self.session.speaks() and self.session.place.part == 0
+        """Whether this worker says what is said once in a job: it is the first live one, and at an iteration that is
+        not over yet."""
+        return self.session.speaks() and self.session.place.part == 0 and not self.session.catches_up
 
     def _log_as_rank_zero(self, loss: torch.Tensor) -> None:
         """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""

@@ -6,6 +6,7 @@ The arithmetic is stock's, operation by operation, so that results without failu
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from megatron_recycle.backends.deepspeed.support import torch_optimizer
 from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.membership import Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
@@ -41,6 +43,8 @@ _REFERENCES = ("lr_scheduler", "batch_fn")
 """Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "losses", "_step_applied")
 """Attributes that `_take_model_step` changes besides tensors."""
+_SHOWN = ("global_steps", "global_samples", "skipped_steps", "_step_applied")
+"""Those that a script may ask for, which are numbers."""
 
 
 class DeepSpeedStage:
@@ -67,6 +71,8 @@ class DeepSpeedStage:
         self._speaks = speaks
         self._read_with = read_with
         self.device = engine.device
+        self.passed = 0.0
+        """The squared gradient norm of an iteration that the script passes over."""
         self.module: nn.Module = engine.module
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
@@ -305,6 +311,25 @@ class DeepSpeedStage:
     @property
     def may_guess_wrong(self) -> bool:
         return self._scaled is not None or (self._clipping > 0.0 and self._engine.num_stages > 1)
+
+    def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
+        engine = self._engine
+        scale = self._optimizer.loss_scale if self._optimizer is not None else 1.0
+        rates = [float(group["lr"]) for group in engine.optimizer.param_groups]
+        return array("d", [sum(verdict.norm_squares), scale, *(getattr(engine, name) for name in _SHOWN),
+                           *rates]).tobytes()
+
+    def recall(self, summary: bytes) -> None:
+        """Counters, rates and scale are put back before the next iteration is trained (`load_state`)."""
+        engine = self._engine
+        self.passed, scale, *rest = array("d", summary)
+        for name, value in zip(_SHOWN, rest):
+            setattr(engine, name, type(getattr(engine, name))(value))
+        for group, rate in zip(engine.optimizer.param_groups, rest[len(_SHOWN):]):
+            if not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = rate
+        if self._optimizer is not None:
+            self._optimizer.set_counters({**self._optimizer.counters(), "cur_scale": scale})
 
     def regroup(self, groups: Groups) -> None:
         """DeepSpeed's own groups stay, which are living ones as the script's are."""

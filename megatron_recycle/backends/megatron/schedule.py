@@ -95,6 +95,7 @@ class RecycleSchedule:
             self._data.source = (source_of(data_iterator, session.place.part, seeds) if self._options.data is None
                                  else FactorySource(self._options.data, seeds))
         if session.begin():
+            session.train()
             return self._passed()
         iteration = session.iteration
         if (odd := self._stage.rates.set(iteration)) is not None:
@@ -115,12 +116,9 @@ class RecycleSchedule:
         return reports
 
     def _passed(self) -> torch.Tensor:
-        """An iteration that the job had done before this worker came in: told is what is known of the last one."""
-        worker = self.session.worker
-        verdict, reports = worker.standing.verdict, worker.stepper.reports
-        assert verdict is not None and reports is not None
-        zeros = verdict.zeros if self._stage.counts_zeros else None
-        self._stage.result = (True, self._stage.norm(verdict.norm_squares), zeros)
+        """An iteration that the job had done before this worker came in: told is what the others were told."""
+        norm, zeros, reports = self._stage.passed
+        self._stage.result = (True, norm, zeros if self._stage.counts_zeros else None)
         return reports
 
     def _norm(self, iteration: int) -> float:

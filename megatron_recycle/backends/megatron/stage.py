@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from struct import Struct
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, R
 from megatron_recycle.backends.megatron.script import Script
 from megatron_recycle.backends.megatron.support import single_optimizers
 from megatron_recycle.errors import UnsupportedError, VerificationError
+from megatron_recycle.membership import Verdict
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
@@ -35,6 +38,7 @@ from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 _KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
 
+_NUMBERS = Struct("2d")
 ForwardStep = Callable[[Any, Any], Any]
 """The user's function: (data iterator, model) -> (output, loss function)."""
 
@@ -64,6 +68,8 @@ class MegatronStage:
         self._keys: dict[str, list[tuple[str, int]]] = {}
         self._hidden = HiddenState(model)
         self._coefficient = 1.0
+        self.passed = 0.0, 0.0, torch.zeros(0, self.report_width, dtype=torch.float64)
+        """Gradient norm, zeros and reports of an iteration that the script passes over."""
         # Megatron's buffer is laid out in this order, which decides gloo's order of sums.
         self.parameters: Sequence[nn.Parameter] = [
             parameter for parameter in model.module.parameters() if hasattr(parameter, "main_grad")][::-1]
@@ -214,6 +220,20 @@ class MegatronStage:
     def _set_own(self, counters: Any) -> None:
         self.rates.steps = counters["steps"]
         self._keys = {**counters["keys"], **self._keys}  # one that comes in has not run a loss function yet
+
+    def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
+        # Reports are handed out in this type.
+        used = 1 + 2 * len(self._keys.get(_kind(True), ())) if parallel_state.is_pipeline_last_stage() else 0
+        told = torch.cat([reports[:, 1:used], reports[:, -1:]], dim=1) if used else reports[:0, -1:]
+        return _NUMBERS.pack(self.norm(verdict.norm_squares), verdict.zeros) + told.float().numpy().tobytes()
+
+    def recall(self, summary: bytes) -> None:
+        norm, zeros = _NUMBERS.unpack_from(summary)
+        told = torch.tensor(array("f", summary[_NUMBERS.size:]), dtype=torch.float64)
+        told = told.view(-1, 1 + 2 * len(self._keys.get(_kind(True), ())))
+        reports = torch.zeros(len(told), self.report_width, dtype=torch.float64)
+        reports[:, 1:told.shape[1]], reports[:, -1] = told[:, :-1], told[:, -1]
+        self.passed = norm, zeros, reports
 
     def regroup(self, groups: Groups) -> None:
         """Only tensor-parallel layers still compute in a group of Megatron's (see `megatron_groups`)."""

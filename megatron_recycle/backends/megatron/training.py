@@ -114,6 +114,17 @@ def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], A
     return lambda: None if when() else writer()
 
 
+def _pass_over(loop: Any, log: Callable[[], Any]) -> None:
+    """``log`` adds up an iteration's numbers for the line of its interval, which was written before this worker came
+    in, or is still to be."""
+    arguments = loop.get_args()
+    every, arguments.log_interval = arguments.log_interval, sys.maxsize
+    try:
+        log()
+    finally:
+        arguments.log_interval = every
+
+
 def take_over(session: Session, schedule: PluginSchedule) -> None:
     """Rebind the loop's names, if it is loaded."""
     loop: Any = sys.modules.get(LOOP)
@@ -162,8 +173,13 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     def training_log(losses: Any, totals: Any, rate: Any, iteration: int, scale: Any, report_memory: bool,
                      *arguments: Any, **keywords: Any) -> bool:
         if session.catches_up:
+            if "is_first_iteration" in keywords:
+                keywords["is_first_iteration"] = False
+            _pass_over(loop, lambda: log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords))
+            if iteration % loop.get_args().log_interval == 0:
+                totals.clear()
             loop.get_timers()("interval-time").elapsed(reset=True)
-            return report_memory  # its numbers are those of a later iteration
+            return report_memory
         return bool(log(losses, totals, rate, iteration, scale, report_memory, *arguments, **keywords))
 
     loop.training_log = training_log

@@ -38,6 +38,11 @@ class DataSource(Protocol):
         """Micro-batches of ``pipeline`` before ``before`` are committed and will not be asked for again."""
 
 
+def follows_script(source: DataSource) -> bool:
+    """Whether what ``source`` gives is what the script has given last on its way through its loop."""
+    return bool(getattr(source, "follows_script", False))
+
+
 class DatasetSource:
     """Micro-batches of a map-style dataset, in the order of DeepSpeed's own pipeline data loader:
     a DistributedSampler without shuffling, repeated for ever.
@@ -198,6 +203,7 @@ class Mapped:
         self._function = function
         self._seeds = seeds
         self._known: Any = None
+        self.follows_script = follows_script(source)
 
     def batch(self, pipeline: int, number: int) -> Batch:
         batch, function = self._source.batch(pipeline, number), self._function()

@@ -50,6 +50,8 @@ class LoaderSource:
         anything: whether it may be an iterator over something else: what that gives, only this worker can read.
     """
 
+    follows_script = True
+
     def __init__(self, pipeline: int, seeds: Seeds, part: int = 0, anything: bool = False) -> None:
         self.anything = anything
         self._pipeline = pipeline
@@ -58,10 +60,9 @@ class LoaderSource:
         self._given: list[tuple[int, Any]] = []
         self._reading: Pass | None = None
         self._copies: dict[int, _Copies] = {}
-        self._own: Replayable[_Item] = Replayable(
-            lambda _: _Stream(self), None, name="the iterator given to train_batch()",
-            ended="it must not end before training does (deepspeed.utils.RepeatingLoader repeats one)",
-            failed="Handle the error in the dataset")
+        self._own: Replayable[_Item] | None = None  # before the first is read
+        self._turns = False
+        self._final = 0
 
     @property
     def first(self) -> int | None:
@@ -74,7 +75,10 @@ class LoaderSource:
             return
         if self._given and self._given[-1][0] == number:
             self._given.pop()
+        self._turns |= any(iterator is known for _, known in self._given)
         self._given.append((number, iterator))
+        if self._own is None and not self._turns:  # a worker that has come in goes through its loop, and reads nothing
+            del self._given[:-_PASSES]
 
     def batch(self, pipeline: int, number: int) -> Batch:
         if self._part and not self._given:
@@ -87,7 +91,10 @@ class LoaderSource:
         return self._copies_of(item.at.of).batch(pipeline, item.at.position, number)
 
     def forget(self, pipeline: int, before: int) -> None:
-        if pipeline != self._pipeline or self.first is None or before <= self.first:
+        if pipeline != self._pipeline:
+            return
+        self._final = before
+        if self._own is None or self.first is None or before <= self.first:
             return
         self._own.forget(self._pipeline, before - self.first)
         if not any(isinstance(iterator, itertools.cycle) for _, iterator in self._given):  # it gives them again
@@ -136,7 +143,22 @@ class LoaderSource:
     def _item(self, number: int) -> _Item:
         if self.first is None or number < self.first:
             raise NotReadHere(f"train_batch() got no data iterator on this worker. {_REMEDY}")
+        if self._own is None:
+            self._own = self._begin(number)
         return self._own.item(self._pipeline, number - self.first)
+
+    def _begin(self, number: int) -> Replayable[_Item]:
+        """Micro-batch ``number`` is the first that is read, of the newest iterator for it, which is at its beginning,
+        unless iterators take turns."""
+        if not self._turns:
+            begin, _ = self.iterator_at(number)
+            self._given = [given for given in self._given if given[0] >= begin]
+        own: Replayable[_Item] = Replayable(
+            lambda _: _Stream(self), None, name="the iterator given to train_batch()",
+            ended="it must not end before training does (deepspeed.utils.RepeatingLoader repeats one)",
+            failed="Handle the error in the dataset")
+        own.forget(self._pipeline, max(0, self._final - self._given[0][0]))
+        return own
 
     def _copies_of(self, of: Pass) -> _Copies:
         return self._copies.setdefault(id(of), _Copies(of, self._pipeline, self._seeds))

@@ -1,0 +1,72 @@
+"""What was told of iterations and evaluations that are over, for a worker that comes in later.
+
+The script of such a worker runs through its loop from the start, and may decide by what it is told on the way: it stops
+early, saves whenever a loss is the lowest so far, or lets the batch size follow it. So peers keep what they were told
+themselves, a few numbers each time, in memory of a bounded size, and give it to who comes in.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Mapping
+
+import torch
+
+_MOST = 64 * 2**20
+"""Bytes that a worker keeps at most of iterations, and of evaluations."""
+_AT_ONCE = 8
+"""One part in so many is let go when that is reached."""
+
+
+class History:
+    """Rows of bytes by ascending number; the oldest are let go beyond ``most`` bytes."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._most = most
+        self._numbers = array("q")
+        self._ends = array("q")  # of the rows in the data
+        self._rows = bytearray()
+
+    def note(self, number: int, row: bytes) -> None:
+        """``row`` is what was told of ``number``; of later ones, nothing was told yet."""
+        self._keep(0, bisect_left(self._numbers, number))
+        self._numbers.append(number)
+        self._rows += row
+        self._ends.append(len(self._rows))
+        if len(self._rows) + 16 * len(self._ends) > self._most:
+            self._keep(1 + len(self._numbers) // _AT_ONCE, len(self._numbers))
+
+    def of(self, number: int) -> bytes | None:
+        """What was told of ``number``; where that was let go, of the first one that is known after it, and where there
+        is none, of the last one; None if nothing is known."""
+        if not self._numbers:
+            return None
+        index = min(bisect_left(self._numbers, number), len(self._numbers) - 1)
+        return bytes(self._rows[self._start(index):self._ends[index]])
+
+    def told(self) -> dict[str, torch.Tensor]:
+        """All of it, for another worker."""
+        return {"numbers": _tensor(self._numbers.tobytes()), "ends": _tensor(self._ends.tobytes()),
+                "rows": _tensor(self._rows)}
+
+    def take(self, told: Mapping[str, torch.Tensor]) -> None:
+        """Know what another worker has `told`, and nothing else."""
+        numbers, ends, rows = (told[name].cpu().numpy().tobytes() for name in ("numbers", "ends", "rows"))
+        self._numbers, self._ends, self._rows = array("q", numbers), array("q", ends), bytearray(rows)
+
+    def _start(self, index: int) -> int:
+        return self._ends[index - 1] if index else 0
+
+    def _keep(self, first: int, end: int) -> None:
+        """Rows ``first`` to ``end``, and no others."""
+        if first == 0 and end == len(self._numbers):
+            return
+        start, stop = self._start(first), self._start(end)
+        self._numbers = self._numbers[first:end]
+        self._ends = array("q", (end - start for end in self._ends[first:end])) if start else self._ends[:end]
+        self._rows = self._rows[start:stop]
+
+
+def _tensor(data: bytes | bytearray) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
