@@ -13,6 +13,7 @@ from typing import Any
 from megatron_recycle.planner.timing import makespan_of, phases, times
 
 from .instance import NO_CAP, Instance
+from .simultaneous import trace_of
 
 #: called with the trace of each better solution, as it is found
 Found = Callable[[list[int]], None]
@@ -72,15 +73,21 @@ def solve(instance: Instance, route: list[int], hint: list[int], bound: int, lim
     else:
         parameters.linearization_level = 0
 
+    last: list[int] | None = hint
+
     class Callback(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
-            found(model.trace(self.value))
+            nonlocal last
+            last = model.trace(self.value)
+            if last is not None:
+                found(last)
 
     status = solver.solve(model.model, Callback())
-    proven = status == cp_model.OPTIMAL or status == cp_model.INFEASIBLE
+    proven = status == cp_model.INFEASIBLE or (status == cp_model.OPTIMAL and last is not None)
     work = solver.response_proto.deterministic_time
     reached = model.top if status == cp_model.INFEASIBLE else int(solver.best_objective_bound)
-    return Outcome(proven, max(bound, reached), round(work, 3), not proven and work < limits.work)
+    cut = status not in (cp_model.OPTIMAL, cp_model.INFEASIBLE) and work < limits.work
+    return Outcome(proven, max(bound, reached), round(work, 3), cut)
 
 
 class _Model:
@@ -254,14 +261,8 @@ class _Model:
                 model.add(goal >= ready[instance.group[s]] + step[s] - begin)
         model.minimize(goal)
 
-    def trace(self, value: Callable[[Any], int]) -> list[int]:
-        """The solution's actions in an order in which each can be timed, also where durations are zero."""
-        count, nodes = self.count, self.nodes
-
-        def place(code: int) -> tuple[int, int, int, int, int]:
-            kind, node = divmod(code, nodes)
-            start = value(self.starts[code])
-            stage = node // count
-            return start, start + self.length(code), kind, -stage if kind == 1 else stage, node
-
-        return sorted((code for code, start in enumerate(self.starts) if start is not None), key=place)
+    def trace(self, value: Callable[[Any], int]) -> list[int] | None:
+        """The solution's actions in an order in which each can be timed; None: durations of zero leave none that keeps
+        to the caps."""
+        starts = {code: value(start) for code, start in enumerate(self.starts) if start is not None}
+        return trace_of(self.instance, self.route, starts)

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_recycle.plan import Costs, Grid, PlanError, Problem, Worker, replay, violations
@@ -15,6 +15,7 @@ from megatron_recycle.planner import cpsat, improve, plan_for, quick, search_pro
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.planner.instance import build
 from megatron_recycle.planner.portfolio import search
+from megatron_recycle.planner.simultaneous import trace_of
 from tests.planner.problems import problems
 
 REAL = (20, 22, 18, 1, 15)
@@ -194,9 +195,18 @@ def test_cpsat_proves_a_small_optimum_and_finds_legal_orders():
     assert outcome.proven and makespan_of(instance, route, found[-1]) == outcome.bound
 
 
+def at_once(split: bool) -> Problem:
+    """Everything takes no time: only the order keeps a worker from holding two micro-batches."""
+    grid, none = Grid(4, (0, 0, 3)), (0, 0, 0, 0)
+    return Problem(grid, Costs(none, none, none, step=none), cap=dict.fromkeys(grid.workers(), 1), before_b=(1,) * 4,
+                   after_b=none, split_backward=split, objective="period")
+
+
 @pytest.mark.skipif(not cpsat.available(), reason="OR-Tools is not installed")
 @settings(max_examples=12, deadline=None)
 @given(problems(largest=3))
+@example(at_once(split=False))
+@example(at_once(split=True))
 def test_cpsat_orders_are_legal_and_no_worse(problem):
     from megatron_recycle.planner.instance import Schedule, plan_of, schedule_of
     from megatron_recycle.planner.timing import figures
@@ -211,6 +221,15 @@ def test_cpsat_orders_are_legal_and_no_worse(problem):
                        "cpsat")
         assert violations(plan) == []
         assert plan.objective_value <= -(-start.objective_value // 1)
+
+
+def test_actions_that_begin_at_once_and_fit_in_no_order_are_refused():
+    problem = replace(at_once(split=False), objective="makespan")
+    instance, nodes = build(problem), 12
+    route = [instance.home[node // 3][2] for node in range(nodes)]
+    together = dict.fromkeys(range(2 * nodes), 0)
+    assert len(trace_of(instance, route, together)) == 2 * nodes
+    assert trace_of(instance, route, together | dict.fromkeys(range(nodes, 2 * nodes), 5)) is None
 
 
 def test_drop_without_a_whole_pipeline_is_refused():
