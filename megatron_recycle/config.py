@@ -67,6 +67,14 @@ class RecycleConfig:
         "iteration in flight is made again without them",
         choices=("reroute", "drop", "rollback"),
     )
+    placement: str | None = _option(
+        None,
+        "order of ranks, and so the workers of a host; spread: through a pipeline first, so that a host has few copies "
+        "of a stage; framework: as the framework counts, all copies of a stage first; auto: spread where a host then "
+        "has fewer copies. It is needed before DeepSpeed's JSON is read: flag or variable. A topology of the script's "
+        "own stays",
+        choices=("spread", "framework"),
+    )
     clip_norm: str = _option(
         "stock",
         "gradient norm for clipping; stock: as the framework counts it (DeepSpeed in fp32: the first stage only); "

@@ -22,6 +22,8 @@ from megatron_recycle import config, nccl_settings
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import SHORTEST_TOKEN, Launched
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.membership.placement import placement
+from megatron_recycle.membership.survival import judge
 
 PACKAGES = ("torch", "ortools", "deepspeed", "megatron-core")
 """Packages whose versions are shown; the first two are needed."""
@@ -39,6 +41,10 @@ class Check:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle doctor`: the job's own flags, so that its settings are judged."""
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--stages", type=int, help="pipeline stages of the job, to see which hosts it could lose")
+    parser.add_argument("--nproc", type=int, default=1, help="with --stages: workers on each host")
+    parser.add_argument("--nnodes", type=int, default=1, help="with --stages: hosts")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="with --stages: processes of a worker")
     config.add_arguments(parser)
 
 
@@ -56,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     settings = settings or RecycleConfig()
     for examine in (check_versions, check_system, check_interface, check_name, check_token, check_torch):
         found.extend(examine(settings))
+    if args.stages is not None:
+        found.extend(check_hosts(settings, args.stages, args.tensor_parallel, args.nproc, args.nnodes))
     failed = any(check.state == "fail" for check in found)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [vars(check) for check in found]}, indent=1))
@@ -153,6 +161,22 @@ def check_name(settings: RecycleConfig) -> list[Check]:
         text = f"{name} is {', '.join(found)} here (/etc/hosts): give --master-addr an address, not this name"
         return [Check("own name", "warn", text)]
     return [Check("own name", "ok", f"{name} is {', '.join(found)}")]
+
+
+def check_hosts(settings: RecycleConfig, stages: int, parts: int, nproc: int, nnodes: int) -> list[Check]:
+    """The workers of each host of a job to come, and whether it survives the loss of any one of them."""
+    try:
+        if nnodes < 1:
+            raise ConfigError(f"{nnodes} hosts: give 1 or more")
+        grid = placement(stages, parts, nproc * nnodes, nproc)
+    except ConfigError as error:
+        return [Check("placement", "fail", str(error))]
+    hosts = grid.hosts(grid.spreads(settings.placement))
+    workers = [(host, " ".join(name for name, on in hosts.items() if on == host)) for host in range(nnodes)]
+    verdict = judge({name: f"node {host}" for name, host in hosts.items()}, "node 0",
+                    guarded=settings.guard == "memory")
+    state = "warn" if verdict.fatal or nnodes == 1 or grid.pipelines == 1 else "ok"
+    return [*(Check(f"node {host}", "ok", names) for host, names in workers), Check("placement", state, verdict.text)]
 
 
 def check_token(settings: RecycleConfig, environ: Mapping[str, str] | None = None) -> list[Check]:

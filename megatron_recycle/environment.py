@@ -37,7 +37,7 @@ class Launched:
         joining: whether this process joins a job that runs already.
         chaos: whether `recycle chaos` may hold this process at precise moments.
         microbatches: those of an iteration over all pipelines, if the job was started again and has to keep them.
-        rank, size, local_rank: torch's RANK, WORLD_SIZE and LOCAL_RANK.
+        rank, size, local_rank, local_size: torch's RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
         store: host and port of torch's store; None for a job whose processes met in another way.
     """
 
@@ -51,6 +51,7 @@ class Launched:
     rank: int | None = None
     size: int | None = None
     local_rank: int | None = None
+    local_size: int | None = None
     store: tuple[str, int] | None = None
 
     @classmethod
@@ -69,6 +70,7 @@ class Launched:
             rank=_number(environ, "RANK"),
             size=_number(environ, "WORLD_SIZE"),
             local_rank=_number(environ, "LOCAL_RANK"),
+            local_size=_number(environ, "LOCAL_WORLD_SIZE"),
             store=None if port is None or "MASTER_ADDR" not in environ else (environ["MASTER_ADDR"], port),
         )
 

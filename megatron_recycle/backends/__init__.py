@@ -20,6 +20,7 @@ __all__ = ["BACKENDS", "Options", "enable"]
 
 BACKENDS: Mapping[str, str] = {
     "deepspeed": "deepspeed.engine:install",
+    "megatron.core.parallel_state": "megatron.hook:watch_groups",
     "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",
     "megatron.training.global_vars": "megatron.hook:watch_arguments",
     "megatron.training.training": "megatron.setup:install",

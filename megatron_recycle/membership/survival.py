@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.placement import Placement
 
 _NAMED = 3
 """Hosts that a sentence names."""
@@ -49,10 +50,19 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
         held = "; ".join(f"{_shown([host], all_hosts)} has all {copies} copies of stage {', '.join(map(str, stages))}"
                          for host, stages in [*fatal.items()][:_NAMED])
         held += f"; and {len(fatal) - _NAMED} hosts more" * (len(fatal) > _NAMED)
-        return Survival(f"warning: losing one host can end the job: {held}. Start at most {most} workers on each host "
-                        "(--nproc), on more hosts", fatal)
+        order = ("Count the ranks through a pipeline first (--recycle-placement spread; in a topology of your own: the "
+                 "axes data, pipe), or start" if _order_helps(where, len(hosts), len(all_hosts)) else "Start")
+        return Survival(f"warning: losing one host can end the job: {held}. {order} at most {most} workers on each "
+                        "host (--nproc), on more hosts", fatal)
     but = f" but {_shown([coordinator], all_hosts)}, where the coordinator is" if coordinator in all_hosts else ""
     return Survival(f"survives the loss of any one host{but}")
+
+
+def _order_helps(where: Mapping[int, Mapping[int, object]], processes: int, hosts: int) -> bool:
+    """Whether no host would have all copies of a stage if ranks were counted in another order."""
+    pipelines = len(where[0])
+    grid = Placement(len(where), pipelines, processes // (len(where) * pipelines), -(-processes // hosts))
+    return not grid.fatal(spread=True)
 
 
 def _shown(hosts: list[str], among: list[str]) -> str:

@@ -20,7 +20,8 @@ def test_a_host_that_holds_all_copies_of_a_stage_is_named_with_what_to_do() -> N
     assert found.fatal == {"n0/0": [0], "n1/1": [1]}
     assert found.text == (
         "warning: losing one host can end the job: n0 has all 4 copies of stage 0; n1 has all 4 copies of stage 1. "
-        "Start at most 3 workers on each host (--nproc), on more hosts")
+        "Count the ranks through a pipeline first (--recycle-placement spread; in a topology of your own: the axes "
+        "data, pipe), or start at most 3 workers on each host (--nproc), on more hosts")
 
 
 @pytest.mark.parametrize(("pipelines", "stages", "parts"), [(3, 2, 1), (4, 3, 1), (2, 4, 1), (3, 3, 2), (5, 2, 2)])
@@ -43,7 +44,7 @@ def test_a_worker_is_lost_with_one_of_its_parts() -> None:
 def test_hosts_of_one_name_are_told_apart_and_a_crowd_is_counted() -> None:
     same = {f"0:{s}": f"vm/{s}" for s in range(6)} | {f"1:{s}": f"vm/{s}" for s in range(6)}
     assert "vm/0 has all 2 copies of stage 0; vm/1" in (text := judge(same).text)
-    assert "; and 3 hosts more. Start at most 1 workers" in text
+    assert "; and 3 hosts more. Count the ranks" in text and "or start at most 1 workers" in text
 
 
 def test_one_pipeline_survives_nothing() -> None:

@@ -49,6 +49,7 @@ from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.monitors import Event, Monitors
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
+from megatron_recycle.backends.deepspeed.topology import check_not_too_late, place
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
@@ -79,6 +80,7 @@ def install(options: Options) -> None:
         settings = options.resolve(config)
         if not settings.enabled or not isinstance(model, deepspeed.PipelineModule):
             return stock(args, model, *rest, **keywords)
+        check_not_too_late(settings)
         say_before_compiling(config, rest[0] if rest else keywords.get("optimizer"))
         engine_class = functools.partial(RecyclePipelineEngine, settings, options)
         # The name that stock initialize() looks up when it builds the engine of a PipelineModule.
@@ -92,6 +94,7 @@ def install(options: Options) -> None:
             deepspeed.PipelineEngine = plain
 
     watch_loaders()
+    place(options)
     setattr(initialize, _STOCK, stock)
     deepspeed.initialize = initialize
 

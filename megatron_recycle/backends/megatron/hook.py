@@ -7,13 +7,17 @@ of Megatron is imported here, and the backend itself only when a schedule is ask
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.placing import spreads
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
@@ -24,6 +28,10 @@ SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 ARGUMENTS = "megatron.training.global_vars"
 """Megatron-LM's module that is given its arguments once they are parsed and validated."""
 
+GROUPS = "megatron.core.parallel_state"
+"""Core's module that numbers the ranks."""
+
+_USUAL, _SPREAD = "tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"
 _NAME = "get_forward_backward_func"
 _STOCK = "recycle_stock_function"
 _HEARD = 5.0
@@ -85,6 +93,24 @@ def watch_arguments(options: Options) -> None:
         return stock(args, *rest, **keywords)
 
     _rebind(ARGUMENTS, "set_global_variables", set_global_variables)
+
+
+def watch_groups(options: Options) -> None:
+    """Make `initialize_model_parallel` count ranks as `placement` says, where its script leaves Megatron's usual order;
+    again: with other options. Experts and context parallelism keep that order."""
+
+    def initialize_model_parallel(stock: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        given = inspect.signature(stock).bind(*args, **keywords)
+        given.apply_defaults()
+        wanted, settings = given.arguments, options.resolve({})
+        others = ("context_parallel_size", "expert_model_parallel_size", "hierarchical_context_parallel_sizes")
+        if (settings.enabled and wanted.get("order") == _USUAL and all(wanted.get(name) in (None, 1) for name in others)
+                and spreads(options, settings, wanted["pipeline_model_parallel_size"],
+                            wanted["tensor_model_parallel_size"], dist.get_world_size())):
+            keywords = {**keywords, "order": _SPREAD}
+        return stock(*args, **keywords)
+
+    _rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
 
 
 def _judge(arguments: Any) -> None:

@@ -1,0 +1,44 @@
+"""The order of ranks in a pipeline model that is given a number of stages and no topology."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+
+from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.placing import spreads
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import ConfigError
+
+_STOCK = "recycle_stock_init"
+
+
+def place(options: Options) -> None:
+    """Make `PipelineModule` count ranks as `placement` says, where its script says nothing; again: other options."""
+    stock = getattr(PipelineModule.__init__, _STOCK, PipelineModule.__init__)
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def init(*arguments: Any, **keywords: Any) -> None:
+        given = signature.bind(*arguments, **keywords)
+        stages, size = given.arguments.get("num_stages"), dist.get_world_size()
+        settings = options.resolve({})
+        if (settings.enabled and stages and given.arguments.get("topology") is None and size % stages == 0
+                and spreads(options, settings, stages, 1, size)):
+            given.arguments["topology"] = ProcessTopology(["data", "pipe"], [size // stages, stages])
+        stock(*given.args, **given.kwargs)
+
+    setattr(init, _STOCK, stock)
+    PipelineModule.__init__ = init
+
+
+def check_not_too_late(settings: RecycleConfig) -> None:
+    """Raises ConfigError if DeepSpeed's JSON asks for an order of ranks: the model has its topology by then."""
+    if "JSON" in (source := settings.sources.get("placement", "")):
+        raise ConfigError(f"{source} comes too late: PipelineModule has counted the ranks before the JSON is read. "
+                          "Give --recycle-placement, or RECYCLE_PLACEMENT in the environment")
