@@ -24,6 +24,7 @@ from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.evaluation import Evaluations
 from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.grids import Grids
+from megatron_recycle.runtime.history import History
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.setup_record import SetUp
@@ -85,10 +86,12 @@ class Asked(NamedTuple):
     Attributes:
         evaluations: what the last pass of an evaluation has reported.
         collectives: those of the script's own.
+        iterations: what it was told of each that is committed.
     """
 
     evaluations: Evaluations
     collectives: Collectives
+    iterations: History
 
     def reconcile(self, groups: Groups) -> None:
         """After a failure: bring level what some have seen the end of. Raises GenerationOver."""

@@ -25,7 +25,6 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
-from megatron_recycle.runtime.history import History
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.site import Site
@@ -52,7 +51,6 @@ class Stepper:
         reports: of the last committed one.
         read: the data that this worker has read of it, as `Held.digests`.
         pending: the commit under way; None: there is none.
-        history: what was told of each committed iteration.
     """
 
     def __init__(self, site: Site, standing: Standing) -> None:
@@ -62,7 +60,6 @@ class Stepper:
         self.read: Mapping[tuple[int, int], int] = {}
         self.pending: Commit | None = None
         self.undo = Undo(site.stage)
-        self.history = History()
         self._site = site
         self._profiling = Profiling()
         self._committer = Committer()
@@ -134,7 +131,8 @@ class Stepper:
         """An iteration is final; ``adopt``: every worker has promised what this one has."""
         site, last = self._site, self._site.current.last
         assert self.reports is not None
-        self.history.note(verdict.iteration, _LOSS.pack(verdict.loss) + site.stage.summary(verdict, self.reports))
+        row = _LOSS.pack(verdict.loss) + site.stage.summary(verdict, self.reports)
+        site.asked.iterations.note(verdict.iteration, row)
         oldest = site.trainable.guard.oldest
         site.forget_data(verdict.iteration if oldest is None else min(oldest, verdict.iteration))
         site.agent.committed(verdict.iteration, verdict.loss)
@@ -154,7 +152,7 @@ class Stepper:
 
     def told(self, iteration: int) -> tuple[float, bytes]:
         """The loss of ``iteration``, which is committed, and the framework's `Stage.summary` of it."""
-        row = self.history.of(iteration)
+        row = self._site.asked.iterations.of(iteration)
         assert row is not None
         return _LOSS.unpack_from(row)[0], row[_LOSS.size:]
 
@@ -265,14 +263,14 @@ class Stepper:
         assert self.pending is None and self.held is None and standing.verdict is not None
         return {"counters": self._site.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
                 "pace": standing.mode.to_json(), "grids": self._site.grids.told(),
-                "read": dict(list(self.read.items())[:1]), "history": self.history.told(),
+                "read": dict(list(self.read.items())[:1]), "history": self._site.asked.iterations.told(),
                 "evaluated": self._site.asked.evaluations.history.told()}
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""
         self._site.stage.load_state(tensors, facts["counters"])
         self.held, self.pending, self.reports, self.read = None, None, facts["reports"], facts["read"]
-        self.history.take(facts["history"])
+        self._site.asked.iterations.take(facts["history"])
         self.standing.enter(Verdict.from_json(facts["verdict"]), self.standing.mode.like(facts["pace"]))
 
     def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:

@@ -32,6 +32,7 @@ from megatron_recycle.runtime.equality import verify_boundary
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.generation import Current, Generation
 from megatron_recycle.runtime.guard import refresh
+from megatron_recycle.runtime.history import History
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
 from megatron_recycle.runtime.place import Place
@@ -84,7 +85,7 @@ class StageWorker:
             phases=phases, trainable=Trainable(stage), meters=Meters(stage.device),
             current=Current(),
             asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
-                                          Collectives(place)))
+                        Collectives(place), History()))
         self.stepper = Stepper(self.site, self.standing)
         self._between = Between(self.site, self.stepper)
         agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
