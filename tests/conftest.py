@@ -36,25 +36,24 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED)))
 
 
-_SHARED_WITH_ALL = ("torch", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional",
-                    "torch.distributed:ProcessGroup", "torch.distributed:Work", "torch.cuda", "torch.random",
-                    "torch.optim:Optimizer", "torch.utils.data:DataLoader", "deepspeed", "deepspeed.comm",
-                    "deepspeed.comm.comm", "megatron.core.parallel_state", "megatron.training.training",
-                    "megatron_recycle.runtime.setup_record:Alone")
-"""Modules, and classes in them, that the product or a test's stand-in may put something into."""
+_OWNERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed:ProcessGroup",
+           "deepspeed", "deepspeed.comm", "megatron_recycle.runtime.setup_record:Alone")
+"""Modules, and classes in them, whose functions the product replaces."""
+_LAUNCHED = ("RECYCLE_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "TORCHELASTIC_")
+"""What variables begin with that tell a process which worker it is."""
 
 
 def _process_wide() -> dict[tuple[str, str], Any]:
-    """What all tests of this process share, by owner and name: functions and variables."""
+    """What all tests of this process share, by owner and name."""
     found: dict[tuple[str, str], Any] = {}
-    for path in _SHARED_WITH_ALL:
+    for path in _OWNERS:
         module, _, kind = path.partition(":")
         if (owner := sys.modules.get(module)) is not None:
             for name, value in vars(getattr(owner, kind) if kind else owner).items():
                 if callable(value):
                     found[path, name] = value
-    return found | {("the environment", name): value for name, value in os.environ.items()
-                    if name not in (MAY_START, "PYTEST_CURRENT_TEST")}
+    return found | {("the environment", name): value
+                    for name, value in os.environ.items() if name.startswith(_LAUNCHED)}
 
 
 @pytest.fixture(autouse=True)
