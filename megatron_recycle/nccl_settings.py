@@ -16,11 +16,13 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": ("1", "an abort waits a minute for a dump"),
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": ("0", "an error that an abort causes ends the process"),
     "TORCH_NCCL_PROPAGATE_ERROR": ("0", "one worker's error is made everybody's through the store"),
+    "NCCL_RUNTIME_CONNECT": ("0", "a first reduction connects its members while nothing can free who waits"),
     "NCCL_NVLS_ENABLE": ("0", "an abort can hang in NVLink SHARP"),
     "CUDA_MODULE_LOADING": ("EAGER", "a kernel that is loaded while a receive is pending waits for it"),
 }
 """Name -> the value that a job needs, and what happens with another one. Sources: ProcessGroupNCCL.cpp of torch 2.13;
-the last two from NVIDIA's resiliency extension and NCCL's documentation of CUDA module loading."""
+NCCL's init.cc (transports of collectives are connected with their communicator, or at their first use); the last two
+from NVIDIA's resiliency extension and NCCL's documentation of CUDA module loading."""
 
 
 def defaults(environ: Mapping[str, str]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 
 from tests.labels import MAY_START
-from tests.ordered.rules import Rules
+from tests.ordered.rules import JOBS
 
 SHARED = "SUITE_FOLDER"
 """Variable that names a folder of this run of the suite, the same in all of its processes (`tests.references`)."""
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--ordered"):
-        os.environ.update(Rules().environment())
+        os.environ.update(JOBS.environment())
     if SHARED not in os.environ:
         os.environ[SHARED] = tempfile.mkdtemp(prefix="recycle-suite-")
         config.add_cleanup(lambda: shutil.rmtree(os.environ.pop(SHARED)))

@@ -8,8 +8,8 @@ from typing import Any
 
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.job import Measured, Measurements
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, overfull
-from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, pairs, plan_for, recosted
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, overfull, pairs
+from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, plan_for, recosted
 from megatron_recycle.planner.baselines import drop
 
 WORTHWHILE = 0.02
@@ -73,7 +73,6 @@ class Planning:
         self._measurements = Measurements()
         self._before: Measured | None = None  # what was known before the last change, and plans were made ahead for
         self._best: dict[frozenset[str], Plan] = {}
-        self._partners: frozenset[tuple[Worker, Worker]] = frozenset()  # of the plan that was handed out last
         self._lock = threading.Lock()
         self.ahead: threading.Thread | None = None
         """Makes plans ahead; None before that has begun."""
@@ -97,20 +96,19 @@ class Planning:
         return self._hand_out(known)
 
     def _hand_out(self, plan: Plan) -> dict[str, Any]:
-        self._partners = pairs(plan)
         self._handed_out(plan)
         return plan.to_json()
 
     def _made(self, problem: Problem, before: Problem, seed: int, price: PartnerPrice) -> Plan:
         """The plan that is remembered, or the heuristic's, or what was planned for the costs ``before`` if that is
-        better, new partners paid, and still has the memory."""
+        better, all partners paid, since the communicator is made anew, and still has the memory."""
         plan, earlier = plan_for(problem, self._cache, work=0, seed=seed), self._cache.get(before)
         if plan.stats.get("cached") or earlier is None or before == problem:
             return plan
         again = recosted(problem, earlier)
         if overfull(again):
             return plan
-        return min(plan, again, key=lambda each: (price.total(each, self._partners), each.objective_value))
+        return min(plan, again, key=lambda each: (price.total(each, frozenset()), each.objective_value))
 
     def resume(self, description: Mapping[str, Any], failed: frozenset[str], told: Sequence[Mapping[str, Any]]) -> None:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""

@@ -3,6 +3,7 @@ library only."""
 
 from megatron_recycle.plan.blocks import Piece, pieces
 from megatron_recycle.plan.messages import Message, channels, read_by, reads, receives, surplus
+from megatron_recycle.plan.pairs import Pair, pair_of, pairs, rounds, tied_givers, tied_pairs
 from megatron_recycle.plan.transfers import Transfer, postings, transfers
 
 from .action import STEP, Action
@@ -16,7 +17,8 @@ from .replay import Timeline, replay
 from .validate import check, overfull, violations
 
 __all__ = [
-    "AHEAD", "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Microbatch", "Piece", "Plan", "PlanError",
-    "Problem", "Timeline", "Transfer", "Worker", "channels", "check", "lower_bound", "overfull", "pieces", "postings",
-    "read_by", "reads", "receives", "replay", "surplus", "transfers", "violations",
+    "AHEAD", "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Microbatch", "Pair", "Piece", "Plan",
+    "PlanError", "Problem", "Timeline", "Transfer", "Worker", "channels", "check", "lower_bound", "overfull",
+    "pair_of", "pairs", "pieces", "postings", "read_by", "reads", "receives", "replay", "rounds", "surplus",
+    "tied_givers", "tied_pairs", "transfers", "violations",
 ]

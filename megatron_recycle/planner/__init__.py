@@ -3,6 +3,6 @@
 from .api import improve, plan_for, quick, recosted
 from .cache import Cache, ahead
 from .normalise import Prices, normalise
-from .partners import PartnerPrice, pairs
+from .partners import PartnerPrice
 
-__all__ = ["Cache", "PartnerPrice", "Prices", "ahead", "improve", "normalise", "pairs", "plan_for", "quick", "recosted"]
+__all__ = ["Cache", "PartnerPrice", "Prices", "ahead", "improve", "normalise", "plan_for", "quick", "recosted"]

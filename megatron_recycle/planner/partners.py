@@ -1,24 +1,17 @@
 """The price of partners: two workers that have not talked yet connect first.
 
 NCCL connects a pair at its first transfer: it allocates buffers and exchanges addresses, while both queues stand. gloo
-has connected all pairs once a communicator is made. So a plan that gives a worker new partners has to pay for them, and
-of two plans that are as good the one that keeps its partners is better.
+has connected all pairs once a communicator is made. So all workers wait, before a plan is taken up, until the pairs
+that are new in it are connected, and the plan has to pay for that: by the round (`plan.rounds`), of which it needs as
+many as its busiest worker has new partners.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
 
-from ..plan import Plan, Worker, channels
-
-Pair = tuple[Worker, Worker]
-
-
-def pairs(plan: Plan) -> frozenset[Pair]:
-    """The workers that talk to each other in an iteration of ``plan``, each pair once, in ascending order."""
-    return frozenset((min(pair), max(pair)) for pair, messages in channels(plan).items() if messages)
+from ..plan import Pair, Plan, pairs, rounds
 
 
 @dataclass(frozen=True)
@@ -30,12 +23,8 @@ class PartnerPrice:
     horizon: float = 100.0
 
     def of(self, plan: Plan, known: Set[Pair]) -> float:
-        """Time until all pairs of ``plan`` that are not ``known`` are connected: those of one worker come one after the
-        other, as in its queue."""
-        if not self.first:
-            return 0.0
-        new = Counter(worker for pair in pairs(plan) - known for worker in pair)
-        return self.first * max(new.values(), default=0)
+        """Time until all pairs of ``plan`` that are not ``known`` are connected."""
+        return self.first * len(rounds(pairs(plan) - known)) if self.first else 0.0
 
     def total(self, plan: Plan, known: Set[Pair]) -> float:
         """Time of the iterations of the horizon under ``plan``, with the pairs that have to be connected for it."""

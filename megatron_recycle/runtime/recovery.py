@@ -27,6 +27,7 @@ from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, store_prefix
 from megatron_recycle.runtime.guard import go_back, take_back
+from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors
@@ -185,6 +186,8 @@ def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
                                frozenset(go.without))
     install(site, standing, generation)
+    connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
+                     site.phases.working(CONNECT), go.resume)
     site.agent.event("rebuilt", generation=go.generation, ms=round(1000 * (time.monotonic() - begun), 1))
     return generation
 

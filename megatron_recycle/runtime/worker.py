@@ -34,6 +34,7 @@ from megatron_recycle.runtime.generation import Current, Generation
 from megatron_recycle.runtime.guard import refresh
 from megatron_recycle.runtime.history import History
 from megatron_recycle.runtime.memory_budget import announce
+from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Write, save
@@ -338,6 +339,8 @@ class StageWorker:
         if plan is not generation.plan:
             generation = generation.follow(plan, site.exact, site.stage)
             site.current.set(generation)
+        # Others may still be in the script's own code.
+        connect_partners(site, self.standing, generation, site.config.transport_timeout, site.phases.waiting(HANDLES))
         return generation
 
     def _await_switch(self, iteration: int) -> None:

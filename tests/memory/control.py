@@ -24,6 +24,7 @@ from megatron_recycle.control.searches import Plans
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.state import Phase, State
+from megatron_recycle.plan import Plan
 
 LIMITS = Timeouts(heartbeat_interval=0.0, heartbeat_timeout=0.5, report_timeout=10.0)
 """Reports count as late after 10 s, and a hint that no failure explains brings a new generation after 0.5 s."""
@@ -145,6 +146,10 @@ class Control:
                 self._coordinator.feed(inputs.Lost(found, time.time()))
 
         self.call(declare)
+
+    def improved(self, generation: int, plan: Plan) -> None:
+        """A search has found a better plan."""
+        self._coordinator.feed(inputs.Improved(generation, plan.to_json(), time.time()))
 
     def kill(self, absent: float = 0.0) -> None:
         """The coordinator's process dies; another one takes over ``absent`` seconds later, from the journal."""

@@ -41,7 +41,7 @@ from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.collecting import collect
 from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
-from tests.memory.wires import Asked, Deaths, Wires
+from tests.memory.wires import Asked, Deaths, FirstPairs, Wires
 from tests.moments import Arrivals, Moment
 
 CPU = torch.device("cpu")
@@ -152,11 +152,13 @@ class Job:
         at: called in a worker's thread whenever it gets to a phase.
         asked: who dies when it asks what of the network.
         moves: as `Control`'s.
+        first_pairs: as `Wires`'.
     """
 
     def __init__(self, shape: Shape, kills: Sequence[Moment] = (), *, holds: Sequence[Moment] = (), seed: int = 0,
                  slow: float = 0.0, at: Callable[[Job, Moment], None] | None = None,
-                 asked: Sequence[Asked] = (), moves: Mapping[str, str] = MappingProxyType({})) -> None:
+                 asked: Sequence[Asked] = (), moves: Mapping[str, str] = MappingProxyType({}),
+                 first_pairs: FirstPairs = "refused") -> None:
         self.shape = shape
         self.kills, self.holds = set(kills), {hold: threading.Event() for hold in holds}
         self.held: set[Moment] = set()
@@ -168,7 +170,7 @@ class Job:
         self.ranks = {worker: tuple(range(rank, rank + shape.parts)) for worker, rank in first.items()}
         self.names = Place(Worker(0, 0), self.grid, self.ranks, "gloo").names
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
-        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2))
+        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), first_pairs=first_pairs)
         self.control = Control(len(self.names), seed + 1, slow, moves=moves)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []

@@ -20,6 +20,7 @@ With real processes, on tests/ordered: in `tests.ordered.backend.Ordered` leave 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,12 +29,17 @@ from typing import Any
 import pytest
 
 from megatron_recycle import nccl_settings
+from megatron_recycle.control.planning import problem_of
 from megatron_recycle.launch.worker_command import torchrun_environment
+from megatron_recycle.planner import quick
+from megatron_recycle.planner.baselines import drop
+from megatron_recycle.runtime import recovery, worker
 from megatron_recycle.runtime.comm import abort, comm, rendezvous
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.memory.ends import Host, InMemory
+from megatron_recycle.runtime.comm.rendezvous import CONNECTING
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, WORLD
 from megatron_recycle.runtime.comm.threads import Threads
 from tests.memory import control
@@ -92,9 +98,9 @@ def waits_see_no_abort(patch: pytest.MonkeyPatch) -> None:
 def gradients_count_at_once(patch: pytest.MonkeyPatch) -> None:
     waits = Pending.wait
 
-    def wait(self: Pending, read: bool = False) -> None:
+    def wait(self: Pending, read: bool = False, stays: bool = False) -> None:
         if self._kind != "sum" or not self._comm.backend.ordered:
-            waits(self, read)
+            waits(self, read, stays)
 
     patch.setattr(Pending, "wait", wait)
 
@@ -150,7 +156,7 @@ class Free:
 
 def abort_while_two_are_busy() -> str:
     """A survivor waits on two communicators: the abort of one ends when that of the other has begun."""
-    library, threads = Wires(NCCL, lambda process, what: None, ordered=True), Threads()
+    library, threads = Wires(NCCL, lambda process, what: None, ordered=True, first_pairs="free"), Threads()
     me, partner = Host(0), Host(1)
     ends = {process: [library.end(process, ("", name), process.rank, 2, WORLD) for name in ("world", "stage")]
             for process in (me, partner)}
@@ -223,11 +229,65 @@ def death_before_a_first_use() -> str:
     return ""
 
 
+# ---- the first transfers of pairs, too
+
+
+def pairs_connect_in_training(patch: pytest.MonkeyPatch) -> None:
+    for module in (recovery, worker):
+        patch.setattr(module, "connect_partners", lambda *given: None)
+
+
+def pairs_of_a_better_plan_connect_in_training(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(worker, "connect_partners", lambda *given: None)
+
+
+def death_before_a_first_transfer() -> str:
+    """A worker dies before it has received its first activation; who sends that is there already."""
+    made = Job(FAST, holds=[kill := Moment("1:1", "forward", 0)], seed=NCCL, first_pairs="block")
+    with made:
+        made.wait_held()
+        made.wait_waiting("worker-1:0 for ")
+        made.release(kill, die=True)
+        made.wait_event("decided", generation=2)
+        sender = next(process for process in made.processes.values() if process.name == "1:0")
+        first = [end for end in sender.network.ends if end.board.ordered][:3]
+        made.wait_for(lambda: all(end.aborted for end in first), "the abort")  # whom it can free is free
+        if re.search("worker-1:0 for its partners' first transfer", told := made.fabric.standing()):
+            return f"nobody can go on:\n{told}"
+        check(made, made.wait(), {"1:1"}, within=1e-5)
+    return ""
+
+
+def a_better_plan(patch: pytest.MonkeyPatch) -> str:
+    """Two pipelines of three go on without the third, until a plan comes in which its worker is a guest's host."""
+    patch.setattr(control, "_plan", lambda description, failed: drop(problem_of(description, failed)).to_json())
+    shape = replace(FAST, iterations=6, microbatches=4)
+    made = Job(shape, holds=[kill := Moment("1:1", "forward", 0), late := Moment("0:0", "forward", 1)], seed=NCCL)
+    with made:
+        made.wait_held(kill)
+        made.release(kill, die=True)
+        made.wait_event("decided", generation=2)
+        made.wait_held(late)
+        better = quick(problem_of(made.control.state.description or {}, frozenset({"1:1"})))
+        made.control.call(lambda: made.control.improved(2, better))
+        left = [each.worker for each in made.processes.values() if each.thread.is_alive() and each.worker is not None]
+        made.wait_for(lambda: all(each.site.agent.offer is not None for each in left), "the offer")
+        made.release(late)
+        try:
+            check(made, made.wait(), {"1:1"}, within=1e-5)
+        except AssertionError as error:
+            return str(error)
+        made.wait_event("adopted", digest=better.digest)
+    return ""
+
+
 # ---- D6, D7: both ends send and receive
 
 
 def without_batches(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Comm, "batch", lambda self: contextlib.nullcontext())
+    batch = Comm.batch
+    patch.setattr(Comm, "batch", lambda self: batch(self) if threading.current_thread().name == CONNECTING
+                  else contextlib.nullcontext())
 
 
 # ---- D8: our groups are not split off a default group that is bound to a device
@@ -272,6 +332,12 @@ DEFECTS = [
     Defect("D4 while another thread posts", without_a_lock, abort_while_posting, ["aborted and posted"]),
     Defect("D5 first uses", connecting_at_first_uses, death_before_a_first_use,
            ["worker-0:1 for the others' first use of stage1.0"], stuck=True),
+    Defect("a first transfer of a pair in training", pairs_connect_in_training, death_before_a_first_transfer,
+           ["thread worker-1:0 for its partners' first transfer on world.0"], stuck=True),
+    Defect("a first transfer of a pair in training, by another rule", pairs_connect_in_training, lambda: job(FAST),
+           ["it is the first of its pair"]),
+    Defect("a first transfer of a better plan's pair in training", pairs_of_a_better_plan_connect_in_training,
+           a_better_plan, ["it is the first of its pair"]),
     Defect("D6 exact without batches", without_batches, lambda: job(EXACT), ["a send to its rank", *STANDING],
            stuck=True),
     Defect("D7 ties without batches", without_batches, lambda: job(TIED), ["a send to its rank"], stuck=True),

@@ -6,12 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.memory import Fabric, MemoryNetwork
-from megatron_recycle.runtime.comm.memory.ends import End, Host, Operation
+from megatron_recycle.runtime.comm.memory.ends import Board, End, Host, Operation
+from megatron_recycle.runtime.comm.rendezvous import CONNECTING
 from megatron_recycle.runtime.comm.tags import CONTROL, Table
+
+FirstPairs = Literal["refused", "block", "free"]
+_Way = tuple[Board, int, str, int]
+"""A communicator, one of its ranks, "send" or "receive", and the rank that it does so to or from."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,20 @@ class Wires(Fabric):
             until they are being aborted, too.
         first_uses: a communicator is not made when it is asked for but at its first operation, which waits for all
             members' and can be freed by nobody.
+        first_pairs: two members are connected at their first transfer in each direction, inside of which the thread
+            waits until the other one comes to its own. "refused": only a thread that can be left behind may come to it,
+            and an abort frees that; "block": anybody may, and nothing frees who does; "free": there is no such rule.
     """
 
     def __init__(self, seed: int, at: Callable[[Host, str], None], *, busy_aborts: bool = True,
-                 first_uses: bool = False, **options: Any) -> None:
+                 first_uses: bool = False, first_pairs: FirstPairs = "refused",
+                 **options: Any) -> None:
         super().__init__(seed, **options)
         self._at = at
         self._busy_aborts, self._first_uses = busy_aborts, first_uses
+        self._first_pairs = first_pairs
         self._used: set[End] = set()
+        self._met: set[_Way] = set()
         self._aborting: set[End] = set()
 
     def end(self, process: Host, key: tuple[str, str], rank: int, size: int, table: Table = CONTROL,
@@ -59,10 +70,13 @@ class Wires(Fabric):
     def post(self, operation: Operation) -> None:
         self._at(operation.end.process, f"{operation.kind} {operation.end.board.name}")
         self._use(operation.end)
+        if operation.end.batch is None:
+            self._meet([operation])
         super().post(operation)
 
     def post_batch(self, batch: Sequence[Operation]) -> None:
         self._at(batch[0].end.process, f"batch {batch[0].end.board.name}")
+        self._meet(batch)
         super().post_batch(batch)
 
     def abort(self, end: End) -> None:
@@ -80,6 +94,25 @@ class Wires(Fabric):
                 self._used.add(end)
                 while not all(end.board.ends.get(rank) in self._used for rank in range(end.board.size)):
                     self._wait(end, f"the others' first use of {end.board.name}")
+
+    def _meet(self, operations: Sequence[Operation]) -> None:
+        end, transfers = operations[0].end, [each for each in operations if each.kind != "sum"]
+        if not end.board.ordered or not transfers or self._first_pairs == "free":
+            return
+        mine = {(end.board, end.rank(), each.kind, each.peer) for each in transfers}
+        with self._time.lock:
+            if mine <= self._met:
+                return
+            if self._first_pairs == "refused" and threading.current_thread().name != CONNECTING:
+                raise AssertionError(f"{transfers[0]}: it is the first of its pair, and nobody can leave it")
+            self._met |= mine
+            self._time.wake()
+            theirs = {(board, peer, "send" if kind == "receive" else "receive", rank)
+                      for board, rank, kind, peer in mine}
+            while not theirs <= self._met:
+                if end.aborted and self._first_pairs == "refused":
+                    raise RuntimeError("the communicator was aborted")
+                self._wait(end, f"its partners' first transfer on {end.board.name}")
 
     def _wait(self, end: End, what: str) -> None:
         end.process.check()

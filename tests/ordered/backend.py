@@ -12,7 +12,7 @@ from megatron_recycle.runtime.comm.waits import Wait
 class Ordered(Backend):
     """As NCCL's object, without streams."""
 
-    ordered, host, quick = True, False, False
+    ordered, host, quick, lazy = True, False, False, True
 
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         wait.aside(work.wait)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.runtime.comm.rendezvous import CONNECTING
 from tests.ordered.rules import Rules
 
 _HEAD = struct.Struct("!cQ")
@@ -182,6 +183,7 @@ class Queue:
     waiting: deque[OrderedWork] = field(default_factory=deque)
     now: OrderedWork | None = None
     aborted: bool = False
+    closed: bool = False
     last: float = field(default_factory=time.monotonic)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -198,15 +200,19 @@ class Queue:
 
     def connect(self, transfers: Sequence[Transfer]) -> None:
         """Meet the counterparts of first transfers, in the calling thread."""
+        frees = self.rules.apart
         needed = []
         for transfer in transfers:
             own, other = (b"out", b"in") if transfer.kind == "send" else (b"in", b"out")
             if own not in transfer.link.used:
+                if self.rules.apart and threading.current_thread().name != CONNECTING:
+                    raise AssertionError(f"{transfer} is the first of its pair, and nobody can leave it")
                 transfer.link.used.add(own)
                 transfer.link.push(_FIRST, own)
                 needed.append((transfer.link, other))
         with self.changed:
-            self.changed.wait_for(lambda: self.aborted or all(way in link.peer_used for link, way in needed))
+            self.changed.wait_for(lambda: self.closed or (frees and self.aborted)
+                                  or all(way in link.peer_used for link, way in needed))
             if self.aborted:
                 raise dist.DistBackendError(ABORTED)
 
@@ -234,6 +240,9 @@ class Queue:
             self.changed.wait_for(lambda: self.aborted or (self.now is None and not self.waiting))
 
     def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
         for link in self.links.values():
             link.close()
 

@@ -21,7 +21,8 @@ class Rules:
             collectives and batches; who waits for a dead peer there can be freed by nobody.
         buffer: bytes per direction that a send may be ahead of its receive; 0: a send ends when its receive runs.
         connecting: first transfers of each direction block the calling thread until the peer comes to its own
-            (ncclTransportP2pSetup).
+            (ncclTransportP2pSetup). Not even an abort frees it.
+        apart: such a transfer is an error in a thread that cannot be left behind; in one that can, an abort frees it.
         garbage: what an abort ends looks like a success, with NaN as its result.
         watchdog: an operation that is pending for longer than the group's limit ends the process, as torch's default
             does.
@@ -31,6 +32,7 @@ class Rules:
     eager: bool = True
     buffer: int = 0
     connecting: bool = True
+    apart: bool = False
     garbage: bool = True
     watchdog: bool = False
     stuck: float = 20.0
@@ -43,3 +45,7 @@ class Rules:
         """Those that all jobs of this run of the suite are to keep (``pytest --ordered``), if any."""
         told = os.environ.get(VARIABLE)
         return None if told is None else cls(**json.loads(told))
+
+
+JOBS = Rules(apart=True)
+"""Those of jobs."""

@@ -15,7 +15,7 @@ import pytest
 from tests.backends import gpt_job, megatron_job
 from tests.backends.comparing import check_survivors
 from tests.harness import Hold, Job
-from tests.ordered.rules import Rules
+from tests.ordered.rules import JOBS
 from tests.references import calm_run
 
 pytestmark = pytest.mark.processes
@@ -34,7 +34,7 @@ MEGATRON: Mapping[str, Any] = {"pipelines": 3, "stages": 2, "iterations": 4, "se
 def test_a_worker_killed_under_the_rules_leaves_gloos_bits(body: Callable[..., Any], arguments: Mapping[str, Any],
                                                            hold: Hold):
     on_gloo = calm_run(body, 6, arguments)
-    with Job(body, 6, arguments, [hold], rules=Rules()) as job:
+    with Job(body, 6, arguments, [hold], rules=JOBS) as job:
         job.wait_held()
         job.kill(hold)
         check_survivors(job, {hold.worker}, on_gloo)

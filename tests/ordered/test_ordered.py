@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.runtime.comm.rendezvous import CONNECTING
 from tests.ordered.group import OrderedGroup, pending
 from tests.ordered.rules import Rules
 
@@ -48,6 +49,7 @@ def outcome(program: Program, rules: Rules, quiet: float) -> str:
     assert not hangs or pending(), "a program that hangs says in what"
     for group in groups.values():
         group.abort()
+        group.shutdown()  # frees also what an abort does not
     for thread in threads:
         thread.join(_LIMIT)
     assert not failures, failures
@@ -136,6 +138,23 @@ def an_abort(rank: int, group: OrderedGroup) -> None:
             group.recv([tensor], 0)
 
 
+def connected_apart(rank: int, group: OrderedGroup) -> None:
+    """First transfers in a thread that can be left behind, then others in this one."""
+    thread = threading.Thread(target=in_order, args=(rank, group), name=CONNECTING, daemon=True)
+    thread.start()
+    thread.join(_LIMIT)
+    in_order(rank, group)
+
+
+def one_never_comes(rank: int, group: OrderedGroup) -> None:
+    """The other one's first transfer, which no abort frees."""
+    if rank == 0:
+        threading.Timer(0.1, group.abort).start()
+        group.send([torch.ones(10)], 1)
+    else:
+        group._whole()
+
+
 @pytest.mark.parametrize(("program", "rules", "expected"), [
     (one_f_one_b, Rules(), "hangs"),
     (one_f_one_b, Rules(eager=False), "hangs"),
@@ -147,6 +166,13 @@ def an_abort(rank: int, group: OrderedGroup) -> None:
     (a_batch, Rules(), "runs"),
     (collectives_cross, Rules(), "hangs"),
     (an_abort, Rules(), "runs"),
+    (connected_apart, Rules(apart=True), "runs"),
+    (one_never_comes, Rules(), "hangs"),
 ], ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", None))
 def test_two_workers(program: Program, rules: Rules, expected: str):
     assert outcome(program, rules, _QUIET if expected == "hangs" else _LIMIT) == expected
+
+
+def test_a_first_transfer_where_nobody_can_leave_it_is_an_error():
+    with pytest.raises(AssertionError, match="is the first of its pair"):
+        outcome(in_order, Rules(apart=True), _QUIET)

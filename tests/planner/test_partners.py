@@ -9,8 +9,8 @@ import pytest
 
 from megatron_recycle.control import planning as planning_module
 from megatron_recycle.control.planning import Planning, partner_price
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
-from megatron_recycle.planner import PartnerPrice, pairs, quick
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, pairs
+from megatron_recycle.planner import PartnerPrice, quick
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.runtime.comm.backend import BACKENDS
 

@@ -58,12 +58,15 @@ class Backend:
             ever.
         host: whether it moves tensors that lie in CPU memory.
         quick: whether `abort` takes milliseconds for each other member. Otherwise it may hang, and needs a thread.
+        lazy: whether two members are connected at their first transfer in each direction. The thread that posts it
+            stands in the library until the other one posts its own, and may never be freed (`first_transfers`).
         partner_cost: seconds that the first transfer of two workers takes beside what the message does.
     """
 
     ordered: bool
     host: bool
     quick: bool
+    lazy: bool = False
     partner_cost: float = 0.0
 
     def limit(self, group: Any) -> timedelta | None:
@@ -125,7 +128,7 @@ class Backend:
         return lambda: None
 
     def connect(self, group: Any) -> None:
-        """Do what would make the first operation on ``group`` wait for the others to come to theirs; all members come
+        """Do what would make the first collective on ``group`` wait for the others to come to theirs; all members come
         here at the same time. In a thread that can be left behind: nothing may be able to interrupt it."""
 
 
@@ -166,7 +169,7 @@ class Gloo(Backend):
 class Nccl(Backend):
     """NVIDIA's library for tensors on GPUs. By its sources and torch's; none of this has run on a GPU."""
 
-    ordered, host, quick = True, False, False
+    ordered, host, quick, lazy = True, False, False, True
     partner_cost = 0.15  # of a communicator of two (NVIDIA/nccl issue 1605); nobody has published a bare connection
 
     def __init__(self) -> None:

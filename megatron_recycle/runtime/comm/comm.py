@@ -87,11 +87,11 @@ class Pending:
         self._wait: Wait | None = None
         self.tensor = tensor
 
-    def wait(self, read: bool = False) -> None:
+    def wait(self, read: bool = False, stays: bool = False) -> None:
         """Block until it has ended; the tensor is whole then. Raises GenerationOver when it failed, when the
         communicator has been aborted, whatever became of it, or when somebody has taken its way out: it may then be
         waited for again. ``read``: it is a send whose receiver is known to have got it, so that there is nothing to
-        wait for."""
+        wait for. ``stays``: the way out is for others."""
         comm = self._comm
         with failing_ends(self, comm.is_aborted):
             if self._wait is not None and self._wait.begun:
@@ -99,7 +99,7 @@ class Pending:
             elif self._work is _NOT_STARTED:
                 raise AssertionError("what is started in a batch is waited for after it")
             elif self._work is not None:
-                self._wait = Wait(comm.exits, stays=read)
+                self._wait = Wait(comm.exits, stays=read or stays)
                 comm.backend.wait(self._work, comm.limit, self._wait, read)
 
     def done(self) -> bool:
@@ -131,6 +131,7 @@ class Comm:
     Attributes:
         group: for frameworks that want torch's own process group.
         aborted: whether `abort` has been called.
+        met: the pairs of members that are connected, where a library connects pairs (`Backend.lazy`).
         exits: of whoever waits here.
     """
 
@@ -143,6 +144,7 @@ class Comm:
         self.identity = identity
         self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(group.size()))
         self.aborted = False
+        self.met = frozenset[tuple[int, int]]()
         self.exits = Exits()
         self._posting = threading.RLock()
         self._batch: list[tuple[Pending, Work]] | None = None

@@ -19,6 +19,8 @@ from megatron_recycle.environment import Launched
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.threads import Threads
 
+CONNECTING = "recycle-connect"
+"""Name of the threads that are inside a library that connects, and can be left behind."""
 _POLL_SECONDS = 0.002
 _LONGEST_ABSENCE = 60.0  # of torch's store, in seconds
 _SAID_AGAIN = 0.5  # seconds after which a worker that waits for others at the store says again that it is there
@@ -64,8 +66,10 @@ def _unbound_default_group() -> Iterator[None]:
 
 
 def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Callable[[], bool]], Connected],
-                       discard: Callable[[Connected], None], threads: Threads) -> Connected:
-    """The result of ``connect``, or GenerationOver as soon as ``interrupted()`` becomes true.
+                       discard: Callable[[Connected], None], threads: Threads,
+                       limit: float = math.inf) -> Connected:
+    """The result of ``connect``, or GenerationOver as soon as ``interrupted()`` becomes true, or after ``limit``
+    seconds.
 
     gloo cannot be interrupted while it connects, and waits up to five times its limit for a peer that has died, or is
     frozen, just after it had said where it listens. So ``connect`` runs in one of ``threads``, which is left behind
@@ -85,12 +89,15 @@ def unless_interrupted(interrupted: Callable[[], bool], connect: Callable[[Calla
         if late.exception() is None:
             discard(late.result())
 
-    threads.start("recycle-connect", run, _LONGEST_CONNECT)
+    begun = time.monotonic()
+    threads.start(CONNECTING, run, _LONGEST_CONNECT)
     while not wait_for_any([outcome], _POLL_SECONDS).done:
-        if interrupted():
+        late = time.monotonic() > begun + limit
+        if late or interrupted():
             left_behind.set()
             outcome.add_done_callback(throw_away)
-            raise GenerationOver("a newer generation was announced while this one was being built")
+            raise GenerationOver(f"some workers did not connect to each other within {limit:.0f} s" if late else
+                                 "the generation was given up while its workers connected to each other")
     return outcome.result()
 
 

@@ -72,6 +72,7 @@ ACTIVATIONS = WORLD.take("activations or gradients", 2**30, again=True)
 """By the running number of a message on its channel, which is one direction between two workers."""
 TIES = WORLD.take("a tied parameter's gradient", 2**20)
 """Two for each tied parameter."""
+FIRST_IN_WORLD = WORLD.take("the first transfer of two workers", 1)
 
 CONTROL = Table()
 """Tags of `Groups.control`."""
@@ -94,6 +95,7 @@ HELD = STAGE.take("the reduced gradient of a peer", 2)
 """The gradient, and the numbers that belong to it."""
 STATE_FACTS = STAGE.take("what describes a stage's state", 2)
 """Its size, and the text."""
+FIRST_IN_STAGE = STAGE.take("the first transfer of two peers", 1)
 STATE_SUMS = STAGE.take("checksums of a stage's state", 1)
 STATE_PIECES = STAGE.take("a stage's state", 2**28)
 """By the piece's place in the giver's share."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.plan import tied_givers
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import TIES
@@ -68,8 +69,8 @@ def _gather(tie: Tie, own: torch.Tensor, number: int, groups: Groups) -> list[to
         for stage, buffer in values.items():
             theirs = groups.peers(stage)
             moving += [world.send(outgoing, groups.rank(receiver), TIES[number])
-                       for place, receiver in enumerate(theirs) if mine[place % len(mine)] == me]
-            giver = theirs[mine.index(me) % len(theirs)]
+                       for receiver, giver in tied_givers(mine, theirs).items() if giver == me]
+            giver = tied_givers(theirs, mine)[me]
             moving.append(world.receive(buffer, groups.rank(giver), TIES[number]))
     for pending in moving:
         pending.wait()

@@ -172,7 +172,7 @@ class InMemory(Backend):
     """How these ends are spoken to."""
 
     def __init__(self, ordered: bool) -> None:
-        self.ordered, self.host, self.quick = ordered, not ordered, not ordered
+        self.ordered, self.host, self.quick, self.lazy = ordered, not ordered, not ordered, ordered
 
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         assert isinstance(work, (Operation, Together))
