@@ -64,6 +64,8 @@ class Summary:
             self.errors[event["rank"], event["pid"]] = event["error"]
         if name == "last_copy":
             return _last_copy(event)
+        if name == "last_host":
+            return _last_host(event)
         if name == "started":
             self.names = {rank: name for name, rank in event["ranks"].items()}
             return _started(event)
@@ -144,6 +146,13 @@ def _last_copy(event: Mapping[str, Any]) -> str:
     how = ("; what only it has is lost with it: fill the empty places (max_restarts, `recycle run --join`), or begin "
            "with guard memory or --restarts") if without else ""
     return f"recycle: warning: {held}{how}"
+
+
+def _last_host(event: Mapping[str, Any]) -> str:
+    """A warning of what has changed with the last failure."""
+    held = "; ".join(f"{host} has all workers that are left of stage {', '.join(map(str, stages))}"
+                     for host, stages in event["hosts"].items())
+    return f"recycle: warning: {held}: without that host the job cannot go on until workers have joined"
 
 
 def _line(event: Mapping[str, Any]) -> str:

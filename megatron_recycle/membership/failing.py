@@ -33,6 +33,7 @@ from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import RESTART, DeadEnd, by_stage, decide
 from megatron_recycle.membership.state import Closing, Member, Message, Phase, State
+from megatron_recycle.membership.survival import exposed
 
 # Who is lost
 
@@ -315,6 +316,7 @@ def _go(state: State, now: float) -> Step:
     }
     back += policies.told(state, state.go, resume.next, now)
     back += guarding.exposed(state, now)
+    back += _exposed_hosts(state, now)
     events = [*back, training.reconciled_event(state, resume, now)] if state.generation > 1 else []
     record = records.went(state, resume, plan.get("digest"), events)
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
@@ -323,6 +325,16 @@ def _go(state: State, now: float) -> Step:
 
 
 # Events
+
+
+def _exposed_hosts(state: State, now: float) -> tuple[dict[str, Any], ...]:
+    """The event of hosts that have come to hold all that is left of a stage with this generation."""
+    if state.go is None:
+        return ()
+    before = {name: state.known[incarnation].host for name, incarnation in state.go["members"].items()
+              if incarnation in state.known}
+    found = exposed(before, {name: member.host for name, member in state.members.items()})
+    return ({"event": "last_host", "t": now, "generation": state.generation, "hosts": found},) if found else ()
 
 
 def suspected(

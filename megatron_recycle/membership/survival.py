@@ -29,10 +29,7 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
         coordinator: the host that the coordinator is on; empty if nobody knows.
         guarded: whether a copy of a stage with one worker is kept elsewhere.
     """
-    where: dict[int, dict[int, set[str]]] = {}  # stage -> pipeline -> the hosts of its parts
-    for name, host in hosts.items():
-        worker = Process.parse(name).worker
-        where.setdefault(worker.stage, {}).setdefault(worker.pipeline, set()).add(host)
+    where = _where(hosts)
     copies = min(len(workers) for workers in where.values())
     if copies < 2 and guarded:
         return Survival("each stage has one worker: one that is lost costs the iterations since the last copy (guard)")
@@ -41,10 +38,7 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
     all_hosts = sorted(set(hosts.values()))
     if len(all_hosts) == 1:
         return Survival(f"all workers are on host {_shown(all_hosts, all_hosts)}, whose loss ends the job")
-    fatal = {host: stages for host in all_hosts
-             if (stages := [stage for stage, workers in sorted(where.items())
-                            if all(host in parts for parts in workers.values())])}
-    if fatal:
+    if fatal := _fatal(where):
         parts = len(hosts) // sum(map(len, where.values()))
         most = (copies - 1) * parts
         held = "; ".join(f"{_shown([host], all_hosts)} has all {copies} copies of stage {', '.join(map(str, stages))}"
@@ -58,7 +52,35 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
     return Survival(f"survives the loss of any one host{but}")
 
 
-def _order_helps(where: Mapping[int, Mapping[int, object]], processes: int, hosts: int) -> bool:
+def exposed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list[int]]:
+    """The hosts that have all workers of a stage ``now``, two or more, and had not ``before``, with these stages."""
+    where, fatal = _where(now), _fatal(_where(before))
+    found = {host: [stage for stage in stages if len(where[stage]) > 1 and stage not in fatal.get(host, [])]
+             for host, stages in _fatal(where).items()}
+    return {host: stages for host, stages in found.items() if stages}
+
+
+Where = Mapping[int, Mapping[int, set[str]]]
+"""Stage -> pipeline -> the hosts of the worker's parts."""
+
+
+def _where(hosts: Mapping[str, str]) -> Where:
+    where: dict[int, dict[int, set[str]]] = {}
+    for name, host in hosts.items():
+        worker = Process.parse(name).worker
+        where.setdefault(worker.stage, {}).setdefault(worker.pipeline, set()).add(host)
+    return where
+
+
+def _fatal(where: Where) -> dict[str, list[int]]:
+    """By host whose loss would leave a stage without a worker, these stages."""
+    hosts = sorted({host for workers in where.values() for parts in workers.values() for host in parts})
+    return {host: stages for host in hosts
+            if (stages := [stage for stage, workers in sorted(where.items())
+                           if all(host in parts for parts in workers.values())])}
+
+
+def _order_helps(where: Where, processes: int, hosts: int) -> bool:
     """Whether no host would have all copies of a stage if ranks were counted in another order."""
     pipelines = len(where[0])
     grid = Placement(len(where), pipelines, processes // (len(where) * pipelines), -(-processes // hosts))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from megatron_recycle.membership.survival import Survival, judge
+from megatron_recycle.launch.summary import Summary
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.survival import Survival, exposed, judge
 from tests.membership.cluster import Cluster, events
 
 
@@ -64,3 +68,30 @@ def test_the_event_of_the_start_says_it() -> None:
     (started,) = events(decisions, "started")
     assert started["survival"] == "all workers are on host host, whose loss ends the job"
     assert started["fatal_hosts"] == {}
+
+
+def test_hosts_that_come_to_hold_all_that_is_left_are_told_once() -> None:
+    """Four pipelines on two hosts, through a pipeline first: either host may go, and then no other."""
+    both = {f"{d}:{s}": "n0" if d < 2 else "n1" for d in range(4) for s in range(2)}
+    left = {name: host for name, host in both.items() if host == "n0"}
+    assert exposed(both, left) == {"n0": [0, 1]}
+    one_less = {name: host for name, host in both.items() if name not in ("2:1", "3:1")}
+    assert exposed(both, one_less) == {"n0": [1]} and exposed(one_less, left) == {"n0": [0]}
+    assert exposed(left, left) == {} == exposed(both, both)
+    single = {name: host for name, host in left.items() if name != "1:1"}
+    assert exposed(left, single) == {}, "the last copy of stage 1 has a warning of its own"
+
+
+def test_the_event_of_a_failure_says_which_host_has_become_the_last() -> None:
+    cluster = Cluster(3)
+    hosts = {name: f"n{name[0]}" if name != "2:1" else "n1" for name in cluster.names}
+    for name in cluster.names:
+        cluster.feed(inputs.Hello(replace(cluster.member(name), host=hosts[name])))
+    for name in cluster.names:
+        cluster.ready(name)
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    cluster.exit("0:1"), cluster.plan()
+    (event,) = events(cluster.reports(iteration=6, holds=5), "last_host")
+    assert event["hosts"] == {"n1": [1]}
+    line = Summary().add(event)
+    assert line is not None and line.startswith("recycle: warning: n1 has all workers that are left of stage 1: ")
