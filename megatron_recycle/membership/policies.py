@@ -40,9 +40,11 @@ def some_whole(state: State) -> bool:
 
 def plan_by(state: State) -> str | None:
     """The policy that the next plan is made by; None: the job's, or there is no failure."""
+    if not some_whole(state):  # also where recoveries with guests have failed: nobody could train otherwise
+        return "reroute" if policy(state) in _WHOLE else None
     if state.fallback is not None or not state.out or policy(state) not in _WHOLE:
         return state.fallback
-    return "drop" if some_whole(state) else "reroute"
+    return "drop"
 
 
 def left_out(state: State) -> tuple[int, ...]:

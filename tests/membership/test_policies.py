@@ -6,6 +6,7 @@ import pytest
 
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs, policies
+from megatron_recycle.membership.fault import Fault
 from tests.membership.cluster import Cluster, events, told
 
 
@@ -52,6 +53,18 @@ def test_where_no_pipeline_is_whole_micro_batches_are_re_routed_and_the_job_goes
     decisions = fail(cluster, "1:0", "0:1", "2:1")
     assert planned_by(decisions) == "reroute"
     assert told(decisions, "go")[-1][1]["without"] == [] and not events(decisions, "left_out")
+
+
+def test_guests_on_whom_recoveries_have_failed_are_tried_again_where_no_pipeline_is_whole_any_more():
+    cluster = job("reroute")
+    cluster.exit("1:0")
+    fault = Fault("ValueError", "a bug", 0, whole=True, recovery=True)
+    for number, by in enumerate((None, "drop"), 1):
+        cluster.reports()
+        cluster.plan()
+        assert planned_by(cluster.feed(inputs.Raised("0:0/0", fault, cluster.now, number))) == by
+    assert planned_by(cluster.exit("0:1")) == "drop", "2 is whole"
+    assert planned_by(cluster.exit("2:1")) is None
 
 
 def test_a_replacement_brings_its_pipeline_back():
