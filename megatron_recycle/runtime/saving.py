@@ -10,7 +10,7 @@ tells them in the recovery, as after an evaluation.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Standing
@@ -22,18 +22,25 @@ from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.site import Site
 
 
+class Whole(Protocol):
+    """See `Save`."""
+
+    def __call__(self, place: str, of: int | None = None) -> None: ...
+
+
 class Save(NamedTuple):
     """One try to write a checkpoint, in one generation.
 
     Attributes:
         generation: its members write.
         whole: to be called by the one that names the checkpoint, with its place, once all parts are written and before
-            it is named. Raises GenerationOver: then it is not to be named.
+            it is named, and with the iteration it is of, if that is not the last one that has committed. Raises
+            GenerationOver: then it is not to be named.
         check: to be called between files. Raises GenerationOver if what is written is of no use any more.
     """
 
     generation: Generation
-    whole: Callable[[str], None]
+    whole: Whole
     check: Callable[[], None]
 
     @property
@@ -56,10 +63,10 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write) -
         if site.interrupted(standing):
             raise GenerationOver("the generation ended before the checkpoint was written")
 
-    def whole(place: str) -> None:
+    def whole(place: str, of: int | None = None) -> None:
         site.phases.enter(Phase.SAVED, standing.iteration)
         with site.phases.waiting("the manifest"):
-            if not site.agent.written(epoch, standing.committed, place):
+            if not site.agent.written(epoch, standing.committed if of is None else of, place):
                 raise GenerationOver("the generation ended before the checkpoint was noted")
 
     site.phases.enter(Phase.SAVE, standing.iteration)

@@ -71,7 +71,12 @@ def _name(hidden: Path, place: Path) -> None:
     if place.exists():
         place.rename(old)
     hidden.rename(place)
-    for left in place.parent.glob(f".{glob.escape(place.name)}.*"):  # of tries that a failure has ended, too
+    remove_tries(place)
+
+
+def remove_tries(place: Path) -> None:
+    """Remove what tries to write the checkpoint ``place`` have left, which a failure has ended."""
+    for left in place.parent.glob(f".{glob.escape(place.name)}.*"):
         shutil.rmtree(left, ignore_errors=True)
 
 

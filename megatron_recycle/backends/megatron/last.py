@@ -141,7 +141,7 @@ class LastCheckpoint:
         loop, begun = self._loop, self._begun
         scheduler, machine = begun.parts["opt_param_scheduler"], loop.get_rerun_state_machine()
         batch = arguments.micro_batch_size * arguments.data_parallel_size * loop.get_num_microbatches()
-        arguments.save, arguments.curr_iteration = folder, iteration - 1
+        arguments.save, arguments.curr_iteration, arguments.async_save = folder, iteration - 1, False
         arguments.consumed_train_samples = begun.samples + done * batch
         arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, iteration)
         scheduler.num_steps = begun.steps + done * batch

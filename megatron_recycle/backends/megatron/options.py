@@ -119,8 +119,6 @@ OF_THE_LOOP = (
     # What follows changes no result.
     Option("rerun_mode", "a re-run inside the loop would repeat a committed step", lambda mode: mode != "disabled",
            "disabled"),
-    Option("async_save", "its end is agreed upon by all ranks in later iterations; checkpoints are written at once",
-           becomes=False),
     Option("log_params_norm", "it is summed over ranks that may be gone", becomes=False),
     Option("log_energy", "it is summed over ranks that may be gone", becomes=False),
     Option("log_straggler", "it gathers from ranks that may be gone; slow workers are reported by the plugin",
@@ -129,6 +127,10 @@ OF_THE_LOOP = (
            "their limit", _given, None),
 )
 """Options of Megatron-LM's training loop."""
+
+ALL_AT_ONCE = Option("async_save", "it is there for --ckpt-format torch_dist; checkpoints are written at once",
+                     becomes=False)
+"""Of the loop, where no checkpoint can be written beside training."""
 
 
 def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str], list[str]]:

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_recycle.backends.megatron.aside import aside
+from megatron_recycle.backends.megatron.background import Background, Unfinished
 from megatron_recycle.backends.megatron.last import LastCheckpoint, what_failed
-from megatron_recycle.backends.megatron.options import ANYWHERE, OF_THE_LOOP, apply, message
+from megatron_recycle.backends.megatron.options import ALL_AT_ONCE, ANYWHERE, OF_THE_LOOP, apply, message
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
@@ -52,7 +53,8 @@ def check_arguments(arguments: Any) -> list[str]:
 
     Raises UnsupportedError listing all that cannot be kept right.
     """
-    refused, changed = apply((*ANYWHERE, *OF_THE_LOOP), [arguments])
+    beside = () if getattr(arguments, "ckpt_format", None) == "torch_dist" else (ALL_AT_ONCE,)
+    refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *beside), [arguments])
     if refused:
         raise UnsupportedError(message(refused))
     return changed
@@ -109,6 +111,26 @@ def _forget_old_groups(loop: Any, arguments: Sequence[Any]) -> None:
             context[_OF_GROUP] = group
 
 
+@contextmanager
+def _failures_named(save: Save) -> Iterator[None]:
+    """A block in which an error of Megatron's that is no Exception becomes one, if it is no failure of ``save``'s."""
+    try:
+        yield
+    except CheckpointException as error:
+        save.check()
+        raise RuntimeError(what_failed(error) or str(error)) from error
+
+
+@contextmanager
+def _set(arguments: Any, async_save: bool) -> Iterator[None]:
+    """Inside the block a checkpoint is written beside training, or not."""
+    before, arguments.async_save = arguments.async_save, async_save
+    try:
+        yield
+    finally:
+        arguments.async_save = before
+
+
 def muted(writer: Callable[[], Any], when: Callable[[], bool]) -> Callable[[], Any]:
     """In place of a function that gives a writer of logs, or None: None ``when`` there is nothing to be written."""
     return lambda: None if when() else writer()
@@ -130,6 +152,7 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     loop: Any = sys.modules.get(LOOP)
     if loop is None:
         return
+    stock: Any = sys.modules[_CHECKPOINTS]
     stock_save = loop.save_checkpoint
     report = loop.compute_throughputs_and_append_to_progress_log
     saved: set[int] = set()
@@ -139,9 +162,18 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
             print(f"{message}{schedule.log_part()}" if " iteration " in message and message.endswith("|") else message,
                   flush=True)
 
+    background = Background(session.live, session.speaks)
+
+    @contextmanager
+    def saving(save: Save, folder: str, iteration: int, passing: bool, name: str,
+               whole: Callable[[str], None]) -> Iterator[None]:
+        with (schedule.among_peers(save.generation.groups), nullcontext() if passing else schedule.saving(iteration),
+              _failures_named(save), aside(stock, folder, iteration, name, whole)):
+            yield
+
     def save_checkpoint(iteration: int, *given: Any, **keywords: Any) -> None:
         arguments, passing = loop.get_args(), bool(keywords.get("non_persistent_ckpt", False))
-        folder = _folder(arguments, passing)
+        folder, beside = _folder(arguments, passing), arguments.async_save and not passing
 
         def write(save: Save) -> None:
             groups = save.generation.groups
@@ -151,18 +183,36 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
                                    "are missing (%s); training goes on", iteration, needs_all,
                                    ", ".join(session.missing()))
                 return
-            with (schedule.among_peers(groups), nullcontext() if passing else schedule.saving(iteration),
-                  aside(sys.modules[_CHECKPOINTS], folder, iteration, save.name, save.whole)):
+            background.drop()  # of a try that a failure has ended
+            with (saving(save, folder, iteration, passing, save.name, save.whole),
+                  _set(arguments, async_save=beside), background.collecting(stock) as requests):
                 _forget_old_groups(loop, [*given, *keywords.values()])
-                try:
-                    stock_save(iteration, *given, **keywords)
-                except CheckpointException as error:  # no Exception
-                    save.check()
-                    raise RuntimeError(what_failed(error) or str(error)) from error
+                stock_save(iteration, *given, **keywords)
+                for request in requests:
+                    background.begin(iteration, session.worker.standing.committed, folder, save.name, request)
             saved.add(iteration)
 
+        if arguments.async_save:
+            maybe_finalize_async_save(blocking=True)
         session.save(f"the checkpoint of iteration {iteration}", write,
                      otherwise=lambda: stock_save(iteration, *given, **keywords))
+
+    def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+        if loop.get_args().async_save:
+            background.finish(give_name, blocking)
+
+    def give_name(written: Unfinished) -> None:
+        """Of a checkpoint that all have written."""
+        def finalize(save: Save) -> None:
+            if written.members != save.generation.groups.members:
+                background.drop("workers have gone since it was begun")
+                return
+            with saving(save, written.folder, written.iteration, False, written.name,
+                        lambda place: save.whole(place, written.committed)):
+                for finish in written.request.finalize_fns:
+                    finish()
+
+        session.save(f"the checkpoint of iteration {written.iteration}", finalize, otherwise=lambda: None)
 
     def compute_throughputs_and_append_to_progress_log(iteration: int, operations: Any) -> None:
         if iteration in saved:  # else there is no such checkpoint
@@ -195,4 +245,5 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     # All stages have the same, and the gradient norm may not be known yet.
     loop.reduce_max_stat_across_model_parallel_group = lambda stat: stat
     loop.print_rank_last, loop.save_checkpoint = print_rank_last, save_checkpoint
+    loop.maybe_finalize_async_save = maybe_finalize_async_save
     loop.compute_throughputs_and_append_to_progress_log = compute_throughputs_and_append_to_progress_log

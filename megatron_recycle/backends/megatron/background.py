@@ -1,0 +1,134 @@
+"""Megatron-LM's asynchronous checkpoints (`--async-save`): written beside training, and named once all of it is there.
+
+Stock prepares such a checkpoint together, and hands out what is left to be done as a request: a function that writes
+this rank's files from a copy, and others that all ranks call in the end. The first runs in a process of its own. Before
+each iteration all workers tell each other how far they are, and when all have written, name the checkpoint together. A
+checkpoint needs the files of all who have prepared it: where one of them is lost, or another has come in, it is given
+up, and the one before stays the newest. Nothing of Megatron is imported before one is written.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.backends.megatron.aside import place_of, remove_tries
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Worker
+
+_WRITERS = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that is being written.
+
+    Attributes:
+        iteration: the one that the loop counts.
+        committed: the same as the runtime counts.
+        members: those who have prepared it.
+        folder: where the loop saves.
+        name: of the try, which no other has.
+        request: Megatron's.
+        writer: Megatron's, which has the process.
+    """
+
+    iteration: int
+    committed: int
+    members: Collection[Worker]
+    folder: str
+    name: str
+    request: Any
+    writer: Any
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank's files are still being written."""
+        return self.writer.process is not None and self.writer.process.is_alive()
+
+
+class Background:
+    """The checkpoint that is being written, if there is one.
+
+    Args:
+        members: gives the workers that are left.
+        speaks: whether this worker says what is said once.
+    """
+
+    def __init__(self, members: Callable[[], Collection[Worker]], speaks: Callable[[], bool]) -> None:
+        self._members, self._speaks = members, speaks
+        self._now: Unfinished | None = None
+
+    @contextmanager
+    def collecting(self, stock: Any) -> Iterator[list[Any]]:
+        """Inside the block ``stock``, Megatron-LM's module of checkpoints, puts its requests into the list that this
+        gives."""
+        requests: list[Any] = []
+        schedule, stock.schedule_async_save = stock.schedule_async_save, requests.append
+        try:
+            yield requests
+        finally:
+            stock.schedule_async_save = schedule
+
+    def begin(self, iteration: int, committed: int, folder: str, name: str, request: Any) -> None:
+        """Write this rank's files of ``request`` beside training; the rest is as in `Unfinished`. There is no other
+        one."""
+        self._now = Unfinished(iteration, committed, self._members(), folder, name, request, _started(request))
+
+    def finish(self, name: Callable[[Unfinished], None], wait: bool) -> None:
+        """Name the checkpoint, if all have written it; to be called by all workers between two iterations.
+
+        Args:
+            name: carries that out, with all that are left; called on all.
+            wait: for those that still write.
+        """
+        while True:
+            now = self._now
+            mine = now is not None and now.members == self._members()
+            table = torch.tensor([mine, now is not None and now.busy], dtype=torch.int64)
+            dist.all_reduce(table)  # the script's: it goes on through failures, and all find the same
+            have, busy = table.tolist()
+            if now is None or have < dist.get_world_size():
+                self.drop("workers have gone or come since it was begun")
+                return
+            if not busy:
+                break
+            if not wait:
+                return
+            time.sleep(_LOOK_SECONDS)
+        now.writer.close()
+        name(now)
+        self._now = None
+
+    def drop(self, why: str = "") -> None:
+        """Give up what is being written. ``why``: for the log, which has nothing without."""
+        now, self._now = self._now, None
+        if now is None:
+            return
+        if (process := now.writer.process) is not None:
+            process.kill()
+            process.join()
+        if (module := sys.modules.get(_WRITERS)) is not None:
+            module._results_queue = None  # type: ignore[attr-defined] # may hold what that process has told
+        if why and self._speaks():
+            remove_tries(place_of(now.folder, now.iteration))
+            get_logger().error("megatron-recycle: the checkpoint of iteration %d, which was being written beside "
+                               "training, is given up: %s. The one before stays the newest; training goes on",
+                               now.iteration, why)
+
+
+def _started(request: Any) -> Any:
+    """Megatron's object that carries ``request`` out in a process of its own."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
+
+    writer = TemporalAsyncCaller()
+    writer.schedule_async_call(request)
+    return writer

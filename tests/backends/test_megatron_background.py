@@ -1,0 +1,107 @@
+"""A checkpoint that Megatron-LM writes beside training gets its name once all have written, or is given up by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_recycle.backends.megatron import background
+from megatron_recycle.backends.megatron.background import Background
+from megatron_recycle.plan import Worker
+
+SIZE = 3
+
+
+class Writer:
+    """Stands in for Megatron's; `busy` for so many looks."""
+
+    def __init__(self, busy: int) -> None:
+        self.busy, self.killed, self.closed = busy, False, False
+        self.process = SimpleNamespace(is_alive=self.look, kill=self.kill, join=lambda: None)
+
+    def look(self) -> bool:
+        self.busy -= 1
+        return self.busy >= 0
+
+    def kill(self) -> None:
+        self.killed = True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Case:
+    """One worker of three; ``others`` changes what the sum over all is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.members = [Worker(0, 0), Worker(1, 0), Worker(2, 0)]
+        self.others: Callable[[list[int]], list[int]] = lambda mine: [2 * one for one in mine]
+        self.named: list[int] = []
+        self.background = Background(lambda: tuple(self.members), lambda: True)
+        self.folder = folder
+        monkeypatch.setattr(background.dist, "all_reduce", self._add)
+        monkeypatch.setattr(background.dist, "get_world_size", lambda: SIZE)
+        monkeypatch.setattr(background, "_started", lambda request: request)
+        monkeypatch.setattr(background, "_LOOK_SECONDS", 0.0)
+
+    def _add(self, table: torch.Tensor) -> None:
+        table += torch.tensor(self.others(table.tolist()))
+
+    def begin(self, busy: int = 0) -> Writer:
+        writer = Writer(busy)
+        (self.folder / ".iter_0000004.g1").mkdir()
+        (self.folder / ".iter_0000004.g0").mkdir()  # a try before
+        self.background.begin(4, 3, str(self.folder), "g1", writer)
+        return writer
+
+    def finish(self, wait: bool = False) -> list[int]:
+        self.background.finish(lambda written: self.named.append(written.iteration), wait)
+        return self.named
+
+
+@pytest.fixture
+def case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Case:
+    return Case(monkeypatch, tmp_path)
+
+
+def test_it_is_named_once_all_have_written(case: Case):
+    assert case.finish() == [] == case.finish(wait=True), "there is none"
+    writer = case.begin(busy=2)
+    assert case.finish() == [] == case.finish()
+    case.others = lambda mine: [2, 1]
+    assert case.finish() == [], "another one still writes"
+    case.others = lambda mine: [2, 0]
+    assert case.finish() == [4] and writer.closed and not writer.killed
+    assert case.finish() == [4], "once"
+
+
+def test_at_the_end_of_training_it_is_waited_for(case: Case):
+    case.begin(busy=5)
+    assert case.finish(wait=True) == [4]
+
+
+@pytest.mark.parametrize("what", ["one has gone", "one has come in its place", "one has gone while all were asked"])
+def test_where_a_worker_is_lost_all_give_it_up_and_what_was_written_goes(case: Case, what: str, caplog: Any):
+    writer = case.begin()
+    if what == "one has gone":
+        case.members.pop()
+        case.others = lambda mine: [0, 0]
+    elif what == "one has come in its place":
+        case.others = lambda mine: [1, 0]
+    else:  # found out by those that are to name it
+        case.others = lambda mine: [2, 0]
+
+        def name(written: Any) -> None:
+            case.background.drop("workers have gone since it was begun")
+
+        case.background.finish(name, False)
+    assert case.finish() == []
+    assert writer.killed or writer.closed
+    assert not [*case.folder.iterdir()]
+    case.others = lambda mine: [0, 0]
+    assert case.finish() == []
