@@ -44,13 +44,15 @@ class Script:
 SCRIPTS = {
     "deepspeed-examples": Script(
         "deepspeedai/DeepSpeedExamples", "45b4b7156c8794a3452a5a7d03dbd8d797068569",
-        "training/pipeline_parallelism/train.py", {"forward": (3, 10), "log": (0, 3)}),
+        "training/pipeline_parallelism/train.py", {"forward": (3, 10), "log": (0, 3), "comeback": (3, 6)}),
     "gpt-neox": Script(
         "EleutherAI/gpt-neox", "ea7aefd8f8e183256992d9fede4d7c71a46d67a5", "train.py",
-        {"forward": (3, 22), "barrier": (2, 2), "save": (0, 2), "evaluation": (1, 2), "log": (0, 9)}),
+        {"forward": (3, 22), "barrier": (2, 2), "save": (0, 2), "evaluation": (1, 2), "log": (0, 9),
+         "comeback": (3, 6)}),
     "megatron-deepspeed": Script(
         "deepspeedai/Megatron-DeepSpeed", "4efb479d5317ce9b86096b9d8e3e8030b0b5263b", "pretrain_gpt.py",
-        {"forward": (2, 22), "barrier": (1, 2), "save": (0, 2), "evaluation": (2, 2), "log": (3, 5)}),
+        {"forward": (2, 22), "barrier": (1, 2), "save": (0, 2), "evaluation": (2, 2), "log": (3, 5),
+         "comeback": (2, 6)}),
 }
 
 
@@ -72,6 +74,7 @@ def run(kind: str, checkout: Path, folder: Path, needs: Path | None, fault: str,
         **os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "FIELD_KIND": kind, "FIELD_CHECKOUT": str(checkout), "FIELD_RECORD": str(folder / "losses"),
         "FIELD_FAULT": fault, "RECYCLE_REDUCTION": "exact",
+        "RECYCLE_MAX_RESTARTS": str(int(fault.startswith("comeback"))),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(needs or ""), os.environ.get("PYTHONPATH", "")]))}
     arguments = json.loads((folder.parent / "arguments.json").read_text())
     for file in folder.parent.iterdir():
@@ -87,14 +90,14 @@ def run(kind: str, checkout: Path, folder: Path, needs: Path | None, fault: str,
         except subprocess.TimeoutExpired:
             status = 124
     losses = {int(path.name.partition(".")[0]): path.read_text().splitlines()
-              for path in (folder / "losses").glob("*.jsonl")}
+              for path in sorted((folder / "losses").glob("*.jsonl"))}  # of a rank the last one that was started
     saved = folder / "checkpoints"
     newest = saved / (saved / "latest").read_text() if (saved / "latest").exists() else saved
     return Run(status, time.monotonic() - begin, log, losses, sorted(path.name for path in newest.glob("*")))
 
 
-def verdict(found: Run, undisturbed: Run, victim: int) -> str:
-    """What is wrong with ``found``; nothing if all is well."""
+def verdict(found: Run, undisturbed: Run, victim: int | None) -> str:
+    """What is wrong with ``found``; nothing if all is well. ``victim``: who is gone; None: it has come back."""
     if found.status:
         return f"exit status {found.status}: {found.log}"
     for rank, lines in undisturbed.losses.items():
@@ -139,7 +142,10 @@ def main() -> int:
     for moment in options.moments or script.moments:
         rank, count = script.moments[moment]
         found = run(options.kind, checkout, folder / moment, needs, f"{moment}:{rank}:{count}", options.limit)
-        wrong = verdict(found, undisturbed, rank)
+        wrong = verdict(found, undisturbed, None if moment == "comeback" else rank)
+        events = [line for path in (folder / moment).glob("runs/*/events.jsonl") for line in path.open()]
+        if not wrong and moment == "comeback" and not any('"joined"' in line for line in events):
+            wrong = "nobody came back"
         bad = bad or bool(wrong)
         print(f"{moment:12} rank {rank} killed, {found.seconds:.0f} s: {wrong or 'all losses are equal, bit for bit'}",
               flush=True)

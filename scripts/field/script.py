@@ -5,7 +5,8 @@
 What these scripts ask of a GPU means the CPU here (`cuda_means_cpu`, and what `run.py` says of each script). In the
 folder `FIELD_RECORD` each rank writes the losses that the script gets, bit for bit. `FIELD_FAULT`, as
 MOMENT:RANK:COUNT, ends that rank by SIGKILL when it is at that moment for the COUNT-th time (from 1) since training
-began; MOMENT is one of `MOMENTS`.
+began; MOMENT is one of `MOMENTS`. With "comeback" it ends in a forward, and the others wait before iteration
+`RESUMED` until its successor is ready to come in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -27,7 +29,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.megatron_cpu import CudaMeansCpu, pretend_gpus
 
-MOMENTS = ("forward", "barrier", "save", "evaluation", "log")
+MOMENTS = ("forward", "barrier", "save", "evaluation", "log", "comeback")
+RESUMED, LONGEST = 3, 300.0
 
 
 def cuda_means_cpu() -> None:
@@ -129,7 +132,8 @@ class Fault:
 
     def __init__(self, text: str, rank: int) -> None:
         moment, victim, count = text.split(":") if text else ("", "-1", "0")
-        self.moment = moment if int(victim) == rank else ""
+        self.comeback = moment == "comeback"
+        self.moment = ("forward" if self.comeback else moment) if int(victim) == rank else ""
         self._left = int(count)
         self.armed = False
         """Whether training has begun."""
@@ -146,6 +150,14 @@ class Fault:
             die()
 
 
+def await_successor() -> None:
+    """Wait until a process is ready to come in."""
+    end, events = time.monotonic() + LONGEST, Path(os.environ["RECYCLE_RUN_DIR"]) / "events.jsonl"
+    while '"waiting"' not in events.read_text():
+        assert time.monotonic() < end, "nobody comes back"
+        time.sleep(0.1)
+
+
 def die() -> None:
     """As the kernel's out-of-memory killer does it."""
     os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +170,9 @@ def watch(fault: Fault, folder: Path, rank: int, gives_metrics: bool) -> None:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     folder.mkdir(parents=True, exist_ok=True)
-    record = (folder / f"{rank}.{os.getpid()}.jsonl").open("w", buffering=1)
+    if list(folder.glob(f"{rank}.*")):
+        fault.moment = ""  # it has come back
+    record = (folder / f"{rank}.{time.time_ns()}.jsonl").open("w", buffering=1)
     initialize = deepspeed.initialize
 
     def watched(*arguments: Any, **keywords: Any) -> Any:
@@ -168,6 +182,8 @@ def watch(fault: Fault, folder: Path, rank: int, gives_metrics: bool) -> None:
 
             def train_batch(*arguments: Any, **keywords: Any) -> Any:
                 fault.armed = True
+                if fault.comeback and engine.global_steps == RESUMED:
+                    await_successor()
                 loss = train(*arguments, **keywords)
                 record.write(json.dumps({"train": engine.global_steps, "loss": float(loss).hex()}) + "\n")
                 return loss

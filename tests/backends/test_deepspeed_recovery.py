@@ -58,8 +58,17 @@ def test_a_worker_killed_in_a_collective_of_the_script_leaves_the_values_of_all_
 
 def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
     """Other positions and moments, two deaths at once, and one in the recovery from the other: tests/memory. The
-    script gives an iterator over a data loader."""
-    job = kill_and_compare([Hold("1:1", "backward", KILLED_IN, 1)], undisturbed, {**EXACT, "loader": "cycle"})
+    script gives an iterator over a data loader, and asks for timers, whose lines the next worker goes on with."""
+    timed = {"engine_settings": {"wall_clock_breakdown": True, "steps_per_print": 1}}
+    dies = Hold("0:0", "backward", KILLED_IN, 1)
+    with Job(gpt_job.train, PIPELINES * STAGES, {**EXACT, **timed, "loader": "cycle"}, [dies]) as job:
+        job.wait_held()
+        job.kill(dies)
+        check_survivors(job, {"0:0"}, undisturbed)
+        lines = [[line for line in (job.folder / f"worker-{rank}.log").read_text().splitlines()
+                  if line.startswith("time (ms) | fwd: ")] for rank in range(PIPELINES * STAGES)]
+    assert list(map(len, lines)) == [KILLED_IN, ITERATIONS - KILLED_IN, *[0] * (len(lines) - 2)]
+    assert all(" | bwd_allreduce: " in line and " | step: " in line for own in lines for line in own)
     resumed = next(event for event in job.events if event["event"] == "resumed")
     assert resumed["generation"] == 2
     reconciled = next(event for event in job.events if event["event"] == "reconciled")

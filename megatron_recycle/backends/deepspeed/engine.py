@@ -49,6 +49,7 @@ from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.monitors import Event, Monitors
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
+from megatron_recycle.backends.deepspeed.timers import Timers
 from megatron_recycle.backends.deepspeed.topology import check_not_too_late, place
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
@@ -114,6 +115,8 @@ class RecyclePipelineEngine(PipelineEngine):
         check_supported(self)
         # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
+        if self.wall_clock_breakdown():
+            self.timers: Any = Timers()
         self._options = options
         self._stage = DeepSpeedStage(self, self.masters, settings, speaks=self.speaks,
                                      read_with=(self._dataset, options.data))
@@ -151,6 +154,8 @@ class RecyclePipelineEngine(PipelineEngine):
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
                                save_last=lambda groups, _: self._checkpoints.write_last(groups))
+            if isinstance(self.timers, Timers):
+                self.session.worker.site.meters.watch.beside = self.timers.beside
         if given is not None:
             take_iterator(self._plain, given, self.session.grids.number(self.session.iteration + 1))
         if first:
@@ -285,6 +290,9 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def _log_as_rank_zero(self, loss: torch.Tensor) -> None:
         """Stock logs on rank 0 only; once that is gone the first live worker prints the same line."""
+        lines = self.timers.lines() if isinstance(self.timers, Timers) else []
+        if lines and self.speaks():
+            print(*lines, sep="\n", flush=True)
         every = self.steps_per_print()
         if every is None or self.global_steps % every:
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
@@ -28,6 +29,7 @@ from megatron_recycle.backends.deepspeed.optimizer import (
     set_schedule,
 )
 from megatron_recycle.backends.deepspeed.support import torch_optimizer
+from megatron_recycle.backends.deepspeed.timers import Timers
 from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
@@ -338,8 +340,10 @@ class DeepSpeedStage:
 
     def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
         """First-stage inputs as stock prepares them."""
+        timers = self._engine.timers
         tensors = [data] if torch.is_tensor(data) else list(data)
-        loaded = [tensor.clone().detach().to(self.device) for tensor in tensors]
+        with timers.reading() if isinstance(timers, Timers) else nullcontext():
+            loaded = [tensor.clone().detach().to(self.device) for tensor in tensors]
         if self._engine._reentrant_activation_checkpointing():
             for tensor in loaded:
                 tensor.requires_grad = tensor.is_floating_point()

@@ -59,5 +59,8 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
          "checkpoint.writer and datastates, which write in the background or share the writing with peers that may be "
          "gone: leave them out, checkpoints are written at once"),
         (engine.use_node_local_storage(), "checkpoint.use_node_local_storage: save to a folder that all hosts share"),
-        (engine.flops_profiler_enabled(), "flops_profiler: turn it off"),
+        (engine.wall_clock_breakdown() and engine.steps_per_print() is None, "wall_clock_breakdown without "
+         "steps_per_print, with which DeepSpeed fails in its first step: set steps_per_print as well"),
+        (engine.flops_profiler_enabled(), "flops_profiler, which DeepSpeed does not print under pipelines: turn it "
+         "off, and give a stage's module to deepspeed.profiling.flops_profiler.get_model_profile()"),
     ]

@@ -1,0 +1,72 @@
+"""DeepSpeed's `wall_clock_breakdown`: its timers around the plan's actions, and its lines from whoever is left.
+
+Stock stops the time in its own schedule, and rank 0 prints. Here the runtime says what it does (`Stopwatch.beside`),
+and the first live worker prints its own times, once for each iteration, when that is over for its script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
+from deepspeed.utils import timer as stock
+
+_BACKWARD = (stock.BACKWARD_MICRO_TIMER, stock.BACKWARD_GLOBAL_TIMER)
+_INNER = (stock.BACKWARD_INNER_MICRO_TIMER, stock.BACKWARD_INNER_GLOBAL_TIMER)
+_REDUCE = (stock.BACKWARD_REDUCE_MICRO_TIMER, stock.BACKWARD_REDUCE_GLOBAL_TIMER)
+_TIMERS: Mapping[str, Sequence[str]] = {
+    "B": (*_BACKWARD, *_INNER), "W": (*_BACKWARD, *_INNER), "reduce": _REDUCE}
+"""By kind of action; DeepSpeed itself times forwards, by hooks, and the step."""
+
+
+class _Timer(stock.SynchronizedWallClockTimer.Timer):
+    """A timer that may be started again: what it took the time of has failed."""
+
+    def start(self) -> None:
+        self.started_ = False
+        super().start()
+
+
+class Timers(stock.SynchronizedWallClockTimer):
+    """The engine's timers, whose lines wait until `lines` asks for them."""
+
+    Timer = _Timer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[tuple[str, ...], str] = {}
+
+    @contextmanager
+    def beside(self, kind: str) -> Iterator[None]:
+        """A block in which the runtime runs an action of ``kind``."""
+        with self.running(*_TIMERS.get(kind, ())):
+            yield
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A block that puts a micro-batch where it is computed with."""
+        with self.running(BATCH_INPUT_TIMER):
+            yield
+
+    @contextmanager
+    def running(self, *names: str) -> Iterator[None]:
+        """A block that the timers ``names`` take the time of; also if it fails."""
+        with ExitStack() as until:
+            for name in names:
+                self(name).start()
+                until.callback(self(name).stop)
+            yield
+
+    def log(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True, memory_breakdown: bool = False,
+            ranks: Sequence[int] | None = None) -> None:
+        """Stock's line, kept: the step that it belongs to may be made again."""
+        found = {name: self.timers[name].elapsed(reset=reset) / normalizer for name in names if name in self.timers}
+        if found:
+            self._lines.setdefault(tuple(names), "time (ms)" + "".join(
+                f" | {name}: {ms:.2f}" for name, ms in found.items()))
+
+    def lines(self) -> list[str]:
+        """The lines of the iteration that is over."""
+        found, self._lines = [*self._lines.values()], {}
+        return found
