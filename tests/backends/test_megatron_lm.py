@@ -19,6 +19,8 @@ import numpy
 import pytest
 import torch
 
+from tests.ordered.rules import Rules
+
 ROOT = Path(__file__).resolve().parents[2]
 PATCH = ROOT / "patches" / "megatron-lm-core_v0.16.1.patch"
 NEEDED = ("megatron.core", "six", "regex", "yaml", "triton")
@@ -65,6 +67,8 @@ def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str],
     """``through``: a script that runs Megatron-LM's."""
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",
                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    if "megatron_recycle.cli" in launcher and Rules.of_all() is not None:
+        through = (str(ROOT / "tests" / "ordered" / "script.py"), *through)
     command = [sys.executable, "-W", "ignore", "-m", *launcher, str(ROOT / "scripts" / "megatron_cpu.py"),
                *through, str(checkout / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

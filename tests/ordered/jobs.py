@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_recycle.backends.deepspeed import engine as deepspeed_engine
-from megatron_recycle.backends.megatron import schedule as megatron_schedule
+from types import ModuleType
+
 from megatron_recycle.runtime.comm.backend import BACKENDS
 from tests.ordered.backend import Ordered
 from tests.ordered.group import NAME, register
@@ -12,7 +12,23 @@ from tests.ordered.rules import Rules
 
 def install(rules: Rules) -> None:
     """From now on the runtime of this process takes the ordered backend, under ``rules``, for the device's."""
+    from megatron_recycle.backends.deepspeed import engine
+    from tests import toy
+
+    _install(rules, engine, toy)
+    install_for_megatron(rules)
+
+
+def install_for_megatron(rules: Rules) -> None:
+    """The same in a process that has no other framework."""
+    from megatron_recycle.backends.megatron import schedule, training
+
+    training.backend = lambda: NAME
+    _install(rules, schedule)
+
+
+def _install(rules: Rules, *modules: ModuleType) -> None:
     register(rules)
     BACKENDS[NAME] = Ordered()
-    for module in (deepspeed_engine, megatron_schedule):
+    for module in modules:
         module.backend_for = lambda device: NAME  # type: ignore[attr-defined]
