@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 
@@ -16,4 +17,5 @@ if __name__ == "__main__":
     assert rules is not None, "pytest --ordered has started this"
     install_for_megatron(rules)
     del sys.argv[0]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
     runpy.run_path(sys.argv[0], run_name="__main__")
