@@ -4,6 +4,7 @@
     python scripts/bench/recovery.py                       # workers killed: 5 jobs, 4 kills in each
     python scripts/bench/recovery.py --kind frozen --count 8
     python scripts/bench/recovery.py --kind all --count 20
+    python scripts/bench/recovery.py --beside OLD          # and the same in another checkout, job by job in turns
 
 Kinds: `exit` (SIGKILL), `frozen` (SIGSTOP), `unreachable` (a host's launcher and both of its workers killed together,
 so that nobody reports their exits), `coordinator` (killed; training goes on meanwhile), `rejoin` (a killed worker is
@@ -27,6 +28,7 @@ import os
 import random
 import signal
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -207,6 +209,37 @@ def run_kind(kind: str, args: argparse.Namespace, output: Path, console: Console
     return rows
 
 
+def run_beside(other: Path, args: argparse.Namespace, output: Path) -> int:
+    """The same victims in this checkout and in ``other``, a job here and a job there, the first of them in turns: what
+    else the machine does meanwhile slows down both. Prints the totals of both, and writes every number."""
+    here = Path(__file__).resolve().parents[2]
+    found: dict[str, dict[str, list[Row]]] = {str(each): {kind: [] for kind in args.kind} for each in (other, here)}
+    loads = [os.getloadavg()[0]]
+    for number in range(-(-args.count // args.kills)):
+        for place in (other, here) if number % 2 else (here, other):
+            part = output.with_name(f"{output.stem}-beside.json")
+            command = [sys.executable, str(place / "scripts" / "bench" / "recovery.py"), "--kind", *args.kind,
+                       "--count", str(min(args.kills, args.count - number * args.kills)), "--kills", str(args.kills),
+                       "--reduction", args.reduction, "--step", args.step, "--seed", str(args.seed + number),
+                       "--heartbeat-timeout", str(args.heartbeat_timeout), "--limit", str(args.limit),
+                       "--output", str(part)]
+            done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": str(place)}, check=False,
+                                  stdout=subprocess.DEVNULL)
+            if done.returncode:
+                print(f"recovery.py: job {number} in {place} has failed; the others count", file=sys.stderr)
+                continue
+            for kind, measured_there in json.loads(part.read_text())["kinds"].items():
+                found[str(place)][kind] += measured_there["each"]
+            loads.append(os.getloadavg()[0])
+    for kind in args.kind:
+        for place in (other, here):
+            totals = [row["total"] for row in found[str(place)][kind]]
+            print(f"{kind}, {place.name}: {len(totals)}, median {statistics.median(totals):.0f} ms, worst "
+                  f"{max(totals):.0f} ms; load {min(loads):.0f} to {max(loads):.0f} on {os.cpu_count()} cores")
+    output.write_text(json.dumps({"found": found, "loads": loads}, indent=2) + "\n")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kind", nargs="+", default=["exit"], choices=(*KINDS, "all"))
@@ -218,10 +251,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=180.0, metavar="SECONDS", help="for each job")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/recovery.json"))
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="another checkout to compare this one with")
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 100)
     output = args.output.absolute()
+    if args.beside is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        return run_beside(args.beside.resolve(), args, output)
     record: dict[str, Any] = {
         "grid": {"pipelines": PIPELINES, "stages": STAGES, "microbatches": MICROBATCHES},
         "reduction": args.reduction, "step": args.step, "seed": args.seed, "heartbeat_timeout": args.heartbeat_timeout,
