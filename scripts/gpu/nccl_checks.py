@@ -32,6 +32,7 @@ _PLANNED = "all transfers are posted in one planned order (plan/transfers.py)"
 _ABORT = "an abort frees whoever waits, and its result never counts (runtime/comm)"
 _WATCHDOG = "the settings that the launcher makes (megatron_recycle/nccl_settings.py)"
 _CONNECT = "communicators are connected where nobody waits for them, in a thread that can be left behind"
+_PAIRS = "pairs are connected before anything depends on them (runtime/comm/first_transfers.py)"
 _UNBOUND = "a default group that is bound to a device does not keep ours back (runtime/comm/rendezvous.py)"
 _SLOW = 60.0
 
@@ -45,6 +46,7 @@ CHECKS = (
     Check(order.ahead_group_per_direction, "ends", "a group per direction would do without guests"),
     Check(order.ahead_group_per_direction_unconnected, "ends", "the same at first uses, for two stages"),
     Check(order.first_operations_cross, "hangs", "exchanges of pieces go in batches"),
+    Check(order.first_transfer_of_a_pair, "ends", _PAIRS, size=3, limit=45, judged=(0, 1)),
     Check(order.batch, "ends", "exchanges of pieces go in batches"),
     Check(order.wait_returns_early, "ends", "a gradient counts once the device has it, not when wait() returns"),
     Check(order.receive_on_side_stream, "ends", "what is posted ahead is posted under a side stream", on_cpu=False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -280,3 +282,37 @@ def _two_of_three(at: Rank, bare: bool) -> None:
         return
     begun = time.monotonic()
     at.tell(right=at.total(at.group([0, 1], limit=10.0, bare=bare)) == 2, all_reduce_s=since(begun))
+
+
+def first_transfer_of_a_pair(at: Rank) -> None:
+    """On a connected group rank 0 posts a send to rank 1, which comes to its receive five seconds later; then another
+    one; then one to rank 2, which never comes, and aborts it from another thread."""
+    group = at.group()
+    at.library.backend.connect(group)
+    at.meet("connected")
+    if at.rank == 2:
+        time.sleep(40)
+        return
+    tensor, posted, in_thread = at.tensor(SMALL), [], at.library.backend.in_thread()
+    time.sleep(5 * at.rank)
+    for _ in range(2):
+        begun = time.monotonic()
+        work = group.send([tensor], 1, 0) if at.rank == 0 else group.recv([tensor], 0, 0)
+        posted.append(since(begun))
+        at.wait(work)
+    at.tell(first_posted_s=posted[0], next_posted_s=posted[1], right=at.rank == 1 or posted[0] > 3 > posted[1])
+    if at.rank == 1:
+        return
+
+    def post() -> None:
+        in_thread()
+        with contextlib.suppress(RuntimeError):
+            group.send([tensor], 2, 0)
+
+    thread = threading.Thread(target=post, daemon=True)
+    thread.start()
+    time.sleep(2)
+    at.tell(blocked_by_one_that_never_comes=thread.is_alive())
+    at.abort_in(0.0, group)
+    thread.join(8)
+    at.tell(freed_by_an_abort=not thread.is_alive())
