@@ -35,7 +35,7 @@ class Obeying:
             method(self, command)
 
     def _begun(self, command: Message) -> None:
-        self._restarts.most = 0 if self._ending.over else command["max_restarts"]
+        self._restarts.begun(0 if self._ending.over else command["max_restarts"], time.monotonic())
         self._ending.time_to_leave = command["leave_timeout"]
 
     def _start(self, command: Message) -> None:

@@ -29,16 +29,28 @@ class Restarts:
 
     def __init__(self, say: Callable[[str], None], give_up: Callable[[int], None] = lambda rank: None) -> None:
         self.most = 0
-        """How often a rank may be started again (`max_restarts`), once training has begun; until then 0."""
+        """How often a rank may be started again (`max_restarts`), once training has `begun`; until then 0."""
         self.given_up: set[int] = set()
         """The ranks that stay out."""
         self._say = say
         self._give_up = give_up
         self._ranks: dict[int, _Rank] = {}
+        self._early: dict[int, str] | None = {}
+        """The ranks that have failed before this host has heard that training has begun, with their logs."""
+
+    def begun(self, most: int, now: float) -> None:
+        """Training has begun, and a rank may be started again ``most`` times: also one whose end was faster than this
+        message. May be told more than once."""
+        self.most = most
+        early, self._early = self._early or {}, None
+        for rank, log in early.items():
+            self.ended(rank, now, log)
 
     def ended(self, rank: int, now: float, log: str) -> None:
         """The rank's process has failed: decide whether there will be another."""
         if not self.most:
+            if self._early is not None:
+                self._early[rank] = log
             return
         known = self._ranks.setdefault(rank, _Rank())
         if known.restarts >= self.most:
@@ -95,6 +107,6 @@ class Restarts:
 
     def cancel(self) -> None:
         """Start no rank again: the job is over."""
-        self.most = 0
+        self.most, self._early = 0, None
         for known in self._ranks.values():
             known.due = None

@@ -101,6 +101,16 @@ def test_a_rank_has_as_many_restarts_as_it_was_given() -> None:
     assert said[-1] == "rank 0 stays out: it has been started again 1 times (max_restarts)"
 
 
+def test_a_rank_whose_end_is_faster_than_the_word_that_training_has_begun_is_started_again() -> None:
+    said: list[str] = []
+    restarts = Restarts(said.append)
+    restarts.ended(4, 0.0, "worker-4.log")
+    restarts.begun(1, 2.0)
+    restarts.begun(1, 3.0)  # the coordinator has come back
+    assert said == ["rank 4 is started again in 1 s (restart 1 of 1)"]
+    assert restarts.due(2.9) == [] and restarts.due(3.0) == [4]
+
+
 def test_who_fails_while_its_device_has_another_process_is_given_up_once() -> None:
     said: list[str] = []
     told: list[int] = []
