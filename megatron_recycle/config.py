@@ -64,8 +64,9 @@ class RecycleConfig:
         "reroute",
         "what a failure leads to; reroute: peers take over the micro-batches; drop: the hit pipeline is left out and "
         "its micro-batches are dealt to the others; rollback: both are left out until a replacement comes, and the "
-        "iteration in flight is made again without them",
-        choices=("reroute", "drop", "rollback"),
+        "iteration in flight is made again without them; lossy_forward: the same, but the others go on with that "
+        "iteration where they stand",
+        choices=("reroute", "drop", "rollback", "lossy_forward"),
     )
     placement: str | None = _option(
         None,
@@ -290,7 +291,7 @@ class RecycleConfig:
     @property
     def leaves_out(self) -> bool:
         """Whether failures cost micro-batches: those of hit pipelines are not run."""
-        return self.policy == "rollback"
+        return self.policy in ("rollback", "lossy_forward")
 
     def _check_leaving_out(self) -> None:
         """A step made before all stages have their gradient may be undone for one without the hit pipelines, whose loss

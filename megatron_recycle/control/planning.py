@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.job import Measured, Measurements
+from megatron_recycle.membership.policies import WHOLE
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, overfull, pairs
 from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, plan_for, recosted
 from megatron_recycle.planner.baselines import drop
@@ -184,7 +185,7 @@ class Planning:
 
     def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
         """Members and the empty positions of other stages that they had better take."""
-        if description.get("policy") == "drop":
+        if description.get("policy") in WHOLE:
             return {}
         return moves_of(problem_of(description, failed, self._measurements.known), description)
 

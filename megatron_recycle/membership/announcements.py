@@ -42,6 +42,8 @@ class Go:
     """By stage with one worker, the worker of another stage that keeps a copy of it."""
     without: Sequence[int] = ()
     """Pipelines whose micro-batches are not run."""
+    carried: Mapping[str, Any] | None = None
+    """What of the iteration that is begun goes on where it stood; see `policies.carried`."""
     tries: int = 0
     """Generations with the same members in a row before this one, without progress."""
 
@@ -49,7 +51,7 @@ class Go:
     def read(cls, message: Mapping[str, Any]) -> Go:
         """From a checked message."""
         names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out", "keepers",
-                 "without")
+                 "without", "carried")
         return cls(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
 
 

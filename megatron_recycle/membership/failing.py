@@ -297,6 +297,8 @@ def _go(state: State, now: float) -> Step:
     if isinstance(resume, DeadEnd):
         return closing.end(state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
+    carry = policies.carried(state, resume)
+    resume = policies.without_loss(state, resume, carry)
     plan, back = state.plan, tuple[dict[str, Any], ...]()
     if resume.restored:
         state, back = guarding.went_back(state, resume, now)
@@ -313,6 +315,7 @@ def _go(state: State, now: float) -> Step:
         "left_out": [list(each) for each in state.left_out],
         "keepers": guarding.keepers(state),
         "without": list(policies.left_out(state)),
+        "carried": carry,
     }
     back += policies.told(state, state.go, resume.next, now)
     back += guarding.exposed(state, now)

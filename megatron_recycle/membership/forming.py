@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_recycle.membership import closing, commands, guarding, messages, records
+from megatron_recycle.membership import closing, commands, guarding, messages, policies, records
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
@@ -127,7 +127,7 @@ def _form(state: State, now: float) -> Step:
     }
     kept = (records.learnt(state),) if any(state.learnt.values()) else ()
     kept = (*kept, records.decided(state, [started]))
-    return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset()))
+    return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset(), policies.plan_by(state)))
 
 
 def _another_batch(grid: Grid, shape: Shape) -> str:

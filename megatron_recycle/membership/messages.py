@@ -91,6 +91,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "tries": int,
         "keepers": dict,
         "without": list,
+        "carried": (dict, type(None)),
     },
     "answer": {"number": int},
     "noted": {"generation": int, "place": str},
@@ -117,7 +118,8 @@ REPORT = {
     "verdict": (dict, type(None)),
     "actions": int,
 }
-OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "apart": int, "guard": dict}
+OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "apart": int, "guard": dict,
+                   "kept": dict}
 """Further fields of a report (see `resume.decide`); one of a wrong type is refused all the same."""
 
 
@@ -151,6 +153,8 @@ def check_report(report: Mapping[str, Any]) -> None:
     if not isinstance(kept["of"], dict) or not all(isinstance(each, list) and all(type(one) is int for one in each)
                                                    for each in (kept["own"], *kept["of"].values())):
         raise WireError(f"report: guard is {report['guard']!r:.60}, which names no iterations")
+    if "kept" in report:
+        _fields("report: kept", report["kept"], {"iteration": int, "chain": int, "done": int})
     verdict = report["verdict"]
     if verdict is not None and not isinstance(verdict.get("iteration"), int):
         raise WireError("report: its verdict names no iteration")

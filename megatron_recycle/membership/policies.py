@@ -12,14 +12,16 @@ is whole again.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Message, State
 
 LEAVE_OUT = ("rollback", "lossy_forward")
 """Policies by which the micro-batches of hit pipelines are not run."""
-_WHOLE = ("drop", *LEAVE_OUT)
+WHOLE = ("drop", *LEAVE_OUT)
 """Policies by which hit pipelines are not used."""
 
 
@@ -41,10 +43,10 @@ def some_whole(state: State) -> bool:
 def plan_by(state: State) -> str | None:
     """The policy that the next plan is made by; None: the job's, or there is no failure."""
     if not some_whole(state):  # also where recoveries with guests have failed: nobody could train otherwise
-        return "reroute" if policy(state) in _WHOLE else None
-    if state.fallback is not None or not state.out or policy(state) not in _WHOLE:
+        return "reroute" if policy(state) in WHOLE else None
+    if state.fallback is not None or policy(state) not in WHOLE:
         return state.fallback
-    return "drop"
+    return "drop" if state.out or policy(state) == "lossy_forward" else None
 
 
 def left_out(state: State) -> tuple[int, ...]:
@@ -62,6 +64,47 @@ def told(state: State, before: Message | None, iteration: int, now: float) -> tu
     counts = _microbatches(state.description)
     return ({"event": "left_out", "t": now, "generation": state.generation, "iteration": iteration,
              "pipelines": pipelines, "microbatches": sum(counts[pipeline] for pipeline in pipelines)},)
+
+
+def carried(state: State, resume: Resume) -> dict[str, Any] | None:
+    """What goes on where it stood of the iteration that ``resume`` begins: by process how many of its actions are done,
+    the plan that they are of, and its ``chain``, the attempt that began with the first of them. None: it is begun anew.
+
+    Everybody in a whole pipeline must have all that it has done, or have begun nothing; and all must have followed one
+    plan, by which nobody had guests. A stage may have summed already: its addends are kept until that is committed.
+    """
+    last, following = state.go, resume.next
+    wanted = policy(state) == "lossy_forward" and state.closing is None and not resume.joined and not resume.restored
+    if not wanted or last is None or state.fallback is not None or not some_whole(state) or any(
+            iteration == following for iteration, _ in state.left_out):
+        return None
+    before = last["carried"] if last["carried"] and last["carried"]["iteration"] == following else None
+    plan = before["plan"] if before else last["plan"]
+    again = last["resume"]["next"] == following
+    chain = before["chain"] if before else last["resume"]["attempt"] if again else 1
+    gone, done = hit(state), dict[str, int]()
+    for name, report in state.reports.items():
+        if Process.parse(name).worker.pipeline in gone:
+            continue
+        kept = report.get("kept")
+        if kept is not None and (kept["iteration"], kept["chain"]) == (following, chain):
+            done[name] = kept["done"]
+        elif report["iteration"] < following or not report["actions"]:
+            done[name] = 0
+        else:
+            return None
+    if plan.get("source") != "drop" or not any(done.values()):
+        return None
+    return {"iteration": following, "chain": chain, "plan": plan, "done": done}
+
+
+def without_loss(state: State, resume: Resume, carry: Mapping[str, Any] | None) -> Resume:
+    """``resume`` with what is lost if ``carry`` is not: what hit pipelines have done."""
+    if carry is None:
+        return resume
+    lost = [report["actions"] for name, report in state.reports.items()
+            if name not in carry["done"] and report["iteration"] == resume.next]
+    return replace(resume, redone=sum(lost))
 
 
 def _microbatches(description: Mapping[str, Any] | None) -> list[int]:

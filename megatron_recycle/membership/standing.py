@@ -193,6 +193,11 @@ class Standing:
         self.under_way = True
         self.done.clear()
 
+    def take_up(self, done: Sequence[Action]) -> None:
+        """The attempt that has just begun goes on where an earlier one was given up, after ``done``."""
+        assert self.under_way and not self.done, f"an attempt is taken up at its beginning: {self}"
+        self.done[:] = done
+
     def give_up(self) -> None:
         """The attempt under way, if there is one, goes no further; its actions are counted, and lost."""
         self.under_way = False

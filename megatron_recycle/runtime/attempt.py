@@ -6,8 +6,8 @@ keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 
 import torch
@@ -20,12 +20,14 @@ from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import per_token
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
+from megatron_recycle.runtime.compute.accumulate import Copies
 from megatron_recycle.runtime.compute.data import DataSource, digest
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.kept import Kept, read_already, sends
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
@@ -51,7 +53,8 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
     """Begin to exchange with the others what belongs to an attempt at ``iteration``: receives are posted, and what
     peers compare and add up beside gradients is under way. Raises GenerationOver."""
     groups, transport = generation.groups, generation.transport
-    transport.follow(generation.program_of(iteration).plan)
+    plan, carried = generation.program_of(iteration).plan, generation.carried_in(iteration)
+    transport.follow(plan, read=frozenset(read_already(plan, carried.done)) if carried is not None else ())
     agreement = Agreement(site.trainable.trained, groups)
     losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction, iteration,
                        attempt, generation.left_out_of(iteration))
@@ -84,10 +87,38 @@ class Attempt:
         standing.begin(iteration)
         self._iteration = iteration
         self._agreement, self._relay = opened(site, generation, iteration, standing.attempt)
-        site.meters.memory.begin()
+        carried, kept = generation.carried_in(iteration), stepper.kept
+        counted = 0 if carried is None else carried.done.get(site.place.me, 0)
+        if counted != (0 if kept is None else len(kept.done)):
+            raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
+        self._chain = standing.attempt if carried is None else carried.chain
+        # By this policy a worker runs nobody else's micro-batches, or everybody's are begun anew after a failure.
+        self._keeps = site.config.policy == "lossy_forward" and program.of_one_pipeline
+        # Where what has come is in memory once it was waited for, an abort spoils nothing that is computed of it.
+        self._sound = self._keeps and generation.groups.world.backend.host
+        self._sent: dict[Message, Sequence[torch.Tensor]] = {}
+        self._torn = False  # in the midst of an action that cannot be begun again
+        self._over: GenerationOver | None = None
         self._digests: dict[Microbatch, int] = {}
-        self.computed = Computed(site.trainable.layout, generation.reduction.place)
+        if kept is not None:
+            self._take_up(kept)
+        else:
+            site.meters.memory.begin()
+            self.computed = Computed(site.trainable.layout, generation.reduction.place)
         self._share_losses_if_complete()
+        stepper.kept = None  # this attempt has it
+
+    def _take_up(self, kept: Kept) -> None:
+        """Go on where an earlier attempt stood; what may not have been read of it is sent again."""
+        place, stepper, transport = self._site.place, self._stepper, self._generation.transport
+        stepper.standing.take_up(kept.done)
+        self.computed, self._digests = kept.computed, dict(kept.digests)
+        transport.know(kept.meta)
+        unread = transport.outgoing
+        for action in kept.done:
+            message = sends(action, place.grid.stages, place.me.stage)
+            if message is not None and message in unread:
+                self._send(message, kept.sent[message])
 
     def __enter__(self) -> Attempt:
         return self
@@ -97,13 +128,17 @@ class Attempt:
         if kind is not None:
             self._stepper.standing.give_up()
             self._site.trainable.drop_gradients()
-        self.computed.discard()
+        if self._keeps and not self._torn and (kind is None or isinstance(error, GenerationOver)):
+            self._stepper.keep(Kept(self._iteration, self._chain, tuple(self._stepper.standing.done), self.computed,
+                                    self._digests, self._sent, self._generation.transport.meta))
+        else:
+            self.computed.discard()
 
     def run(self) -> None:
         """All actions. Raises GenerationOver, WrongGuess, DataError, and whatever the user's code raises."""
         handlers = {**dict.fromkeys(self._COMPUTES, self._micro_batch), "S": self._reduce_and_step}
-        execute(self._site, self._stepper.standing, self._program.actions, handlers, self._enter,
-                f"iteration {self._iteration}")
+        rest = self._program.actions[len(self._stepper.standing.done):]
+        execute(self._site, self._stepper.standing, rest, handlers, self._enter, f"iteration {self._iteration}")
 
     def _enter(self, action: Action) -> None:
         # Full backwards, and forwards for one, take other times than split ones, and are compiled apart.
@@ -117,13 +152,17 @@ class Attempt:
         """One F, B, W or FB."""
         self.do(action)
         self._stepper.standing.did(action)
+        self._torn = False
+        if self._over is not None:
+            raise self._over
         self._generation.transport.post()
         self._relay.poll()
         self._stepper.poll()
 
     def do(self, action: Action) -> None:
         """The computation of one F, B, W or FB. Raises GenerationOver."""
-        with self._site.phases.doing(action), self._generation.groups.counting(action):
+        counting = nullcontext() if self._sound else self._generation.groups.counting(action)
+        with self._site.phases.doing(action), counting:
             self._COMPUTES[action.kind](self, action)
             self._site.meters.pace.keep()
 
@@ -146,15 +185,40 @@ class Attempt:
               site.meters.memory.forward((pipeline, microbatch), inputs)):
             forward = site.stage.forward(inputs, batch)
         if not place.last:
-            self._generation.transport.send(Message("F", pipeline, microbatch), forward.outputs)
+            self._send(Message("F", pipeline, microbatch), forward.outputs)
+        self._torn = True
         self.computed.add((pipeline, microbatch), forward)
-        self._share_losses_if_complete()
+        with self._ending():
+            self._share_losses_if_complete()
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
         kind, pipeline, microbatch = message
-        with self._site.phases.waiting(f"{kind}{pipeline}.{microbatch}"):
-            return self._generation.transport.receive(message)
+        counting = self._generation.groups.counting(message) if self._sound else nullcontext()
+        with self._site.phases.waiting(f"{kind}{pipeline}.{microbatch}"), counting:
+            tensors = self._generation.transport.receive(message)
+        if self._sent:
+            for proved in self._generation.transport.proved(message):
+                self._sent.pop(Message(*proved), None)
+        return tensors
+
+    def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """Send what an action has made."""
+        if self._keeps:
+            self._sent[message] = [tensor.detach() for tensor in tensors]
+        with self._ending():
+            self._generation.transport.send(message, tensors)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """A block in which an action tells others what it has made: where that may be told again, it comes to its end
+        all the same."""
+        try:
+            yield
+        except GenerationOver as error:
+            if not self._keeps:
+                raise
+            self._over = error
 
     def _backward(self, action: Action) -> None:
         _, pipeline, microbatch = action
@@ -180,8 +244,9 @@ class Attempt:
 
     def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
         place, seed = self._site.place, self._site.config.seed
-        forward = self.computed.forwards.pop((pipeline, microbatch))
         gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
+        self._torn = True
+        forward = self.computed.forwards.pop((pipeline, microbatch))
         self._site.meters.memory.begin_backward((pipeline, microbatch), gradients)
         at = (self._iteration, pipeline, microbatch, place.me.stage)
         # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
@@ -191,12 +256,13 @@ class Attempt:
 
     def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
         if not self._site.place.first:
-            self._generation.transport.send(Message("B", pipeline, microbatch), for_inputs)
+            self._send(Message("B", pipeline, microbatch), for_inputs)
         self.computed.harvest((pipeline, microbatch), queue)
         self._site.meters.memory.end_backward((pipeline, microbatch), queue)
 
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
+        self._torn = True
         queue = self.computed.queues.pop((pipeline, microbatch))
         with torch.no_grad(), self._site.meters.watch.measure("W"):
             self.computed.sums.add(pipeline, microbatch, queue.contributions())
@@ -221,7 +287,8 @@ class Attempt:
         with (torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"),
               groups.counting("the reduced gradient")):
             self._agreement.check(iteration)
-            gradient = self._generation.reduction.gradient(self.computed.sums, groups, stage.ties)
+            sums = Copies(self.computed.sums) if self._keeps else self.computed.sums
+            gradient = self._generation.reduction.gradient(sums, groups, stage.ties)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
             loss, weight = self._relay.wait()

@@ -18,6 +18,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import Reduction, reduction_of
 from megatron_recycle.runtime.comm.trained_alike import Agreement
+from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -49,6 +50,12 @@ class Program:
         """How many of the actions are forwards."""
         return sum(action.kind == "F" for action in self.actions)
 
+    @cached_property
+    def of_one_pipeline(self) -> bool:
+        """Whether no worker runs another pipeline's micro-batches."""
+        return all(action.pipeline == worker.pipeline for worker, actions in self.plan.workers.items()
+                   for action in actions if action.kind != "S")
+
     def without(self, microbatches: Iterable[tuple[int, int]], me: Worker) -> Program:
         """The program without these micro-batches."""
         return Program.of(self.plan.without(list(microbatches)), me)
@@ -68,6 +75,7 @@ class Generation:
         reduction: how the plan's gradients become one.
         transport: of activations and gradients, on these groups.
         without: pipelines whose micro-batches are not run; the mean is over those that are.
+        carried: what of its first iteration goes on where it stood; None: nothing.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: by the last two attempts, beside gradients. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
@@ -83,16 +91,17 @@ class Generation:
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
     without: frozenset[int] = frozenset()
+    carried: Carried | None = None
     shared: deque[tuple[Agreement, LossRelay]] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, left_out: Sequence[tuple[int, str]], groups: Groups,
            stage: Stage, plan: Plan, exact: bool, keepers: Mapping[int, Worker] | None = None,
-           without: frozenset[int] = frozenset()) -> Generation:
+           without: frozenset[int] = frozenset(), carried: Carried | None = None) -> Generation:
         """A new one, that follows ``plan``."""
         return cls(epoch, prefix, tries, left_out, groups, Program.of(plan, groups.me),
                    reduction_of(exact, plan, groups.me, stage.averaging), Transport(groups, stage.device),
-                   keepers or {}, without)
+                   keepers or {}, without, carried)
 
     @property
     def plan(self) -> Plan:
@@ -116,8 +125,19 @@ class Generation:
 
     def program_of(self, iteration: int) -> Program:
         """The program of this worker for ``iteration``."""
+        if self.carried_in(iteration) is not None:
+            return self._of_carried
         left_out = self._poisoned(iteration)
         return self._of_whole.without(left_out, self.groups.me) if left_out else self._of_whole
+
+    def carried_in(self, iteration: int) -> Carried | None:
+        """What of ``iteration`` goes on where it stood."""
+        return self.carried if self.carried is not None and self.carried.iteration == iteration else None
+
+    @cached_property
+    def _of_carried(self) -> Program:
+        assert self.carried is not None
+        return Program.of(self.carried.plan.without(self._of_hit), self.groups.me)
 
     def left_out_of(self, iteration: int) -> int:
         """How many micro-batches ``iteration`` goes without."""

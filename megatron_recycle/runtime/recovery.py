@@ -27,6 +27,7 @@ from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, store_prefix
 from megatron_recycle.runtime.guard import go_back, take_back
+from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.site import Site
@@ -62,7 +63,7 @@ def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
     """
     await_stop(site, stepper.standing, error)
     retire(site, stepper)
-    return _follow(site, stepper, report(site, stepper.standing))
+    return _follow(site, stepper, report(site, stepper))
 
 
 def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
@@ -70,7 +71,7 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
     while True:
         try:
             if go is not None:
-                generation = rebuild(site, stepper.standing, go)
+                generation = rebuild(site, stepper, go)
                 reconcile(site, stepper, generation, go)
                 verify_recovery(site, stepper, generation)
                 if go.closing is not None:
@@ -80,7 +81,7 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
         except GenerationOver as error:
             await_stop(site, stepper.standing, error)
             retire(site, stepper)
-        go = report(site, stepper.standing)
+        go = report(site, stepper)
 
 
 def await_stop(site: Site, standing: Standing, error: GenerationOver) -> None:
@@ -156,18 +157,20 @@ def install(site: Site, standing: Standing, generation: Generation) -> Generatio
     return generation
 
 
-def report(site: Site, standing: Standing) -> Go | None:
+def report(site: Site, stepper: Stepper) -> Go | None:
     """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first.
 
     A part of a worker that has lost another part waits here until that one is replaced. Raises JobEnded.
     """
+    standing = stepper.standing
     if site.agent.outside:
         if site.place.parts > 1:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
                                  "that one is replaced", site.place.me, site.place.name)
         return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
     generation = site.agent.stop_generation
-    site.agent.report(generation, _report(site, standing))
+    kept = {} if stepper.kept is None else {"kept": stepper.kept.report()}
+    site.agent.report(generation, {**_report(site, standing), **kept})
     return site.agent.wait_go(generation)
 
 
@@ -175,16 +178,18 @@ def _report(site: Site, standing: Standing) -> dict[str, Any]:
     return {**standing.report(), "guard": site.trainable.guard.report()}
 
 
-def rebuild(site: Site, standing: Standing, go: Go) -> Generation:
+def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     """5. Build the new generation's groups with all its members and adopt its plan."""
-    begun = time.monotonic()
+    begun, standing = time.monotonic(), stepper.standing
     standing.join(go.generation)
     rested, site.current.rested = site.current.rested, None
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout, rested)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, go.left_out, groups, site.stage,
                                Plan.from_json(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
-                               frozenset(go.without))
+                               frozenset(go.without), Carried.read(go.carried) if go.carried else None)
+    if generation.carried is None or site.place.me not in generation.carried.done:
+        stepper.let_go()
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
                      site.phases.working(CONNECT), go.resume)

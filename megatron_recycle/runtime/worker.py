@@ -77,6 +77,7 @@ class StageWorker:
             raise ConfigError("guard memory keeps a stage's copy on a worker of another stage, and a pipeline of one "
                               "stage has none: leave guard out, and give `recycle run --restarts N` for the loss of "
                               "the last worker")
+        _check_policy(place, config)
         me = Process(place.me, place.part if place.parts > 1 else None)
         self.standing = Standing(me, StepMode.of(config.step == "staggered"))
         phases = Phases(self.standing, agent, Activity(config.stall_floor), observer)
@@ -447,6 +448,16 @@ class StageWorker:
             what = "a recovery" if fault.recovery else "the script"
             get_logger().error("megatron-recycle: %s has failed %s", what, fault.where, exc_info=error)
             raise _Kept(str(fault)) from None
+
+
+def _check_policy(place: Place, config: RecycleConfig) -> None:
+    """Raises ConfigError if this grid has no use for the policy."""
+    if config.policy != "reroute" and place.grid.pipelines == 1:
+        raise ConfigError(f"policy {config.policy} goes on with pipelines that are whole, and this job has one only: "
+                          "leave policy out, and give `recycle run --restarts N` for the loss of a worker")
+    if config.policy == "lossy_forward" and place.parts > 1:
+        raise ConfigError("policy lossy_forward is not there with tensor parallelism, whose parts would go on from "
+                          "different places: give policy rollback, or leave it out")
 
 
 @contextmanager

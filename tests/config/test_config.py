@@ -145,7 +145,7 @@ def test_other_programs_variables_and_the_launchers_own_are_let_through():
         ({"costs": "1,2,3;4,5"}, "a triple for each stage"),
         ({"policy": "lossy"}, "give reroute"),
         ({"policy": "rollback", "reduction": "exact"}, "use reduction fast, or policy reroute"),
-        ({"policy": "rollback", "step": "staggered"}, "give barrier"),
+        ({"policy": "lossy_forward", "step": "staggered"}, "give barrier"),
         ([], "give an object"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs, policies
 from megatron_recycle.membership.fault import Fault
-from tests.membership.cluster import Cluster, events, told
+from tests.membership.cluster import Cluster, events, report, told
 
 
 def job(policy: str) -> Cluster:
@@ -36,7 +36,7 @@ def planned_by(decisions: list[do.Decision]) -> str | None:
 
 
 @pytest.mark.parametrize(("policy", "by", "without"), [("reroute", None, []), ("drop", "drop", []),
-                                                       ("rollback", "drop", [1])])
+                                                       ("rollback", "drop", [1]), ("lossy_forward", "drop", [1])])
 def test_a_hit_pipeline_is_used_as_the_policy_says(policy: str, by: str | None, without: list[int]):
     cluster = job(policy)
     decisions = fail(cluster, "1:0")
@@ -78,3 +78,44 @@ def test_a_replacement_brings_its_pipeline_back():
     decisions = cluster.reports(*[name for name in cluster.names if name != "1:0"]) + cluster.plan()
     assert told(decisions, "go")[-1][1]["without"] == []
     assert [event["pipelines"] for event in events(decisions, "left_out")] == [[]], "all take part again"
+
+
+def dropped(cluster: Cluster) -> None:
+    """All have whole pipelines' plans, and have committed iteration 4."""
+    assert cluster.state.go is not None
+    cluster.state.go["plan"]["source"] = "drop"
+    cluster.commit_all(4)
+
+
+def report_kept(cluster: Cluster, name: str, done: int, chain: int = 1) -> list[do.Decision]:
+    where = report(5, 4, actions=done, committed=4)
+    kept = {"kept": {"iteration": 5, "chain": chain, "done": done}} if done else {}
+    return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, {**where, **kept}))
+
+
+def test_what_whole_pipelines_have_done_is_carried_on_and_only_the_rest_counts_as_lost():
+    cluster = job("lossy_forward")
+    dropped(cluster)
+    cluster.exit("1:0")
+    cluster.plan()
+    for name, done in {"0:0": 7, "0:1": 5, "2:0": 0, "2:1": 3}.items():
+        report_kept(cluster, name, done)
+    decisions = report_kept(cluster, "1:1", 6)
+    (_, go), = told(decisions, "go")
+    assert go["carried"]["done"] == {"0:0": 7, "0:1": 5, "2:0": 0, "2:1": 3}
+    assert (go["carried"]["iteration"], go["resume"]["next"], go["resume"]["redone"]) == (5, 5, 6)
+
+
+@pytest.mark.parametrize("torn", [{"holds": 5}, {"chain": 3}])
+def test_an_iteration_that_somebody_has_not_kept_is_begun_anew_by_all(torn: dict[str, int]):
+    """One that has its stage's sum, but no addends any more; one that has kept another attempt."""
+    cluster = job("lossy_forward")
+    dropped(cluster)
+    cluster.exit("1:0")
+    cluster.plan()
+    for name in ("0:0", "0:1", "2:0", "1:1"):
+        report_kept(cluster, name, 5)
+    happened = report(5, 4, actions=5, committed=4)
+    happened |= {"holds": 5} if "holds" in torn else {"kept": {"iteration": 5, "done": 5, **torn}}
+    decisions = cluster.feed(inputs.Reported("2:1/0", cluster.state.generation, happened))
+    assert [go["carried"] for _, go in told(decisions, "go")] == [None]

@@ -17,8 +17,8 @@ from tests.seeds import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
-POLICIES = ("rollback",)
-SHAPE = SHAPES["3x2, four"].with_settings(reduction="fast", policy="rollback")
+POLICIES = ("rollback", "lossy_forward")
+SHAPE = SHAPES["3x2, four"].with_settings(reduction="fast")
 
 
 def left_out(job: Job) -> dict[int, frozenset[int]]:
@@ -47,14 +47,32 @@ def check(job: Job, results: Mapping[int, Result], out: set[str], came: frozense
     assert committed == list(range(job.shape.iterations)), f"committed {committed}\n{job.where()}"
 
 
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("worker", ["0:0", "1:1"])
 @pytest.mark.parametrize(("phase", "iteration"), [("forward", 0), ("weight", 1), ("reduced", 1), ("stepped", 2)])
-def test_a_hit_pipeline_is_left_out_and_the_mean_is_over_the_others(worker, phase, iteration):
-    job = Job(SHAPE, [Moment(worker, phase, iteration)], seed=1)
+def test_a_hit_pipeline_is_left_out_and_the_mean_is_over_the_others(policy, worker, phase, iteration):
+    job = Job(SHAPE.with_settings(policy=policy), [Moment(worker, phase, iteration)], seed=1)
     with job:
         check(job, job.wait(), {worker})
     begin = [event for event in job.control.events if event["event"] == "left_out"]
     assert [(event["pipelines"], event["microbatches"]) for event in begin] == [([int(worker[0])], 4)]
+
+
+@pytest.mark.parametrize("seed", (0, 2))
+@pytest.mark.parametrize(("phase", "nth"), [("forward", 2), ("backward", 1), ("reduce", 0), ("reduced", 0)])
+def test_what_whole_pipelines_have_done_is_not_done_again(phase, nth, seed):
+    """Also by a stage that has added up already when another one loses an addend for good, and when a second pipeline
+    is hit before the first failure is got over."""
+    shape, seen = SHAPES["4x2"].with_settings(reduction="fast", policy="lossy_forward"), list[Moment]()
+    shape = replace(shape, microbatches=4)
+    kills = [Moment("1:0", phase, 1, nth), Moment("3:1", "recovering", 1)]
+    job = Job(shape, kills, seed=seed, at=lambda job, moment: seen.append(moment))
+    with job:
+        check(job, job.wait(), {"1:0", "3:1"})
+    for worker in ("0:0", "0:1", "2:0", "2:1"):
+        begun = sum((moment.worker, moment.phase, moment.iteration) == (worker, "forward", 1) for moment in seen)
+        # One that waits for its activation when the generation ends begins once more: there are two failures.
+        assert begun <= 4 + 2, f"{worker} has begun {begun} forwards for 4 micro-batches\n{job.where()}"
 
 
 KINDS = ("one", "two", "asks", "both_ask", "during_the_recovery", "with_coordinator", "comes_back",

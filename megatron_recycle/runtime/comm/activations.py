@@ -15,14 +15,14 @@ are of the same shapes. Gradients have the shapes of what the receiver itself se
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from megatron_recycle.plan import Plan, Transfer, Worker, channels, postings, read_by, reads, transfers
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.messages import Message
+from megatron_recycle.runtime.comm.messages import Message, Meta
 from megatron_recycle.runtime.comm.receiving import Receiver
 from megatron_recycle.runtime.comm.sending import Sender
 from megatron_recycle.runtime.compute.transfer_times import Label, Lags
@@ -79,19 +79,43 @@ class Transport:
         self._read_by: Mapping[Any, Sequence[Message]] = {}
         self._followed: tuple[Plan, str] | None = None
 
-    def follow(self, plan: Plan, kinds: str = "FB") -> None:
+    def follow(self, plan: Plan, kinds: str = "FB", read: Collection[tuple[Worker, Message]] = ()) -> None:
         """Adopt the transfers of ``plan``, between two iterations, unless they are in use: those of ``kinds``,
-        activations and gradients."""
-        if self._followed is not None and self._followed[0] is plan and self._followed[1] == kinds:
+        activations and gradients, without those that their receivers have ``read`` in an earlier attempt."""
+        if self._followed is not None and self._followed[0] is plan and self._followed[1] == kinds and not read:
             return
-        self._followed = plan, kinds
+        self._followed = None if read else (plan, kinds)
         me = self._groups.me
+
+        def wanted(by: Worker, message: Message) -> bool:
+            return message[0] in kinds and (by, message) not in read
+
         self.use({pair: kept for pair, messages in channels(plan).items()
-                  if (kept := [message for message in messages if message.kind in kinds])},
-                 [read for read in reads(plan, me) if read[1].kind in kinds],
+                  if (kept := [message for message in messages if wanted(pair[1], message)])},
+                 [each for each in reads(plan, me) if wanted(me, each[1])],
                  read_by(plan, me) if kinds == "FB" else None)
         if self._groups.world.backend.ordered:
-            self._order = _Order([each for each in postings(transfers(plan), me) if each.message.kind in kinds], me)
+            self._order = _Order([each for each in postings(transfers(plan), me)
+                                  if wanted(each.target, each.message)], me)
+
+    @property
+    def meta(self) -> Meta | None:
+        """Shapes of the activations that this worker sends, once they are known."""
+        return self._sender.meta
+
+    def know(self, meta: Meta | None) -> None:
+        """The shapes of what was sent in an earlier generation, whose gradients are still to come."""
+        self._sender.meta = meta
+
+    @property
+    def outgoing(self) -> Collection[Message]:
+        """The messages that this worker sends in the iteration."""
+        return self._sender.messages
+
+    def proved(self, message: Message) -> Sequence[Message]:
+        """What has been read for sure once ``message`` has come."""
+        kind, pipeline, microbatch = message
+        return [("F", pipeline, microbatch)] if kind == "B" else self._read_by.get(message, ())
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
             reads: Iterable[tuple[Worker, Message]], read_by: Mapping[Any, Sequence[Message]] | None = None) -> None:

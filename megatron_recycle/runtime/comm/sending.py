@@ -7,7 +7,7 @@ send is kept until its message is known to have been read, or until the iteratio
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +74,11 @@ class Sender:
         self.meta = None
         for channel in self._channels.values():
             channel.announced = False
+
+    @property
+    def messages(self) -> Collection[Message]:
+        """All of the iteration."""
+        return self._targets.keys()
 
     def target(self, message: Message) -> Worker:
         """The worker that ``message`` goes to, as the next one."""

@@ -190,3 +190,14 @@ class Accumulators:
     def sum(self, piece: Piece) -> torch.Tensor:
         """The flat sum of ``piece``; zeros if nothing was added to it."""
         return self._sums.setdefault(piece, Accumulator(self.layout)).sum()
+
+
+class Copies(Accumulators):
+    """Gives copies of ``sums``, for a reduction in place that may have to be made again."""
+
+    def __init__(self, sums: Accumulators) -> None:
+        self.layout = sums.layout
+        self._whole = sums
+
+    def sum(self, piece: Piece) -> torch.Tensor:
+        return self._whole.sum(piece).clone()

@@ -1,0 +1,87 @@
+"""What a worker has done of an iteration whose generation is over, for `policy: lossy_forward`: it goes on there.
+
+An attempt is given up between two actions, or while one waits for a message; the one that it waits for is sent again.
+Its sums are kept until the iteration is committed: another stage may lack an addend for good, and then all add up
+again, over those that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_recycle.plan import Action, Message, Microbatch, Plan, Worker
+from megatron_recycle.runtime.comm.messages import Meta
+from megatron_recycle.runtime.computed import Computed
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An attempt that may be taken up again.
+
+    Attributes:
+        iteration: of it.
+        chain: the attempt that began with the first of its actions.
+        done: the actions, in order.
+        computed: by them.
+        digests: of the data that they have read.
+        sent: messages that may not have been read.
+        meta: shapes of the activations that this worker sends, if it has sent one.
+    """
+
+    iteration: int
+    chain: int
+    done: tuple[Action, ...]
+    computed: Computed
+    digests: Mapping[Microbatch, int]
+    sent: Mapping[Message, Sequence[torch.Tensor]]
+    meta: Meta | None
+
+    def report(self) -> dict[str, int]:
+        """For the coordinator."""
+        return {"iteration": self.iteration, "chain": self.chain, "done": len(self.done)}
+
+
+@dataclass(frozen=True)
+class Carried:
+    """An iteration that goes on where it stood, as the go says (`membership.policies.carried`).
+
+    Attributes:
+        iteration: of it.
+        chain: as `Kept.chain`.
+        plan: what was followed.
+        done: how many of its actions each worker has done.
+    """
+
+    iteration: int
+    chain: int
+    plan: Plan
+    done: Mapping[Worker, int]
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Carried:
+        """From a go."""
+        done = {Worker.parse(name): count for name, count in told["done"].items()}
+        return cls(told["iteration"], told["chain"], Plan.from_json(told["plan"]), done)
+
+
+def sends(action: Action, stages: int, stage: int) -> Message | None:
+    """The message that an action of a pipeline's worker of ``stage`` ends with, if there is one."""
+    kind, pipeline, microbatch = action
+    if kind == "F" and stage + 1 < stages:
+        return Message("F", pipeline, microbatch)
+    return Message("B", pipeline, microbatch) if kind in ("B", "FB") and stage > 0 else None
+
+
+def read_already(plan: Plan, done: Mapping[Worker, int]) -> Iterator[tuple[Worker, Message]]:
+    """The messages that actions which are done have read, with their receivers."""
+    last = plan.problem.grid.stages - 1
+    for worker, count in done.items():
+        for kind, pipeline, microbatch in plan.actions(worker)[:count]:
+            if kind == "F" and worker.stage > 0:
+                yield worker, Message("F", pipeline, microbatch)
+            elif kind in ("B", "FB") and worker.stage < last:
+                yield worker, Message("B", pipeline, microbatch)
