@@ -53,7 +53,7 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
     """Begin to exchange with the others what belongs to an attempt at ``iteration``: receives are posted, and what
     peers compare and add up beside gradients is under way. Raises GenerationOver."""
     groups, transport = generation.groups, generation.transport
-    plan, carried = generation.program_of(iteration).plan, generation.carried_in(iteration)
+    plan, carried = generation.program_of(iteration).plan, generation.scope.carried_in(iteration)
     transport.follow(plan, read=frozenset(read_already(plan, carried.done)) if carried is not None else ())
     agreement = Agreement(site.trainable.trained, groups)
     losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction, iteration,
@@ -87,7 +87,7 @@ class Attempt:
         standing.begin(iteration)
         self._iteration = iteration
         self._agreement, self._relay = opened(site, generation, iteration, standing.attempt)
-        carried, kept = generation.carried_in(iteration), stepper.kept
+        carried, kept = generation.scope.carried_in(iteration), stepper.kept
         counted = 0 if carried is None else carried.done.get(site.place.me, 0)
         if counted != (0 if kept is None else len(kept.done)):
             raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
@@ -294,7 +294,7 @@ class Attempt:
             loss, weight = self._relay.wait()
         if stage.averaging == "tokens":
             per_token(gradient, weight)
-        elif self._generation.without:
+        elif self._generation.scope.without:
             gradient.mul_(self._generation.share)
         views = site.trainable.layout.views(gradient)
         held = Held(iteration, gradient, stage.norm_square(views), loss, weight, self._digests, self._relay.reports,

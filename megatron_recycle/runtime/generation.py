@@ -62,6 +62,29 @@ class Program:
 
 
 @dataclass(frozen=True)
+class Scope:
+    """What of the grid's micro-batches is run.
+
+    Attributes:
+        left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
+        without: pipelines whose micro-batches are not run; the mean is over those that are.
+        carried: what of a generation's first iteration goes on where it stood; None: nothing.
+    """
+
+    left_out: Sequence[tuple[int, str]] = ()
+    without: frozenset[int] = frozenset()
+    carried: Carried | None = None
+
+    def carried_in(self, iteration: int) -> Carried | None:
+        """What of ``iteration`` goes on where it stood."""
+        return self.carried if self.carried is not None and self.carried.iteration == iteration else None
+
+    def poisoned(self, iteration: int) -> frozenset[Microbatch]:
+        """The micro-batches that ``iteration`` is to do without."""
+        return frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
+
+
+@dataclass(frozen=True)
 class Generation:
     """A generation as one worker knows it.
 
@@ -69,13 +92,11 @@ class Generation:
         epoch: its number, and how often its members have made new groups.
         prefix: of its keys in torch's store, whichever its groups are.
         tries: generations with the same members in a row, before this one.
-        left_out: iterations and their micro-batches (``1.3``) that the job goes on without.
+        scope: what is run of its iterations.
         groups: of its members.
         program: the plan in use.
         reduction: how the plan's gradients become one.
         transport: of activations and gradients, on these groups.
-        without: pipelines whose micro-batches are not run; the mean is over those that are.
-        carried: what of its first iteration goes on where it stood; None: nothing.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
         shared: by the last two attempts, beside gradients. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
@@ -84,24 +105,21 @@ class Generation:
     epoch: Epoch
     prefix: str
     tries: int
-    left_out: Sequence[tuple[int, str]]
+    scope: Scope
     groups: Groups
     program: Program
     reduction: Reduction
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
-    without: frozenset[int] = frozenset()
-    carried: Carried | None = None
     shared: deque[tuple[Agreement, LossRelay]] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
-    def of(cls, epoch: Epoch, prefix: str, tries: int, left_out: Sequence[tuple[int, str]], groups: Groups,
-           stage: Stage, plan: Plan, exact: bool, keepers: Mapping[int, Worker] | None = None,
-           without: frozenset[int] = frozenset(), carried: Carried | None = None) -> Generation:
+    def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,
+           exact: bool, keepers: Mapping[int, Worker] | None = None) -> Generation:
         """A new one, that follows ``plan``."""
-        return cls(epoch, prefix, tries, left_out, groups, Program.of(plan, groups.me),
+        return cls(epoch, prefix, tries, scope, groups, Program.of(plan, groups.me),
                    reduction_of(exact, plan, groups.me, stage.averaging), Transport(groups, stage.device),
-                   keepers or {}, without, carried)
+                   keepers or {})
 
     @property
     def plan(self) -> Plan:
@@ -125,42 +143,35 @@ class Generation:
 
     def program_of(self, iteration: int) -> Program:
         """The program of this worker for ``iteration``."""
-        if self.carried_in(iteration) is not None:
+        if self.scope.carried_in(iteration) is not None:
             return self._of_carried
-        left_out = self._poisoned(iteration)
+        left_out = self.scope.poisoned(iteration)
         return self._of_whole.without(left_out, self.groups.me) if left_out else self._of_whole
-
-    def carried_in(self, iteration: int) -> Carried | None:
-        """What of ``iteration`` goes on where it stood."""
-        return self.carried if self.carried is not None and self.carried.iteration == iteration else None
 
     @cached_property
     def _of_carried(self) -> Program:
-        assert self.carried is not None
-        return Program.of(self.carried.plan.without(self._of_hit), self.groups.me)
+        assert self.scope.carried is not None
+        return Program.of(self.scope.carried.plan.without(self._of_hit), self.groups.me)
 
     def left_out_of(self, iteration: int) -> int:
         """How many micro-batches ``iteration`` goes without."""
-        return len(self._poisoned(iteration) | self._of_hit)
+        return len(self.scope.poisoned(iteration) | self._of_hit)
 
     @property
     def share(self) -> float:
         """What makes a mean over all micro-batches one over those of the pipelines that take part."""
         counts = self.plan.problem.grid.microbatches
-        run = sum(count for pipeline, count in enumerate(counts) if pipeline not in self.without)
+        run = sum(count for pipeline, count in enumerate(counts) if pipeline not in self.scope.without)
         return sum(counts) / run
 
     @cached_property
     def _of_whole(self) -> Program:
         """Of the pipelines that take part."""
-        return self.program.without(self._of_hit, self.groups.me) if self.without else self.program
+        return self.program.without(self._of_hit, self.groups.me) if self.scope.without else self.program
 
     @property
     def _of_hit(self) -> frozenset[Microbatch]:
-        return frozenset(each for each in self.plan.problem.grid.items() if each[0] in self.without)
-
-    def _poisoned(self, iteration: int) -> frozenset[Microbatch]:
-        return frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
+        return frozenset(each for each in self.plan.problem.grid.items() if each[0] in self.scope.without)
 
 
 class Current:

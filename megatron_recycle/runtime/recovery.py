@@ -25,7 +25,7 @@ from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.compute.data import NotReadHere, digest, follows_script
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
-from megatron_recycle.runtime.generation import Generation, store_prefix
+from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
 from megatron_recycle.runtime.guard import go_back, take_back
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
@@ -184,11 +184,11 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     standing.join(go.generation)
     rested, site.current.rested = site.current.rested, None
     groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout, rested)
-    generation = Generation.of(standing.epoch, go.prefix, go.tries, go.left_out, groups, site.stage,
+    scope = Scope(go.left_out, frozenset(go.without), Carried.read(go.carried) if go.carried else None)
+    generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
                                Plan.from_json(go.plan), site.exact,
-                               {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
-                               frozenset(go.without), Carried.read(go.carried) if go.carried else None)
-    if generation.carried is None or site.place.me not in generation.carried.done:
+                               {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()})
+    if scope.carried is None or site.place.me not in scope.carried.done:
         stepper.let_go()
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
