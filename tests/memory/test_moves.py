@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -17,15 +18,19 @@ SHAPE = Shape(3, 2, 2, 8).with_settings(moves=True)
 MOVER, TO = "2:0", "1:1"
 
 
-def moving(seed: int, *asked: Asked, slow: float = 0.0) -> Job:
+def moving(seed: int, *asked: Asked, slow: float = 0.0, holds: Sequence[Moment] = ()) -> Job:
     """It loses `TO` in the first iteration, and `MOVER` had better stand there."""
-    return Job(SHAPE, [Moment(TO, "backward", 0, 1)], seed=seed, asked=asked, moves={MOVER: TO}, slow=slow)
+    return Job(SHAPE, [Moment(TO, "backward", 0, 1)], seed=seed, asked=asked, moves={MOVER: TO}, slow=slow, holds=holds)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_worker_moves_to_the_stage_that_has_lost_one(seed: int):
-    job = moving(seed)
+    late = Moment("0:0", "forward", 4)
+    job = moving(seed, holds=[late])
     with job:
+        job.wait_held(late)
+        job.wait_event("waiting", worker=TO)
+        job.release(late)
         results = job.wait()
         check(job, results, {MOVER}, {TO})
     mover, = (result for rank, result in results.items() if job.names[rank] == MOVER)
