@@ -20,7 +20,7 @@ def test_the_documentation_has_the_table():
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
     """All rows, one after another in the same processes, on each rank."""
-    with Job(run_rows, STAGES * PIPELINES, {"numbers": range(len(ROWS))}, coordinated=False, limit=110) as job:
+    with Job(run_rows, STAGES * PIPELINES, {"numbers": range(len(ROWS))}, coordinated=False, limit=200) as job:
         found = job.wait()
         assert all(result.status == 0 for result in found.values()), job.where()
     return [found[rank] for rank in range(STAGES * PIPELINES)]
