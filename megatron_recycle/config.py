@@ -129,11 +129,12 @@ class RecycleConfig:
         60.0, "time that a checkpoint of on_leave may take; then all workers are ended", unit="s"
     )
     guard: str = _option(
-        "none",
-        "what is kept of a stage that has one worker; memory: a copy of its state in the memory of another stage's "
-        "worker, on another host if there is one, so that the stage comes back if it is lost; every worker keeps two "
-        "copies of its own state then",
-        choices=("none", "memory"),
+        "checkpoint",
+        "where a stage that has lost its last worker comes back from, under recycle run; checkpoint: the newest whole "
+        "checkpoint of this run; memory: a copy in the memory of another stage's worker, on another host if there is "
+        "one, made while a stage has one worker (every worker keeps two copies of its own state then), or the "
+        "checkpoint, whichever is newer; none: it does not",
+        choices=("none", "checkpoint", "memory"),
     )
     guard_interval: int = _option(10, "iterations between two copies of guard: as many can be lost with a last copy")
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")

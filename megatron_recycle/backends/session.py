@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.start import connect
 from megatron_recycle.runtime.worker import StageWorker
 
+Restore = Callable[[Groups, str], None]
+"""(groups of those that are left, where a checkpoint is): loads this worker's part of it; see `Framework.restore`."""
 SaveLast = Callable[[Groups, int], str]
 """(groups of those that are left, last committed iteration) -> where the checkpoint is; see `StageWorker`."""
 
@@ -97,7 +100,7 @@ class Session:
         return Seeds(self.generators, self.settings.seed, kind)
 
     def start(self, stage: Stage, splitter: Deferring, data: DataSource, *, first: int = 0,
-              number: int = 0, save_last: SaveLast | None = None) -> None:
+              number: int = 0, save_last: SaveLast | None = None, restore: Restore | None = None) -> None:
         """The script is about to train for the first time: make the worker.
 
         Args:
@@ -107,6 +110,8 @@ class Session:
             first: number of the script's first iteration.
             number: of each pipeline's micro-batch that it begins with.
             save_last: writes this worker's part of a last checkpoint; None: there is no such thing.
+            restore: loads this worker's part of a checkpoint of this run. Inside of it torch knows of those that are
+                left only. None: there is no such thing.
         """
         self.iteration = first - 1
         self.grids.begin(first, number)
@@ -116,7 +121,13 @@ class Session:
                 stage=stage, splitter=splitter, data=data, generators=self.generators, grids=self.grids,
                 setup=self._options.setup,
                 save_last=None if save_last is None else lambda: save_last(
-                    self.worker.current_groups(), self.worker.standing.committed)))
+                    self.worker.current_groups(), self.worker.standing.committed),
+                restore=None if restore is None or not Launched.read().by_recycle_run else partial(
+                    self._restore, restore)))
+
+    def _restore(self, restore: Restore, place: str) -> None:
+        with self.worker.among_those_left():
+            restore(self.worker.current_groups(), place)
 
     @property
     def started(self) -> bool:

@@ -246,11 +246,12 @@ class Agent:
         self._send_kept({"type": "saved", "generation": generation, "place": place, "error": error})
         self._wait(lambda: self.stop_generation > generation, None, "the end of the job")
 
-    def written(self, generation: int, iteration: int, place: str) -> bool:
-        """All parts of the checkpoint at ``place``, of the state after ``iteration``, are there. Returns whether the
-        coordinator has noted that, as soon as it has; not if another generation comes instead. Raises JobEnded."""
+    def written(self, generation: int, iteration: int, place: str, facts: Mapping[str, Any] | None = None) -> bool:
+        """All parts of the checkpoint at ``place``, of the state after ``iteration``, are there; ``facts`` are what one
+        has to know beside to go back to it, None if nobody can. Returns whether the coordinator has noted that, as soon as it has; not if another generation comes instead. Raises JobEnded."""
         self._noted = None
-        self._send_kept({"type": "written", "generation": generation, "iteration": iteration, "place": place})
+        self._send_kept({"type": "written", "generation": generation, "iteration": iteration, "place": place,
+                         "facts": None if facts is None else dict(facts)})
         noted = generation, place
         self._wait(lambda: self._noted == noted or self.stop_generation > generation, None, "the manifest")
         return self._noted == noted

@@ -20,8 +20,9 @@ def written(state: State, happened: Written, now: float) -> Step:
     if member is None or happened.generation != state.generation:
         return state, ()
     noted = Tell((member.incarnation,), {"type": "noted", "generation": state.generation, "place": happened.place})
-    checkpoint = {"iteration": happened.iteration, "place": happened.place}
+    named = {"iteration": happened.iteration, "place": happened.place}
+    checkpoint = {**named, "facts": happened.facts}
     if checkpoint == state.checkpoint:  # told again after a reconnect
         return state, (noted,)
-    event = {"event": "checkpoint", "t": now, "generation": state.generation, **checkpoint}
+    event = {"event": "checkpoint", "t": now, "generation": state.generation, **named}
     return state.with_(checkpoint=checkpoint), (records.checkpoint(state, checkpoint, event), Emit(event), noted)

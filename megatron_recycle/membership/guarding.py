@@ -3,19 +3,20 @@ is lost. Pure, like `machine`.
 
 While a stage has one worker, every worker copies its own state between two iterations now and then, and another stage's
 worker takes the copy of that stage too. A stage that is lost gets a new process (`restoring`), with the state that its
-keeper has; all others go back to their own copies of the same iteration.
+keeper has; all others go back to their own copies of the same iteration. Where no copy is as new as the newest whole
+checkpoint of this run, all load that one instead (`guard: checkpoint`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume
-from megatron_recycle.membership.state import Phase, State
+from megatron_recycle.membership.state import Message, Phase, State
 from megatron_recycle.plan.grid import Worker
 
 _FEWEST = 2
@@ -24,12 +25,13 @@ _FEWEST = 2
 
 @dataclass(frozen=True)
 class Source:
-    """The state to go back to: that after ``iteration``. `keepers` have, by stage, that of a lost stage. The scripts
-    have asked for everything up to the iteration after ``regained``."""
+    """The state to go back to: that after ``iteration``. `keepers` have, by stage, that of a lost stage, or the
+    ``checkpoint`` has all. The scripts have asked for everything up to the iteration after ``regained``."""
 
     iteration: int
     regained: int
-    keepers: Mapping[int, str]
+    keepers: Mapping[int, str] = field(default_factory=dict)
+    checkpoint: Message | None = None
 
 
 def wanted(state: State) -> bool:
@@ -100,13 +102,39 @@ def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
     return [stage for stage in range(state.stages) if stage not in there]
 
 
-def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int]) -> Source | str:
+def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int],
+           checkpoint: Message | None = None) -> Source | str:
     """The newest state that all of a job can go back to, by the reports of those that are left; or why there is none.
 
-    A worker with several parts keeps what all of them keep.
+    Args:
+        lost: stages that nobody holds.
+        checkpoint: the newest one of this run that can be loaded.
     """
-    if any(report.get("apart") for report in reports.values()):
-        return "its workers were in the midst of a checkpoint, an evaluation, or a collective of the script's"
+    kept, loaded = _copies(reports, lost), _loadable(reports, checkpoint)
+    found = [one for one in (kept, loaded) if isinstance(one, tuple)]
+    if not found:
+        return f"{kept}; {loaded}" if checkpoint is not None else str(kept)
+    iteration, keepers = max(found, key=lambda one: one[0])
+    asked = max(report.get("asked", report["iteration"]) for report in reports.values())
+    return Source(iteration, asked - 1, keepers, None if keepers else checkpoint)
+
+
+def _loadable(reports: Mapping[str, Mapping[str, Any]], checkpoint: Message | None) -> tuple[int, dict[int, str]] | str:
+    """The checkpoint's iteration, if all can go on from it; or why not."""
+    if checkpoint is None:
+        return ""
+    for name, report in reports.items():
+        back = report.get("guard", {}).get("back")
+        if back is None:
+            return f"what {name} has read of its data iterator since the last checkpoint cannot be read again"
+        if back > checkpoint["iteration"]:
+            return f"on {name} the script has changed something since the last checkpoint, before iteration {back}"
+    return checkpoint["iteration"], {}
+
+
+def _copies(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int]) -> tuple[int, dict[int, str]] | str:
+    """The newest iteration that all have copies of, and who keeps those of the lost stages; or why there is none. A
+    worker with several parts keeps what all of them keep."""
     own = [set(report.get("guard", {}).get("own", ())) for report in reports.values()]
     common = set.intersection(*own) if own else set()
     found: dict[int, dict[int, str]] = {}  # iteration -> stage -> keeper
@@ -120,13 +148,18 @@ def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int]) -> Sou
     if not whole:
         stages = ", ".join(map(str, lost))
         return f"nobody who is left keeps a copy of stage {stages} that all others can go back to"
-    asked = max(report.get("asked", report["iteration"]) for report in reports.values())
-    return Source(max(whole), asked - 1, found[max(whole)])
+    return max(whole), found[max(whole)]
 
 
 def possible(state: State) -> bool:
     """Whether a lost stage may come back."""
-    return wanted(state) and state.closing is None and bool(state.members)
+    return (wanted(state) or checkpoint(state) is not None) and state.closing is None and bool(state.members)
+
+
+def checkpoint(state: State) -> Message | None:
+    """The checkpoint that a job with a lost stage may go back to."""
+    newest = state.checkpoint
+    return newest if newest is not None and newest.get("facts") is not None else None
 
 
 def waits(state: State) -> bool:
@@ -144,15 +177,16 @@ def not_started(state: State, rank: int, move: int) -> State:
 def resume(state: State) -> Resume | DeadEnd:
     """Where training goes on with the processes that have come for lost stages."""
     lost = empty_stages(state, [*state.proven])
-    found = source(state.reports, lost)
+    found = source(state.reports, lost, checkpoint(state))
     if isinstance(found, str):
         stages = ", ".join(map(str, lost))
         return DeadEnd(f"stage {stages} has no worker left and cannot come back: {found}. {RESTART}")
     attempts = [report["attempt"] for report in state.reports.values()]
     announced = 0 if state.resume is None else state.resume.attempt
+    restored = {str(stage): found.keepers.get(stage, "checkpoint") for stage in lost}
     return Resume(found.iteration, found.iteration + 1, 1 + max([announced, *attempts]),
-                  joined=tuple(in_order(state.unproven)), regained=found.regained,
-                  restored={str(stage): keeper for stage, keeper in found.keepers.items()})
+                  joined=tuple(in_order(state.unproven)), regained=found.regained, restored=restored,
+                  checkpoint=found.checkpoint)
 
 
 def went_back(state: State, resume: Resume, now: float) -> tuple[State, tuple[dict[str, Any]]]:

@@ -201,12 +201,15 @@ class Saved:
 
 @dataclass(frozen=True)
 class Written:
-    """All members have written their parts of the checkpoint at ``place``, of the state after ``iteration``."""
+    """All members have written their parts of the checkpoint at ``place``, of the state after ``iteration``.
+
+    ``facts`` are what a job that goes back to it has to know beside; None: it cannot."""
 
     incarnation: str
     generation: int
     iteration: int
     place: str
+    facts: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

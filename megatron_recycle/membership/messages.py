@@ -59,7 +59,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "leave": {},
     "speaks": {"offset": int},
     "saved": {"generation": int, "place": str, "error": str},
-    "written": {"generation": int, "iteration": int, "place": str},
+    "written": {"generation": int, "iteration": int, "place": str, "facts": (dict, type(None))},
     "ending": {"fault": (dict, type(None)), "t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }
@@ -118,7 +118,7 @@ REPORT = {
     "verdict": (dict, type(None)),
     "actions": int,
 }
-OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "apart": int, "guard": dict,
+OPTIONAL_REPORT = {"committed": int, "earlier": int, "asked": int, "guard": dict,
                    "kept": dict}
 """Further fields of a report (see `resume.decide`); one of a wrong type is refused all the same."""
 
@@ -155,6 +155,8 @@ def check_report(report: Mapping[str, Any]) -> None:
         raise WireError(f"report: guard is {report['guard']!r:.60}, which names no iterations")
     if "kept" in report:
         _fields("report: kept", report["kept"], {"iteration": int, "chain": int, "done": int})
+    if not isinstance(kept.get("back"), (int, type(None))):
+        raise WireError(f"report: guard goes back to {kept['back']!r:.60}, which is no iteration")
     verdict = report["verdict"]
     if verdict is not None and not isinstance(verdict.get("iteration"), int):
         raise WireError("report: its verdict names no iteration")

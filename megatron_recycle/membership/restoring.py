@@ -34,7 +34,7 @@ def propose(state: State, decisions: tuple[Decision, ...], now: float) -> Step:
     missing = [stage for stage in lost if not by_stage(state.stages, {**state.joiners, **state.restoring})[stage]]
     if not missing:
         return state, decisions
-    if isinstance(why := guarding.source(state.reports, lost), str):
+    if isinstance(why := guarding.source(state.reports, lost, guarding.checkpoint(state)), str):
         return _given_up(state, decisions, why, now)
     for stage in missing:
         if state.restores >= _TRIES * max(1, len(lost)):

@@ -22,7 +22,7 @@ class Resume:
 
     With `restored` nobody holds some stages: all go back to their own copies of `target`, `joined` gets, by stage, the
     copy that a worker of another stage keeps, and the scripts of those that are left have come past all that belongs to
-    the iteration `regained`.
+    the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (`State.checkpoint`).
     """
 
     target: int
@@ -34,6 +34,7 @@ class Resume:
     joined: tuple[str, ...] = ()
     restored: Mapping[str, str] = field(default_factory=dict)
     regained: int = -1
+    checkpoint: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -46,11 +47,13 @@ class Resume:
             "joined": list(self.joined),
             "restored": dict(self.restored),
             "regained": self.regained,
+            "checkpoint": None if self.checkpoint is None else dict(self.checkpoint),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Resume:
-        names = ("target", "next", "attempt", "verdict", "copies", "redone", "restored", "regained")
+        names = ("target", "next", "attempt", "verdict", "copies", "redone", "restored", "regained",
+                 "checkpoint")
         return cls(**{key: data[key] for key in names}, joined=tuple(data["joined"]))
 
 

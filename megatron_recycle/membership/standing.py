@@ -24,6 +24,10 @@ from megatron_recycle.plan.action import Action
 from megatron_recycle.plan.grid import Worker
 
 
+_PASSES = 2**20
+"""The most passes before one iteration."""
+
+
 class Epoch(NamedTuple):
     """One set of process groups. The members of a generation make new ones, a ``renewal``, where what a wrong guess has
     voided could not be brought to its end on the old ones."""
@@ -90,9 +94,10 @@ class Standing:
         verdict, before: of the last two committed iterations, as far as this worker was there.
         entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
         verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
-        passes: of evaluation, and checkpoints, that the script has asked for; `evaluated`: those that are done
-            everywhere, as far as this worker knows.
-        asked: the last iteration that the script has asked for; `apart`: whether it has asked for something else since.
+        passes: the number of the last pass of evaluation, or checkpoint, that the script has asked for; numbers are by
+            the iteration that it comes before, so that workers that come in agree. `evaluated`: that of the last one
+            that is done everywhere, as far as this worker knows.
+        asked: the last iteration that the script has asked for.
         promises: what this worker has promised in the generation.
     """
 
@@ -118,7 +123,6 @@ class Standing:
     passes: int = 0
     evaluated: int = 0
     asked: int = -1
-    apart: bool = False
     promises: Promises = field(default_factory=lambda: Promises(0))
 
     # ---- what is told
@@ -137,7 +141,7 @@ class Standing:
         """Where this worker stands, for the coordinator."""
         return {"iteration": self.iteration, "attempt": self.attempt, "holds": self.holds, "stepped": self.stepped,
                 "committed": self.committed, "verdict": self.verdict.to_json() if self.verdict else None,
-                "actions": len(self.done), "earlier": self.earlier, "asked": self.asked, "apart": int(self.apart)}
+                "actions": len(self.done), "earlier": self.earlier, "asked": self.asked}
 
     # ---- the groups that it trains on
 
@@ -170,10 +174,13 @@ class Standing:
 
     # ---- what the script asks for
 
-    def ask(self, iteration: int | None = None) -> None:
-        """For this iteration; None: for something that all workers do between two."""
-        self.apart = iteration is None
-        self.asked = self.asked if iteration is None else iteration
+    def ask(self, iteration: int) -> None:
+        """For this iteration."""
+        self.asked = iteration
+
+    def ask_pass(self, iteration: int) -> None:
+        """For another pass before ``iteration`` is trained."""
+        self.passes = max(self.passes, iteration * _PASSES) + 1
 
     # ---- an iteration
 
@@ -309,4 +316,4 @@ class Standing:
     def evaluate(self) -> None:
         """A pass that the script has asked for is done everywhere."""
         assert self.evaluated < self.passes, "a pass that is done is not done again"
-        self.evaluated += 1
+        self.evaluated = self.passes

@@ -177,7 +177,7 @@ class State:
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
     checkpoint: Message | None = None
-    """The newest checkpoint that is whole: ``place``, and the ``iteration`` whose end it is of."""
+    """The newest checkpoint that is whole: ``place``, the ``iteration`` whose end it is of, and ``facts`` (`Written`)."""
     retries: int = 0
     """Generations that were begun because a recovery has failed, since an iteration was committed."""
     fallback: str | None = None

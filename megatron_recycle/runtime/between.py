@@ -37,12 +37,12 @@ class Between:
         if changed and self._modes.gone():
             self._edits.refuse_loss(self._stepper.standing.stepped)
         # A copy to go back to is from before any change, final or not.
-        final = self._stepper.confirmed and not trainable.guard.own
+        final = self._stepper.confirmed and not trainable.guard.returns
         if edited := changed or self._edits.found(final):
             settle()
         if looked := stage.look() or changed:
             trainable.lay_out()
-        if (edited or looked) and trainable.guard.void():  # to go back would be to lose what the script does once
+        if (edited or looked) and trainable.guard.void(self._stepper.standing.stepped):  # to go back would be to lose what the script does once
             get_logger().warning("megatron-recycle: what the script changes between iterations voids the copies of "
                                  "guard: a stage that is lost before the next ones (guard_interval) does not come back")
         self._modes.remember()
@@ -54,10 +54,26 @@ class Between:
         again, self._again = self._again, False
         return again
 
+    def look_back(self) -> None:
+        """A failure, between two iterations: to go back to before them would be to lose what the script has changed since
+        the last one."""
+        trainable = self._site.trainable
+        if trainable.guard.returns and self._edits.found():
+            trainable.guard.void(self._stepper.standing.stepped)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside the block iterations are made again after which training had returned to the script already, which
+        has changed nothing since."""
+        self._edits.forget()
+        with self._modes.of_training():
+            yield
+        self.leave()
+
     def leave(self) -> None:
         """Training returns to the script."""
         standing = self._stepper.standing
-        self._edits.leave(standing.committed < standing.stepped)
+        self._edits.leave(standing.committed < standing.stepped, self._site.trainable.guard.returns)
 
     @contextmanager
     def apart(self, iteration: int) -> Iterator[None]:

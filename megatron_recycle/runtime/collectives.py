@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -66,6 +66,8 @@ class Collectives:
         self._given_up = 0
         self._tries: Counter[str] = Counter()
         self._said: set[str] = set()
+        self._passed: dict[float, float] = {}
+        """By a group's key: the last call that all have made before this worker came in."""
 
     def begin(self, group: Group, call: Call, after: int) -> None:
         """The script makes ``call``; ``after``: the last iteration that it has trained."""
@@ -87,6 +89,10 @@ class Collectives:
         assert now is not None
         if now.done:
             return
+        if now.number <= self._passed.get(now.key[0], 0.0):
+            self._note(now, groups)
+            self.pass_over()
+            return
         if now.exchange is None:
             roll = Roll.of(now.group, self._place, groups.members)
             try:
@@ -96,10 +102,7 @@ class Collectives:
                 return
             self._say(roll.stands_in(now.call, groups.control.rank))
             enter(Phase.COLLECTIVE)
-            if not now.logged and now.group.pipeline(self._place) is not None:
-                now.logged = True
-                self._log.append(_Made(now.group, Given(now.call, len(now.group.ranks)), now.number))
-                self._answer(self._log[-1], groups)
+            self._note(now, groups)
             exchange = _exchange(now.call, roll, groups, now.number)
             exchange.collect()
             now.exchange = exchange
@@ -108,6 +111,13 @@ class Collectives:
             exchange.confirm()
         now.exchange.finish()
         now.done = True
+
+    def _note(self, now: _Made, groups: Groups) -> None:
+        """Keep what ``now`` gives, and give it to groups of other pipelines, where this worker answers for one."""
+        if not now.logged and now.group.pipeline(self._place) is not None:
+            now.logged = True
+            self._log.append(_Made(now.group, Given(now.call, len(now.group.ranks)), now.number))
+            self._answer(self._log[-1], groups)
 
     def _say(self, text: str | None) -> None:
         """Once."""
@@ -149,15 +159,34 @@ class Collectives:
             if roll.is_empty(group.me) and roll.answers[group.me] == groups.control.rank:
                 self._answers += _exchange(made.call, roll, groups, made.number).answer()
 
-    def reconcile(self, groups: Groups) -> None:
+    def reconcile(self, groups: Groups, back: Collection[int] = ()) -> None:
         """After a failure: find out which of the calls that workers are in can be ended, and answer for those that are
-        gone. Raises GenerationOver."""
-        self._find_out(groups)
+        gone. ``back``: processes that come in where others are already, and go on from there. Raises GenerationOver."""
+        self._find_out(groups, back)
+        if back:
+            self._tell_made(groups)
         self._answers.clear()
         for made in self._log:
             self._answer(made, groups)
 
-    def _find_out(self, groups: Groups) -> None:
+    def _tell_made(self, groups: Groups) -> None:
+        """Tell those that come in which calls are made. Raises GenerationOver."""
+        comm, now = groups.control, self._now
+        begun = {_key(name): float((self._after + 1) * _CALLS + count) for name, count in self._counts.items()}
+        if now is not None and not now.done and now.exchange is None:
+            begun[now.key[0]] = float(now.number - 1)
+        made = {key: max(begun.get(key, 0.0), self._passed.get(key, 0.0)) for key in {*begun, *self._passed}}
+        widths = torch.zeros(comm.size, dtype=torch.float64)
+        widths[comm.rank] = len(made)
+        comm.sum(widths).wait()
+        table = torch.zeros(comm.size, int(widths.max()), 2, dtype=torch.float64)
+        if made:
+            table[comm.rank, :len(made)] = torch.tensor([*made.items()], dtype=torch.float64)
+        comm.sum(table).wait()
+        for key, number in table.flatten(0, 1).tolist():
+            self._passed[key] = max(self._passed.get(key, 0.0), number)
+
+    def _find_out(self, groups: Groups, back: Collection[int]) -> None:
         comm, now = groups.control, self._now
         mine = now.key if now is not None and not now.done else (0.0, 0.0)
         table = torch.zeros(comm.size, 2, dtype=torch.float64)
@@ -173,7 +202,7 @@ class Collectives:
         if now is None or now.done:
             return
         living = Roll.of(now.group, self._place, groups.members).living
-        if not all(bool(have[process, under_way.index(now.key)]) for process in living):
+        if not all(bool(have[process, under_way.index(now.key)]) for process in living if process not in back):
             now.exchange = None
             self._ready[now.key[0]] = min(self._ready.get(now.key[0], 0), now.number - 1)
 

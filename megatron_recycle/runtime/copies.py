@@ -92,9 +92,14 @@ class Guard:
     Attributes:
         own: of its own stage, by the iteration after which they were made.
         of: of other stages, by stage, likewise.
+        saved: whether there is, or may be, a checkpoint to go back to.
+        back: the script has changed something since the end of the iteration before this one: to go back further would
+            lose that.
     """
 
     def __init__(self) -> None:
+        self.saved = False
+        self.back = -1
         self.own: dict[int, StateCopy] = {}
         self.of: dict[int, dict[int, StateCopy]] = {}
         self._made = (0, -1)
@@ -124,11 +129,18 @@ class Guard:
         """The copies are of no use any more; new ones are made when they are due."""
         self.own, self.of = {}, {}
 
-    def void(self) -> bool:
-        """The copies are wrong from now on. Returns whether that is news: there were some, and it is the first time."""
+    def void(self, stepped: int) -> bool:
+        """What the script has changed after iteration ``stepped`` makes copies of before wrong from now on. Returns
+        whether that is news: there were some, and it is the first time."""
+        self.back = stepped + 1
         news, self._voided = bool(self.own) and not self._voided, self._voided or bool(self.own)
         self.forget()
         return news
+
+    @property
+    def returns(self) -> bool:
+        """Whether training may go back to a state from before what the script does now."""
+        return self.saved or bool(self.own)
 
     @property
     def oldest(self) -> int | None:

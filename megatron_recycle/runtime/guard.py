@@ -1,8 +1,9 @@
-"""The last copy of a stage, guarded (`guard: memory`): who copies what before which iteration, and the way back.
+"""The last copy of a stage, guarded (`guard`): who copies what before which iteration, and the way back.
 
 As long as some stage has one worker, all workers copy their own state every `guard_interval` iterations, at the same
 boundary, and that stage's goes to its keeper, a worker of another stage, as well. A stage that is lost comes back with
-a new process: it gets its keeper's copy, and all others take up their own copies of the same iteration.
+a new process: it gets its keeper's copy, and all others take up their own copies of the same iteration. Or all load the
+newest checkpoint, where no copy is as new.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.copies import StateCopy, receive, send
 from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.saving import load
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import Received, give, stage_tensors, take
 from megatron_recycle.runtime.stepper import Stepper
@@ -79,10 +81,21 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     """For a worker that is left: take up the state after the iteration that all go back to, and give those that come in
     what they need. Raises GenerationOver."""
     me, guard, target = groups.me, site.trainable.guard, go.resume.target
-    joined = workers_of(go.resume.joined)
+    joined, checkpoint = workers_of(go.resume.joined), go.resume.checkpoint
     guard.go_back(target)
-    get_logger().warning("megatron-recycle: stage %s was lost: all go back to the state after iteration %d, from "
-                         "copies in memory", ", ".join(go.resume.restored), target)
+    where = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint['place']}"
+    get_logger().warning("megatron-recycle: stage %s was lost: all go back to the state after iteration %d, from %s",
+                         ", ".join(go.resume.restored), target, where)
+    if checkpoint is not None:
+        tensors, facts = load(site, checkpoint)
+        told = stepper.told_so_far()
+        stepper.enter(tensors, {**facts, **told})
+        if me == min(member for member in groups.members if member not in joined):
+            for worker in joined:
+                send(groups.control, groups.control_ranks[worker], StateCopy.of({}, told))
+        site.trainable.brought = None
+        site.trainable.lay_out()
+        return
     for stage, keeper in _restored(go).items():
         if me == keeper:
             for worker in (worker for worker in joined if worker.stage == stage):
@@ -94,12 +107,19 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
 
 
 def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tensor], Any, Received]:
-    """For a worker that comes in: the state of its stage, from the keeper or, if others hold it, from them. Raises
-    GenerationOver and TransferError."""
+    """For a worker that comes in: the state of its stage, from the keeper or, if others hold it, from them; or from the
+    checkpoint that all go back to. Raises GenerationOver and TransferError, and what loading that raises."""
+    began = time.monotonic()
+    if go.resume.checkpoint is not None:
+        tensors, facts = load(site, go.resume.checkpoint)
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what the script does to it is no part
+        giver = min(member for member in groups.members if member not in workers_of(go.resume.joined))
+        _, told = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)
+        return tensors, {**facts, **told}, Received(sum(tensor.nbytes for tensor in tensors.values()),
+                                        1000 * (time.monotonic() - began))
     keeper = _restored(go).get(groups.me.stage)
     if keeper is None:
         return take(groups, workers_of(go.resume.joined), site.stage.device)
-    began = time.monotonic()
     copy = receive(groups.control, groups.control_ranks[keeper])
     received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
     return *copy.open(site.stage.device), received

@@ -175,7 +175,8 @@ def report(site: Site, stepper: Stepper) -> Go | None:
 
 
 def _report(site: Site, standing: Standing) -> dict[str, Any]:
-    return {**standing.report(), "guard": site.trainable.guard.report()}
+    guard = site.trainable.guard
+    return {**standing.report(), "guard": {**guard.report(), "back": guard.back if site.framework.data.again else None}}
 
 
 def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
@@ -237,7 +238,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     todo = standing.reconciliation(go.resume)
     if not todo.enter and not todo.back:
         stepper.reconcile(todo, go.resume.target, groups)
-    site.asked.reconcile(groups)
+    site.asked.reconcile(groups, _processes(site, groups, go.resume.joined) if go.resume.restored else ())
     if todo.enter:
         _take_in(site, stepper, groups, go)
     elif todo.back:
@@ -248,6 +249,13 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
         site.phases.enter(Phase.JOINING, go.resume.next)
         with _copying(site):
             give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
+
+
+def _processes(site: Site, groups: Groups, names: Sequence[str]) -> list[int]:
+    """Ranks in ``groups.control`` of all parts of these workers."""
+    ranks = site.place.ranks
+    everyone = sorted(rank for worker in groups.members for rank in ranks[worker])
+    return [everyone.index(rank) for worker in workers_of(names) for rank in ranks[worker]]
 
 
 def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
@@ -267,6 +275,7 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
         stepper.read = {}
     if go.resume.restored:  # the others' scripts are further than their state
         stepper.standing.entered = go.resume.regained
+    site.trainable.guard.saved = site.framework.restore is not None
     site.trainable.brought = tensors, facts["counters"]
     site.trainable.lay_out()
     site.forget_data(go.resume.target)

@@ -9,17 +9,21 @@ tells them in the recovery, as after an evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Standing
 from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.comm import failing_ends, is_broken
 from megatron_recycle.runtime.comm.reduction import count
+from megatron_recycle.runtime.evaluation import LOSS_WIDTH
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.state_copy import stage_tensors
 
 
 class Whole(Protocol):
@@ -54,10 +58,27 @@ Write = Callable[[Save], None]
 members. Raises GenerationOver, or whatever the script's framework does."""
 
 
+def _facts(site: Site, standing: Standing) -> dict[str, Any] | None:
+    if site.framework.restore is None or site.config.guard == "none" or standing.verdict is None:
+        return None
+    return {"verdict": standing.verdict.to_json(), "pace": standing.mode.to_json(), "grids": site.grids.told()}
+
+
+def load(site: Site, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Load this worker's part of a whole checkpoint of this run, at the same time as all others do; returns the stage's
+    tensors and the facts that `Stepper.enter` takes. Raises what the script's framework does."""
+    assert site.framework.restore is not None, "this job notes no checkpoint to go back to"
+    site.framework.restore(checkpoint["place"])
+    told, stage = checkpoint["facts"], site.stage
+    total = site.grids.of(checkpoint["iteration"]).total
+    return stage_tensors(stage), {**told, "counters": stage.counters(), "read": {},
+                                  "reports": torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)}
+
+
 def save(site: Site, standing: Standing, generation: Generation, write: Write) -> None:
     """One try. Returns when everybody's part is written and the checkpoint is named. Raises GenerationOver, and what
     ``write`` raises."""
-    epoch = generation.epoch.generation
+    epoch, now, facts = generation.epoch.generation, standing.committed, _facts(site, standing)
 
     def check() -> None:
         if site.interrupted(standing):
@@ -65,8 +86,9 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write) -
 
     def whole(place: str, of: int | None = None) -> None:
         site.phases.enter(Phase.SAVED, standing.iteration)
+        iteration = now if of is None else of
         with site.phases.waiting("the manifest"):
-            if not site.agent.written(epoch, standing.committed if of is None else of, place):
+            if not site.agent.written(epoch, iteration, place, facts if iteration == now else None):
                 raise GenerationOver("the generation ended before the checkpoint was noted")
 
     site.phases.enter(Phase.SAVE, standing.iteration)
@@ -75,4 +97,5 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write) -
         write(Save(generation, whole, check))
     with site.phases.waiting("the checkpoint's end"):
         count(generation.groups.control, True)
+    site.trainable.guard.saved = facts is not None
     standing.evaluate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -44,6 +44,9 @@ class Framework:
         save_last: called between two iterations by all workers alike when the job cannot go on; writes this worker's
             part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
             raise anything. None: there is no such thing.
+        restore: called between two iterations by all workers alike, also by one that has just come in; loads this
+            worker's part of the checkpoint of this run that is at a place. It may raise anything. None: there is no such
+            thing.
         setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
         grids: of iterations.
     """
@@ -54,6 +57,7 @@ class Framework:
     generators: Generators
     grids: Grids
     save_last: Callable[[], str] | None = None
+    restore: Callable[[str], None] | None = None
     setup: SetUp | None = None
 
 
@@ -93,10 +97,11 @@ class Asked(NamedTuple):
     collectives: Collectives
     iterations: History
 
-    def reconcile(self, groups: Groups) -> None:
-        """After a failure: bring level what some have seen the end of. Raises GenerationOver."""
+    def reconcile(self, groups: Groups, back: Collection[int] = ()) -> None:
+        """After a failure: bring level what some have seen the end of. ``back``: processes that come in while others are
+        between two iterations, where the scripts of these are further. Raises GenerationOver."""
         self.evaluations.reconcile(groups)
-        self.collectives.reconcile(groups)
+        self.collectives.reconcile(groups, back)
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ class StageWorker:
                         Collectives(place), History()))
         self.stepper = Stepper(self.site, self.standing)
         self._between = Between(self.site, self.stepper)
+        self._asked_apart = False
         agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
 
     # ---- the script's calls
@@ -147,15 +148,14 @@ class StageWorker:
         """
         def run() -> None:
             # Done already: a failure has told this worker so, or it was before this worker came in.
-            while self.standing.evaluated < self.standing.passes:
+            while self._stand_again() and self.standing.evaluated < self.standing.passes:
                 evaluate(self.site, self.standing, self._sized(self.site.place.grid), data, number, limit)
 
         with self._inside():
             self.begin(iteration)
-            self.standing.ask()
             self.settle()
-            self.standing.passes += 1
-            self._through_failures(run)
+            self.standing.ask_pass(iteration)
+            self._apart(run)
         return self.site.asked.evaluations.of(self.standing.passes)
 
     def save(self, iteration: int, write: Write) -> None:
@@ -165,15 +165,14 @@ class StageWorker:
         Raises JobEnded if the job cannot go on, and what ``write`` raises.
         """
         def run() -> None:
-            while self.standing.evaluated < self.standing.passes:
+            while self._stand_again() and self.standing.evaluated < self.standing.passes:
                 save(self.site, self.standing, self.site.current.get(), write)
 
         with self._inside():
             self.begin(iteration)
-            self.standing.ask()
             self.settle()
-            self.standing.passes += 1
-            self._through_failures(run)
+            self.standing.ask_pass(iteration)
+            self._apart(run)
 
     def collective(self, group: Group, call: Call, after: int) -> None:
         """Make a ``call`` of the script's, which has trained iteration ``after`` last, through any failures.
@@ -185,6 +184,7 @@ class StageWorker:
         site, collectives = self.site, self.site.asked.collectives
 
         def run() -> None:
+            self._stand_again()
             site.phases.tell_resumed()  # after a failure: the next action may be far away
             entered = self.standing.entered
             if entered is not None and entered >= after:  # a part that was without another one: the others went on
@@ -194,10 +194,9 @@ class StageWorker:
                 collectives.attempt(site.current.get().groups, lambda phase: site.phases.enter(phase, after))
 
         with self._inside():
-            self.standing.ask()
             self.settle()
             collectives.begin(group, call, after)
-            self._through_failures(run)
+            self._apart(run)
         collectives.end()
 
     def collective_once(self, group: Group, call: Call) -> None:
@@ -355,6 +354,21 @@ class StageWorker:
             self.site.agent.wait_stop(number)
         raise GenerationOver(f"generation {number} ends before iteration {iteration}, as agreed")
 
+    def _apart(self, run: Callable[[], None]) -> None:
+        """Run what all do together between two iterations, through any failures."""
+        self._asked_apart = True
+        try:
+            self._through_failures(run)
+        finally:
+            self._asked_apart = False
+
+    def _stand_again(self) -> bool:
+        """Between two iterations: make those again that all have gone back before. Returns True."""
+        if self.standing.stepped < self.standing.asked:
+            with self._between.again():
+                self._run_to(self.standing.asked, commit=True)
+        return True
+
     def _loss_of(self, iteration: int) -> float:
         """The loss of ``iteration``, which this worker has trained, or has come in after."""
         known = self.stepper.held or self.standing.verdict
@@ -403,6 +417,8 @@ class StageWorker:
             self._recover(error)
 
     def _recover(self, error: GenerationOver) -> None:
+        if self._asked_apart:
+            self._between.look_back()
         with self.site.phases.waiting(RECOVERY), _failing_alone():
             recovery.recover(self.site, self.stepper, error)
 

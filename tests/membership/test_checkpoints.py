@@ -31,7 +31,7 @@ def test_it_is_recorded_before_its_writer_hears_of_it_and_once_however_often_it_
     record, emit, tell = decisions
     assert isinstance(record, do.Record) and not record.needed and isinstance(emit, do.Emit)
     assert told([tell], "noted") == [({"0:0"}, {"type": "noted", "generation": 1, "place": PLACE})]
-    assert cluster.state.checkpoint == {"iteration": 5, "place": PLACE}
+    assert cluster.state.checkpoint == {"iteration": 5, "place": PLACE, "facts": None}
     assert written(cluster) == [tell], "after a reconnect"
     assert events(decisions, "checkpoint")[0]["iteration"] == 5
 

@@ -125,15 +125,22 @@ class Disk:
 
     def __init__(self) -> None:
         self.named: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
+        self.counters: dict[tuple[int, int], Any] = {}
         self._parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
 
-    def write(self, save: Save, iteration: int, state: Mapping[str, torch.Tensor]) -> None:
+    def load(self, place: str, stage: SmallStage) -> None:
+        """As `Framework.restore`."""
+        iteration = int(place.removeprefix("iteration "))
+        stage.load_state({**stage.fixed(), **self.named[iteration][stage.stage]}, self.counters[iteration, stage.stage])
+
+    def write(self, save: Save, iteration: int, stage: SmallStage) -> None:
         """As `runtime.saving.Write`."""
         groups = save.generation.groups
         of_try = self._parts.setdefault(f"{save.name} {iteration}", {})
         if groups.me == groups.peers(groups.me.stage)[-1]:
             save.check()
-            of_try[groups.me.stage] = {name: tensor.clone() for name, tensor in state.items()}
+            of_try[groups.me.stage] = {name: tensor.clone() for name, tensor in stage.state().items()}
+            self.counters[iteration, groups.me.stage] = stage.counters()
         count(groups.control, True)
         if groups.me == groups.members[0]:
             save.whole(f"iteration {iteration}")
@@ -256,7 +263,8 @@ class Job:
         process.worker = made = StageWorker(
             place=place, agent=agent, config=config, observer=_Observer(self, process), network=process.network,
             framework=Framework(stage, Splitter(stage.module), Data(), _Own(CPU),
-                                Grids(place.grid, config.block_size)))
+                                Grids(place.grid, config.block_size),
+                                restore=functools.partial(self.disk.load, stage=stage)))
         worker.append(made)
         agent.start()
         for iteration in range(shape.iterations):
@@ -266,7 +274,7 @@ class Job:
                     table = made.evaluate(iteration, Data(), number, limit)
                     result.evaluated.append(table.flatten().tolist())
             if iteration in shape.save:
-                made.save(iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage.state()))
+                made.save(iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage))
             result.losses.append(made.train(iteration))
             if iteration in shape.collect:
                 result.collected.append(collect(made, place, iteration, result.losses[-1]))

@@ -30,12 +30,15 @@ def check_ends_well(job: Job, out: Collection[str] = (), restored: int = 1) -> N
     """As if nothing had happened, bit for bit; who came in has the last loss, and knows no earlier ones."""
     job.control.wait_until(lambda: len(told(job, "restored")) >= restored or told(job, "finished"), "restored", 60.0)
     reference = undisturbed(job.shape.with_settings(step="barrier", guard="none", guard_interval=10))
-    for rank, result in job.wait().items():
+    results = job.wait()
+    came = {event["worker"] for event in told(job, "joined")}
+    for rank, result in results.items():
         name = job.processes[rank].name
         if name in out:
             continue
         assert result.status == 0, f"{name} has ended with {result.status}: {result.error}\n{job.where()}"
-        found = differences(result, reference[rank]) - {"losses", "evaluated"}
+        found = differences(result, reference[rank])
+        found -= {"losses", "evaluated", "collected"} if name in came else set()
         assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
         assert result.losses[-1] == reference[rank].losses[-1]
     committed = [one["iteration"] for one in told(job, "committed")]
@@ -109,23 +112,26 @@ def test_copies_of_what_is_made_again_are_not_gone_back_to():
     assert guard.report() == {"own": [2], "of": {"1": [2]}}
 
 
-@pytest.mark.parametrize("phase", ["evaluate", "save"])
-def test_a_stage_that_is_lost_in_a_checkpoint_or_an_evaluation_does_not_come_back(phase):
-    """A process that comes in could not tell what the others' scripts have done already."""
-    shape = Shape(2, 2, 2, 6, evaluate=(4,), save=(4,)).with_settings(**GUARDED)
-    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", phase, 3)]) as job:
-        job.wait_event("finished")
-        job.wait()
-    assert "in the midst of a checkpoint, an evaluation" in told(job, "finished")[-1]["message"]
+@pytest.mark.parametrize("guard", ["memory", "checkpoint"])
+@pytest.mark.parametrize("phase", ["evaluate", "save", "saved", "collective", "collected"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_stage_that_is_lost_between_two_iterations_comes_back(phase, stage, guard):
+    """The process that comes in passes over what the others' scripts have done there, and takes part in the rest."""
+    shape = Shape(2, 2, 2, 6, evaluate=(2, 4), save=(2, 4), collect=(1, 3)).with_settings(guard=guard, guard_interval=2)
+    first, last = Moment(f"0:{stage}", "forward", 1), Moment(f"1:{stage}", phase, 3)
+    with Job(shape, [first, last], seed=stage) as job:
+        check_ends_well(job, out={first.worker})
+    assert not job.kills
+    assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 2", "iteration 4"]
 
 
 def test_evaluations_and_checkpoints_that_are_done_are_not_done_again():
-    shape = Shape(2, 2, 2, 8, evaluate=(3, 5), save=(3, 5)).with_settings(**{**GUARDED, "guard_interval": 4})
+    shape = Shape(2, 2, 2, 8, evaluate=(3, 5), save=(3,)).with_settings(**{**GUARDED, "guard_interval": 4})
     with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
         check_ends_well(job, out={"0:1"})
     (event,) = told(job, "restored")
     assert event["iteration"] == 3 and event["lost"] in (1, 2)  # the last one may not be committed yet
-    assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 3", "iteration 5"]
+    assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 3"]
 
 
 @pytest.mark.parametrize("seed", seeds(20))
@@ -160,3 +166,70 @@ def test_copies_from_before_the_script_has_changed_something_are_not_gone_back_t
         job.wait_event("finished")
         job.wait()
     assert "nobody who is left keeps a copy of stage 1" in told(job, "finished")[-1]["message"]
+
+
+CHECKPOINTS = Shape(2, 2, 2, 8, save=(2, 4)).with_settings(guard="checkpoint")
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_lost_stage_comes_back_from_the_newest_checkpoint(phase, stage):
+    with Job(CHECKPOINTS, [Moment(f"0:{stage}", "forward", 1), Moment(f"1:{stage}", phase, 6)], seed=stage) as job:
+        check_ends_well(job, out={f"0:{stage}"})
+    (event,) = told(job, "restored")
+    assert (event["stages"], event["iteration"], event["from"]) == ([stage], 3, {str(stage): "checkpoint"})
+    assert 1 <= event["lost"] <= 3
+    assert not told(job, "guarded")
+    assert [one["place"] for one in told(job, "checkpoint")] == ["iteration 2", "iteration 4"]
+
+
+@pytest.mark.parametrize("settings, found", [
+    ({"guard": "memory", "guard_interval": 2}, "copy"), ({"guard": "memory", "guard_interval": 10}, "checkpoint")])
+def test_the_newer_one_of_copy_and_checkpoint_is_gone_back_to(settings, found):
+    shape = CHECKPOINTS.with_settings(**settings)
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+        check_ends_well(job, out={"0:1"})
+    (event,) = told(job, "restored")
+    assert (event["from"] == {"1": "checkpoint"}) == (found == "checkpoint")
+    assert event["iteration"] == 3 if found == "checkpoint" else event["iteration"] in (4, 5)
+
+
+@pytest.mark.parametrize("shape", [CHECKPOINTS.with_settings(guard="none"), Shape(2, 2, 2, 8)])
+def test_without_guard_or_a_checkpoint_the_job_ends(shape):
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    assert "stage 1 has lost its last worker" in told(job, "finished")[-1]["message"]
+
+
+def test_the_stage_is_lost_again_and_the_checkpoint_since_then_is_newer():
+    with Job(CHECKPOINTS, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 3), Moment("1:1", "step", 7)]) as job:
+        check_ends_well(job, out={"0:1"}, restored=2)
+    assert [event["iteration"] for event in told(job, "restored")] == [1, 3]
+
+
+@pytest.mark.parametrize("dies", ["1:0", "1:1", "0:1"])
+def test_another_failure_while_the_checkpoint_is_loaded(dies):
+    kills = [Moment("0:0", "forward", 1), Moment("1:0", "backward", 5), Moment(dies, "joining", 4)]
+    with Job(CHECKPOINTS, kills) as job:
+        check_ends_well(job, out={"0:0"} | ({dies} - {"1:0"}), restored=1 + (dies == "1:0"))
+
+
+@pytest.mark.parametrize("step", ["barrier", "staggered"])
+@pytest.mark.parametrize("guard", ["memory", "checkpoint"])
+def test_a_learning_rate_by_hand_since_is_not_lost_the_job_ends(monkeypatch, step, guard):
+    """Whether the last step is final already or not."""
+    train = StageWorker.train
+
+    def by_hand(self: StageWorker, iteration: int) -> float:
+        if iteration == 6:
+            for group in self.site.stage.optimizer.param_groups:
+                group["lr"] = 0.001
+        return train(self, iteration)
+
+    monkeypatch.setattr(StageWorker, "train", by_hand)
+    shape = CHECKPOINTS.with_settings(step=step, guard=guard, guard_interval=100)
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    assert "the script has changed something since the last checkpoint" in told(job, "finished")[-1]["message"]

@@ -12,6 +12,7 @@ import functools
 import inspect
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -55,6 +56,7 @@ from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import Launched
+from megatron_recycle.errors import RecycleError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.standalone import backend_for
@@ -153,7 +155,8 @@ class RecyclePipelineEngine(PipelineEngine):
             self._source = self._data_source(given is not None)
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
-                               save_last=lambda groups, _: self._checkpoints.write_last(groups))
+                               save_last=lambda groups, _: self._checkpoints.write_last(groups),
+                               restore=lambda _, place: self._load(Path(place)))
             if isinstance(self.timers, Timers):
                 self.session.worker.site.meters.watch.beside = self.timers.beside
         if given is not None:
@@ -384,6 +387,15 @@ class RecyclePipelineEngine(PipelineEngine):
         """As stock, also between two iterations, and while workers are missing: every worker reads its own stage's
         files. Micro-batches are read on from where training is."""
         self.settle()
+        return self._load_stock(*args, **keywords)
+
+    def _load(self, place: Path) -> None:
+        """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""
+        if self._load_stock(str(place.parent), tag=place.name)[0] is None:
+            raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
+                               "checkpoints on a file system that all hosts share")
+
+    def _load_stock(self, *args: Any, **keywords: Any) -> Any:
         found = super().load_checkpoint(*args, **keywords)
         self._checkpoints.loaded()
         bound = inspect.signature(PipelineEngine.load_checkpoint).bind(self, *args, **keywords).arguments

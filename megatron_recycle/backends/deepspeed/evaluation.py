@@ -39,6 +39,8 @@ class EvaluationData:
         ended: whether the iterator has come to its end before the evaluation has.
     """
 
+    again = False
+
     def __init__(self, place: Place, seeds: Seeds) -> None:
         self._me, self._grid, self._part = place.me, place.grid, place.part
         self._seeds = seeds

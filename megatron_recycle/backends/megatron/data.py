@@ -21,6 +21,8 @@ _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler ha
 class NoData:
     """For stages between first and last: they are asked for nothing."""
 
+    again = True
+
     def batch(self, pipeline: int, number: int) -> Batch:
         raise NotReadHere(f"pipeline {pipeline} wants a micro-batch, but forward_backward_func() got no data iterator "
                           "on this worker; Megatron gives one to the first and last stage")
@@ -31,6 +33,8 @@ class NoData:
 
 class ReadByAnother:
     """For tensor-parallel parts whose first part reads for all of them, as Megatron-LM's loaders do."""
+
+    again = True
 
     def batch(self, pipeline: int, number: int) -> Batch:
         return None
@@ -43,6 +47,11 @@ class LateSource:
     """Training data whose iterator is not known before training begins; evaluation may come first."""
 
     source: DataSource = NoData()
+
+    @property
+    def again(self) -> bool:
+        """As `DataSource`'s."""
+        return self.source.again
 
     def batch(self, pipeline: int, number: int) -> Batch:
         return self.source.batch(pipeline, number)
@@ -63,6 +72,8 @@ class SamplerSource:
         seeds: what random numbers they are read with; None: nobody's business.
         taken: micro-batches that the script has taken itself, and that are not given out.
     """
+
+    again = True
 
     def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0) -> None:
         self._reading = Reading(seeds, dataset, collate)

@@ -191,7 +191,7 @@ class MegatronStage:
         return self._state.fixed()
 
     def load_state(self, tensors: Mapping[str, torch.Tensor], counters: Any) -> None:
-        self.rates.expect(counters["rates"])
+        self.rates.expect(counters["next"])
         self._state.load(tensors, counters["optimizer"])
         self._set_own(counters)
 
@@ -211,7 +211,7 @@ class MegatronStage:
 
     def counters(self) -> Any:
         return {"optimizer": self._state.counters(), "steps": self.rates.steps, "keys": copy.deepcopy(self._keys),
-                "rates": self.rates.told()}
+                "next": self.rates.told()}
 
     def set_counters(self, counters: Any) -> None:
         self._state.set_counters(counters["optimizer"], only=SET_BY_STEP)

@@ -30,7 +30,12 @@ class NotReadHere(DataError):
 
 
 class DataSource(Protocol):
-    """Micro-batches by place. ``number`` counts a pipeline's micro-batches from the start of training."""
+    """Micro-batches by place. ``number`` counts a pipeline's micro-batches from the start of training.
+
+    ``again``: whether those that were forgotten can be read again all the same, at the price of time."""
+
+    @property
+    def again(self) -> bool: ...
 
     def batch(self, pipeline: int, number: int) -> Batch: ...
 
@@ -55,6 +60,8 @@ class DatasetSource:
         drop_last: leave out an epoch's last, smaller micro-batch.
         seeds: what random numbers it is read with; None: nobody's business.
     """
+
+    again = True
 
     def __init__(self, dataset: Dataset, pipelines: int, batch_size: int,
                  collate: Callable[[list], Batch] | None = None, drop_last: bool = False,
@@ -172,6 +179,8 @@ class FactorySource:
     ``seeds``: what random numbers they are read with; None: nobody's business.
     """
 
+    again = True
+
     def __init__(self, factory: Factory, seeds: Seeds | None = None) -> None:
         if seeds is not None:
             seeds.generators.adopt("the data factory", factory)
@@ -204,6 +213,11 @@ class Mapped:
         self._seeds = seeds
         self._known: Any = None
         self.follows_script = follows_script(source)
+
+    @property
+    def again(self) -> bool:
+        """As `DataSource`'s."""
+        return self._source.again
 
     def batch(self, pipeline: int, number: int) -> Batch:
         batch, function = self._source.batch(pipeline, number), self._function()

@@ -41,6 +41,8 @@ class _Left:
     tensors: Mapping[str, tuple[int, int, tuple[int, ...]]]
     sums: _Sums
     variables: Variables
+    open: bool
+    """Whether the last step could still be undone."""
 
 
 class Edits:
@@ -56,16 +58,21 @@ class Edits:
         self._variables: Variables | None = None
         self._words = _Words({})
 
-    def leave(self, open_: bool) -> None:
-        """Training returns to the script; ``open_``: its last step may still be undone."""
+    def leave(self, open_: bool, watched: bool = False) -> None:
+        """Training returns to the script; ``open_``: its last step may still be undone; ``watched``: all the same, what
+        the script changes is to be found."""
         self._left = None
-        if open_:
+        if open_ or watched:
             tensors = self._stage.state()
             if self._variables is None:
                 self._variables = Variables(self._stage.module, self._stage.functions)
             self._variables.keep()
             self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors),
-                               self._summed(tensors), self._variables)
+                               self._summed(tensors), self._variables, open_)
+
+    def forget(self) -> None:
+        """What there was on return does not count any more."""
+        self._left = None
 
     def found(self, final: bool = False) -> bool:
         """Whether the script has changed anything that a step changes, or is made with.
@@ -78,9 +85,9 @@ class Edits:
             return False
         if final:
             left.variables.changes()  # the insides of new values are watched from the next return on
-            return self._stage.may_guess_wrong and bool(self._written(left))
+            return left.open and self._stage.may_guess_wrong and bool(self._written(left))
         return not (
-            same(left.references, self._stage.references) and same(left.counters, self._stage.counters())
+            same(left.references, self._stage.references) and same(*map(_of_now, (left.counters, self._stage.counters())))
             and not left.variables.changes() and not self._written(left))
 
     @contextmanager
@@ -127,7 +134,7 @@ class Edits:
     def refuse_loss(self, iteration: int) -> None:
         """Raises UnsupportedError if the parameters that the script has taken out of the model may not have been right:
         what it has made of their values would not be either."""
-        if self._left is not None and self._stage.may_guess_wrong:
+        if self._left is not None and self._left.open and self._stage.may_guess_wrong:
             raise UnsupportedError(f"the script took parameters out of the model {_MAY_CHANGE.format(iteration)}")
 
     def _written(self, left: _Left) -> list[str]:
@@ -142,6 +149,11 @@ class Edits:
         if not self._words.are_of(parameters):
             self._words = _Words(parameters)
         return self._words.sums()
+
+
+def _of_now(counters: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what is about the next iteration, which a framework's loop says before it begins."""
+    return {name: value for name, value in counters.items() if name != "next"}
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int, tuple[int, ...]]]:

@@ -65,6 +65,11 @@ class LoaderSource:
         self._final = 0
 
     @property
+    def again(self) -> bool:
+        """As `DataSource`'s: an iterator that was given is read once."""
+        return not self._given
+
+    @property
     def first(self) -> int | None:
         """Number of the first micro-batch that is read here; None: no iterator has been given yet."""
         return self._given[0][0] if self._given else None
@@ -154,7 +159,7 @@ class LoaderSource:
             begin, _ = self.iterator_at(number)
             self._given = [given for given in self._given if given[0] >= begin]
         own: Replayable[_Item] = Replayable(
-            lambda _: _Stream(self), None, name="the iterator given to train_batch()",
+            lambda _: _Stream(self), None, once=True, name="the iterator given to train_batch()",
             ended="it must not end before training does (deepspeed.utils.RepeatingLoader repeats one)",
             failed="Handle the error in the dataset")
         own.forget(self._pipeline, max(0, self._final - self._given[0][0]))

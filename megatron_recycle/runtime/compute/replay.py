@@ -28,14 +28,16 @@ class Replayable(Generic[Item]):
     Args:
         begin: pipeline -> its iterator.
         seeds: what random numbers an iterator is begun and each item is read with; None: nobody's business.
+        once: whether it cannot be begun again for items that were forgotten.
         name: of an iterator, in messages.
         ended: what to do about one that ends too early.
         failed: what to do about one that fails.
     """
 
     def __init__(self, begin: Callable[[int], Iterator[Item]], seeds: Seeds | None, *, name: str, ended: str,
-                 failed: str) -> None:
+                 failed: str, once: bool = False) -> None:
         self._begin = begin
+        self._once = once
         self._seeds = seeds
         self._name = name
         self._ended = ended
@@ -44,7 +46,7 @@ class Replayable(Generic[Item]):
 
     def item(self, pipeline: int, number: int) -> Item:
         """Item ``number`` (from 0) of ``pipeline``. Items before it are read too, and kept: they may be asked for later
-        in the same iteration.
+        in the same iteration. For one that was forgotten the iterator is begun anew.
 
         Raises DataError if the iterator ends before it, or has failed before; the first time, what it fails with.
         """
@@ -66,6 +68,8 @@ class Replayable(Generic[Item]):
             raise DataError(f"{self._name} of pipeline {pipeline} has failed ({stream.failed}), and whether it has "
                             "gone past that micro-batch nobody knows: the job cannot leave it out and read on. "
                             f"{self._failed}")
+        if number < stream.next and not self._once:
+            stream.items, stream.next, stream.floor, stream.kept = None, 0, number, {}
         if stream.items is None:
             self._seed(pipeline, -1)
             stream.items = self._begin(pipeline)
