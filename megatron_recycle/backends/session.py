@@ -100,7 +100,8 @@ class Session:
         return Seeds(self.generators, self.settings.seed, kind)
 
     def start(self, stage: Stage, splitter: Deferring, data: DataSource, *, first: int = 0,
-              number: int = 0, save_last: SaveLast | None = None, restore: Restore | None = None) -> None:
+              number: int = 0, save_last: SaveLast | None = None, restore: Restore | None = None,
+              folder: Callable[[], str | None] = lambda: None) -> None:
         """The script is about to train for the first time: make the worker.
 
         Args:
@@ -112,6 +113,7 @@ class Session:
             save_last: writes this worker's part of a last checkpoint; None: there is no such thing.
             restore: loads this worker's part of a checkpoint of this run. Inside of it torch knows of those that are
                 left only. None: there is no such thing.
+            folder: where the script saves, if that is known.
         """
         self.iteration = first - 1
         self.grids.begin(first, number)
@@ -123,7 +125,8 @@ class Session:
                 save_last=None if save_last is None else lambda: save_last(
                     self.worker.current_groups(), self.worker.standing.committed),
                 restore=None if restore is None or not Launched.read().by_recycle_run else partial(
-                    self._restore, restore)))
+                    self._restore, restore),
+                folder=lambda: folder() or Launched.read().run_dir))
 
     def _restore(self, restore: Restore, place: str) -> None:
         with self.worker.among_those_left():

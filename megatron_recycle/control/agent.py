@@ -248,7 +248,8 @@ class Agent:
 
     def written(self, generation: int, iteration: int, place: str, facts: Mapping[str, Any] | None = None) -> bool:
         """All parts of the checkpoint at ``place``, of the state after ``iteration``, are there; ``facts`` are what one
-        has to know beside to go back to it, None if nobody can. Returns whether the coordinator has noted that, as soon as it has; not if another generation comes instead. Raises JobEnded."""
+        has to know beside to go back to it, None if nobody can. Returns whether the coordinator has noted that, as soon
+        as it has; not if another generation comes instead. Raises JobEnded."""
         self._noted = None
         self._send_kept({"type": "written", "generation": generation, "iteration": iteration, "place": place,
                          "facts": None if facts is None else dict(facts)})

@@ -46,13 +46,17 @@ class Go:
     """What of the iteration that is begun goes on where it stood; see `policies.carried`."""
     tries: int = 0
     """Generations with the same members in a row before this one, without progress."""
+    writers: Sequence[str] = ()
+    """The job ends without the stages ``missing``: these processes save what they hold, and nobody connects."""
+    missing: Sequence[int] = ()
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> Go:
         """From a checked message."""
+        alone = {name: message[name] for name in ("writers", "missing") if name in message}
         names = ("generation", "attempt", "members", "plan", "prefix", "tries", "closing", "left_out", "keepers",
                  "without", "carried")
-        return cls(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names})
+        return cls(resume=Resume.from_json(message["resume"]), **{name: message[name] for name in names}, **alone)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megatron_recycle.membership.inputs import Saved, SavedLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import by_stage
-from megatron_recycle.membership.state import Member, Phase, State
+from megatron_recycle.membership.state import Closing, Member, Phase, State
 
 LAST = "the job ends after a last checkpoint"
 """Why there is a generation that does not train."""
@@ -95,14 +95,19 @@ def answer(member: Member, number: int) -> Tell:
     return Tell((member.incarnation,), {"type": "answer", "number": number})
 
 
-def saved(state: State, happened: Saved, now: float) -> Step:
-    """The job ends when all members have said where their part is."""
+def noted(state: State, happened: Saved) -> tuple[State, Closing | None]:
+    """A member has said where its part is; who has said so, None if that is of no use."""
     member, closing = state.member(happened.incarnation), state.closing
     if member is None or closing is None or happened.generation != state.generation:
-        return state, ()
+        return state, None
     closing = replace(closing, saved=put(closing.saved, member.worker, (happened.place, happened.error)))
-    state = state.with_(closing=closing)
-    if len(closing.saved) < len(state.members):
+    return state.with_(closing=closing), closing
+
+
+def saved(state: State, happened: Saved, now: float) -> Step:
+    """The job ends when all members have said where their part is."""
+    state, closing = noted(state, happened)
+    if closing is None or len(closing.saved) < len(state.members):
         return state, ()
     errors = {name: closing.saved[name][1] for name in in_order(closing.saved) if closing.saved[name][1]}
     place = next((where for where, _ in closing.saved.values() if where), "")

@@ -24,6 +24,7 @@ from megatron_recycle.membership import (
     poison,
     policies,
     records,
+    surviving,
     training,
 )
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Command, Decision, Emit, MakePlan, Step, Tell
@@ -173,8 +174,8 @@ def next_generation(
     record = records.decided(state, events)
     state, commits = training.committed_by_all(state, now)
     if (text := stage_gone(state)) is not None and not guarding.possible(state):
-        state, ending = closing.end(state, 1, text, now, again=True)
-        return state, (record, *told, *commits, *ending)
+        state, ending = surviving.end(state, text, now)
+        return state, (record, *(announce[:1] if state.closing is not None else ()), *told, *commits, *ending)
     return state, (record, *announce, *told, *commits)
 
 
@@ -257,6 +258,9 @@ def reported(state: State, happened: Reported, now: float) -> Step:
         return state, ()
     event = {"event": "stopped", "t": now, "generation": state.generation, "ms": state.ms(now)}
     stopped = Emit({**event, "reports": dict(state.reports)})
+    if state.closing is not None and state.closing.missing:
+        state, decisions = surviving.begin(state, now)
+        return state, (stopped, *decisions)
     state, decisions = _go(state, now)
     return state, (stopped, *decisions)
 
@@ -295,7 +299,8 @@ def _go(state: State, now: float) -> Step:
     resume = decide(state.stages, holding, state.reports, announced=announced) if stage_gone(state) is None else (
         guarding.resume(state))
     if isinstance(resume, DeadEnd):
-        return closing.end(state, 1, resume.message, now, again=True)
+        return surviving.end(state, resume.message, now) if stage_gone(state) is not None else closing.end(
+            state, 1, resume.message, now, again=True)
     resume = replace(resume, joined=tuple(in_order(state.unproven)))
     carry = policies.carried(state, resume)
     resume = policies.without_loss(state, resume, carry)

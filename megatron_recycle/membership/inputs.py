@@ -209,7 +209,7 @@ class Written:
     generation: int
     iteration: int
     place: str
-    facts: Mapping[str, Any] | None = None
+    facts: Message | None = None
 
 
 @dataclass(frozen=True)

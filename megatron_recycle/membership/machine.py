@@ -26,6 +26,7 @@ from megatron_recycle.membership import (
     retrying,
     returning,
     script_errors,
+    surviving,
     training,
 )
 from megatron_recycle.membership.decisions import Step, Tell
@@ -96,7 +97,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.Holds: joining.acknowledged,
     inputs.Leave: joining.leave,
     inputs.Boundary: boundary.stands,
-    inputs.Saved: closing.saved,
+    inputs.Saved: surviving.saved,
     inputs.SavedLate: closing.late,
     inputs.PlaceLate: restoring.late,
     inputs.Written: checkpoints.written,

@@ -30,7 +30,7 @@ class Form(NamedTuple):
 
 
 def _closing(written: Json | None) -> Closing | None:
-    return None if written is None else Closing(**written)
+    return None if written is None else Closing(**{**written, "missing": tuple(written.get("missing", ()))})
 
 
 def _said(written: Json) -> Said:
@@ -57,7 +57,8 @@ DECIDED: Mapping[str, Form] = {
     "committed": _PLAIN,
     "description": Form(lambda told: dict(told or {}), _PLAIN.read),
     "left_out": Form(lambda pairs: [list(pair) for pair in pairs], lambda pairs: tuple(map(tuple, pairs))),
-    "closing": Form(lambda one: one and {"message": one.message, "status": one.status, "again": one.again}, _closing),
+    "closing": Form(lambda one: one and {"message": one.message, "status": one.status, "again": one.again,
+                                            "missing": list(one.missing)}, _closing),
     "faults": Form(lambda faults: [{**vars(said), "fault": said.fault.to_json()} for said in faults],
                    lambda faults: tuple(map(_said, faults))),
 }

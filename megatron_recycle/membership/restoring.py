@@ -8,7 +8,7 @@ generation with it is decided, which goes on from the keeper's copy.
 
 from __future__ import annotations
 
-from megatron_recycle.membership import boundary, closing, commands, failing, guarding
+from megatron_recycle.membership import boundary, commands, failing, guarding, surviving
 from megatron_recycle.membership.decisions import AwaitPlace, Decision, Emit, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import PlaceLate
@@ -53,7 +53,7 @@ def late(state: State, happened: PlaceLate, now: float) -> Step:
 
 def _given_up(state: State, decisions: tuple[Decision, ...], why: str, now: float) -> Step:
     text = (failing.stage_gone(state) or "").removesuffix(RESTART)
-    state, ending = closing.end(state, 1, f"{text}It could not be brought back: {why}. {RESTART}", now, again=True)
+    state, ending = surviving.end(state, f"{text}It could not be brought back: {why}. {RESTART}", now)
     return state, (*decisions, *ending)
 
 

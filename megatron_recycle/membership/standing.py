@@ -23,7 +23,6 @@ from megatron_recycle.membership.verdict import StepMode, Verdict, differ
 from megatron_recycle.plan.action import Action
 from megatron_recycle.plan.grid import Worker
 
-
 _PASSES = 2**20
 """The most passes before one iteration."""
 

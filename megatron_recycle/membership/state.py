@@ -65,6 +65,8 @@ class Closing:
     status: int = 1
     again: bool = False
     """Whether the script may do better if it is started again."""
+    missing: tuple[int, ...] = ()
+    """Stages that nobody holds: the others save what they hold, and no checkpoint."""
     saved: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """By member where its part of the checkpoint is, and why it is not written, if it is not."""
 
@@ -177,7 +179,7 @@ class State:
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
     checkpoint: Message | None = None
-    """The newest checkpoint that is whole: ``place``, the ``iteration`` whose end it is of, and ``facts`` (`Written`)."""
+    """The newest checkpoint that is whole: ``place``, the ``iteration`` whose end it is of, ``facts`` (`Written`)."""
     retries: int = 0
     """Generations that were begun because a recovery has failed, since an iteration was committed."""
     fallback: str | None = None

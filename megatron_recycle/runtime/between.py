@@ -42,7 +42,8 @@ class Between:
             settle()
         if looked := stage.look() or changed:
             trainable.lay_out()
-        if (edited or looked) and trainable.guard.void(self._stepper.standing.stepped):  # to go back would be to lose what the script does once
+        # To go back would be to lose what the script does once.
+        if (edited or looked) and trainable.guard.void(self._stepper.standing.stepped):
             get_logger().warning("megatron-recycle: what the script changes between iterations voids the copies of "
                                  "guard: a stage that is lost before the next ones (guard_interval) does not come back")
         self._modes.remember()
@@ -55,8 +56,8 @@ class Between:
         return again
 
     def look_back(self) -> None:
-        """A failure, between two iterations: to go back to before them would be to lose what the script has changed since
-        the last one."""
+        """A failure, between two iterations: to go back to before them would be to lose what the script has changed
+        since the last one."""
         trainable = self._site.trainable
         if trainable.guard.returns and self._edits.found():
             trainable.guard.void(self._stepper.standing.stepped)

@@ -164,13 +164,13 @@ class Collectives:
         gone. ``back``: processes that come in where others are already, and go on from there. Raises GenerationOver."""
         self._find_out(groups, back)
         if back:
-            self._tell_made(groups)
+            self._tell_made(groups, groups.control.rank in back)
         self._answers.clear()
         for made in self._log:
             self._answer(made, groups)
 
-    def _tell_made(self, groups: Groups) -> None:
-        """Tell those that come in which calls are made. Raises GenerationOver."""
+    def _tell_made(self, groups: Groups, comes: bool) -> None:
+        """Tell those that come in which calls are made; whether this one ``comes``. Raises GenerationOver."""
         comm, now = groups.control, self._now
         begun = {_key(name): float((self._after + 1) * _CALLS + count) for name, count in self._counts.items()}
         if now is not None and not now.done and now.exchange is None:
@@ -183,7 +183,7 @@ class Collectives:
         if made:
             table[comm.rank, :len(made)] = torch.tensor([*made.items()], dtype=torch.float64)
         comm.sum(table).wait()
-        for key, number in table.flatten(0, 1).tolist():
+        for key, number in table.flatten(0, 1).tolist() if comes else ():
             self._passed[key] = max(self._passed.get(key, 0.0), number)
 
     def _find_out(self, groups: Groups, back: Collection[int]) -> None:

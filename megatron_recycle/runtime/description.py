@@ -31,4 +31,5 @@ def description(site: Site) -> dict[str, Any]:
             "partner_cost": BACKENDS[place.backend].partner_cost,
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
             "emergency": None if site.framework.save_last is None else config.emergency_checkpoint != "none",
+            "survivors": site.framework.folder is not None and config.emergency_checkpoint != "none",
             "poison": config.poison, "guard": config.guard, "backend": place.backend, "torch": torch.__version__}

@@ -27,6 +27,7 @@ from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
 from megatron_recycle.runtime.guard import go_back, take_back
+from megatron_recycle.runtime.held import save_what_is_held
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
@@ -70,6 +71,8 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
     """Rebuild, reconcile, resume; with every newer generation that comes up meanwhile, again from the report."""
     while True:
         try:
+            if go is not None and go.writers:
+                save_alone(site, stepper, go)
             if go is not None:
                 generation = rebuild(site, stepper, go)
                 reconcile(site, stepper, generation, go)
@@ -342,6 +345,24 @@ def close_down(site: Site, go: Go) -> NoReturn:
             ours = isinstance(failure, RecycleError)
             error = str(failure) if ours else f"{type(failure).__name__}: {failure}"
             get_logger().error("megatron-recycle: no last checkpoint: %s", error, exc_info=None if ours else failure)
+    site.agent.saved(go.generation, place, error)
+    raise GenerationOver("another member was lost before all had saved")
+
+
+def save_alone(site: Site, stepper: Stepper, go: Go) -> NoReturn:
+    """7, at the end of a job that has lost a stage for good: save what this worker holds, if it is to, and wait for the
+    end. Raises JobEnded, or GenerationOver if another member is lost before all have saved."""
+    get_logger().error("megatron-recycle: the job ends, and the survivors save what they hold: %s", go.closing)
+    stepper.standing.join(go.generation)
+    place = error = ""
+    if site.place.name in go.writers:
+        with _copying(site):
+            try:
+                stepper.reconcile_alone(stepper.standing.reconciliation(go.resume))
+                place = save_what_is_held(site, stepper, go.missing)
+            except Exception as failure:  # noqa: BLE001 - whatever it is, it must not stand before what ends the job
+                error = f"{type(failure).__name__}: {failure}"
+                get_logger().error("megatron-recycle: what this worker holds is not saved", exc_info=failure)
     site.agent.saved(go.generation, place, error)
     raise GenerationOver("another member was lost before all had saved")
 

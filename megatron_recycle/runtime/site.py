@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,8 +45,9 @@ class Framework:
             part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
             raise anything. None: there is no such thing.
         restore: called between two iterations by all workers alike, also by one that has just come in; loads this
-            worker's part of the checkpoint of this run that is at a place. It may raise anything. None: there is no such
-            thing.
+            worker's part of the checkpoint of this run that is at a place. It may raise anything. None: there is no
+            such thing.
+        folder: where a worker writes what it holds of a job that has lost another stage for good; None: nowhere.
         setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
         grids: of iterations.
     """
@@ -58,6 +59,7 @@ class Framework:
     grids: Grids
     save_last: Callable[[], str] | None = None
     restore: Callable[[str], None] | None = None
+    folder: Callable[[], str | None] | None = None
     setup: SetUp | None = None
 
 
@@ -97,9 +99,13 @@ class Asked(NamedTuple):
     collectives: Collectives
     iterations: History
 
+    def told(self) -> dict[str, Any]:
+        """What iterations and evaluations have told so far, for a worker that comes in."""
+        return {"history": self.iterations.told(), "evaluated": self.evaluations.history.told()}
+
     def reconcile(self, groups: Groups, back: Collection[int] = ()) -> None:
-        """After a failure: bring level what some have seen the end of. ``back``: processes that come in while others are
-        between two iterations, where the scripts of these are further. Raises GenerationOver."""
+        """After a failure: bring level what some have seen the end of. ``back``: processes that come in while others
+        are between two iterations, where the scripts of these are further. Raises GenerationOver."""
         self.evaluations.reconcile(groups)
         self.collectives.reconcile(groups, back)
 

@@ -257,11 +257,7 @@ class Stepper:
 
         Raises GenerationOver if yet another generation begins.
         """
-        if todo.undo:
-            self._undo()
-        if todo.drop:
-            self.standing.drop()
-            self.held = None
+        self._undo_and_drop(todo)
         self._copy(todo, target, groups)
         if todo.verdict is not None:
             self.settle(todo.verdict)
@@ -273,6 +269,19 @@ class Stepper:
             commit.done.wait()
             self.settle(commit.verdict()[0])
 
+    def reconcile_alone(self, todo: Reconciliation) -> None:
+        """The same where nobody else has anything to do with it: the verdict is known."""
+        self._undo_and_drop(todo)
+        if todo.verdict is not None:
+            self.settle(todo.verdict)
+
+    def _undo_and_drop(self, todo: Reconciliation) -> None:
+        if todo.undo:
+            self._undo()
+        if todo.drop:
+            self.standing.drop()
+            self.held = None
+
     # ---- a worker that comes in
 
     def facts(self) -> dict[str, Any]:
@@ -281,8 +290,7 @@ class Stepper:
         assert self.pending is None and self.held is None and standing.verdict is not None
         return {"counters": self._site.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
                 "pace": standing.mode.to_json(), "grids": self._site.grids.told(),
-                "read": dict(list(self.read.items())[:1]), "history": self._site.asked.iterations.told(),
-                "evaluated": self._site.asked.evaluations.history.told()}
+                "read": dict(list(self.read.items())[:1]), **self._site.asked.told()}
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""

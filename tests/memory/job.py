@@ -72,6 +72,8 @@ class Shape:
     save: tuple[int, ...] = ()
     collect: tuple[int, ...] = ()
     """Iterations after which the script has collectives of its own."""
+    folder: str = ""
+    """Where survivors of a lost stage save what they hold."""
     settings: tuple[tuple[str, Any], ...] = (("reduction", "exact"),)
 
     @property
@@ -264,6 +266,7 @@ class Job:
             place=place, agent=agent, config=config, observer=_Observer(self, process), network=process.network,
             framework=Framework(stage, Splitter(stage.module), Data(), _Own(CPU),
                                 Grids(place.grid, config.block_size),
+                                folder=(lambda: shape.folder) if shape.folder else None,
                                 restore=functools.partial(self.disk.load, stage=stage)))
         worker.append(made)
         agent.start()

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_recycle.runtime.copies import Guard, StateCopy
 from megatron_recycle.runtime.worker import StageWorker
@@ -118,6 +120,8 @@ def test_copies_of_what_is_made_again_are_not_gone_back_to():
 def test_a_stage_that_is_lost_between_two_iterations_comes_back(phase, stage, guard):
     """The process that comes in passes over what the others' scripts have done there, and takes part in the rest."""
     shape = Shape(2, 2, 2, 6, evaluate=(2, 4), save=(2, 4), collect=(1, 3)).with_settings(guard=guard, guard_interval=2)
+    if (stage, phase) == (1, "saved"):
+        pytest.skip("the first worker names a checkpoint")
     first, last = Moment(f"0:{stage}", "forward", 1), Moment(f"1:{stage}", phase, 3)
     with Job(shape, [first, last], seed=stage) as job:
         check_ends_well(job, out={first.worker})
@@ -233,3 +237,33 @@ def test_a_learning_rate_by_hand_since_is_not_lost_the_job_ends(monkeypatch, ste
         job.wait_event("finished")
         job.wait()
     assert "the script has changed something since the last checkpoint" in told(job, "finished")[-1]["message"]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_with_nothing_to_go_back_to_the_survivors_save_what_they_hold(tmp_path, phase):
+    """Of the last committed iteration: the state of a job that ended with it, but for the stage that is lost."""
+    shape = Shape(2, 2, 2, 8, folder=str(tmp_path), clipping=0.05).with_settings(guard="none")
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", phase, 4)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    status, message, again = job.control.state.ended
+    (event,) = told(job, "surviving")
+    assert (status, again, event["missing"], event["writers"]) == (1, True, [1], ["0:0"])
+    place = tmp_path / f"survivors-iteration-{event['iteration']}"
+    assert f"stage 1 is missing) is in {place}" in message and "stage 1 has lost its last worker" in message
+    assert [file.name for file in place.iterdir()] == ["stage-0.pt"]
+    held = torch.load(place / "stage-0.pt", weights_only=True)
+    assert (held["iteration"], held["stage"], held["missing"]) == (event["iteration"], 0, [1])
+    ended = replace(shape, iterations=event["iteration"] + 1, folder="").with_settings(step="barrier")
+    for name, tensor in undisturbed(ended)[0].state.items():
+        assert torch.equal(held["tensors"][name], tensor), name
+
+
+def test_survivors_that_cannot_write_end_the_job_with_the_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    shape = Shape(2, 2, 2, 8, folder=str(tmp_path / "file")).with_settings(guard="none")
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 4)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    assert "No checkpoint was written" in told(job, "finished")[-1]["message"]
+    assert job.control.state.ended[2]

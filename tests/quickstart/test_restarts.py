@@ -53,7 +53,7 @@ def test_the_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RECYCLE_TOKEN": "a token of two hosts",
-               "RECYCLE_PLACEMENT": "framework"}
+               "RECYCLE_PLACEMENT": "framework", "RECYCLE_GUARD": "none"}
     (tmp_path / "train.py").write_text(LOSES_ITS_HOST.format(script=str(SCRIPT)))
     hosts = []
     for node in range(2):

@@ -40,6 +40,11 @@ class Checkpoints:
         self._folder: str | None = None
         self._saved: tuple[int, str] | None = None
 
+    @property
+    def folder(self) -> str | None:
+        """Where a last checkpoint would be written; None if nothing names a folder."""
+        return self._wanted or self._folder
+
     def seen(self, folder: Any) -> None:
         """The script saves to ``folder``."""
         self._folder = str(folder)
@@ -77,7 +82,7 @@ class Checkpoints:
         Raises RecycleError where the job has no folder for it, OSError and what else torch raises where this worker
         cannot write, GenerationOver if another one is lost meanwhile.
         """
-        folder, tag = self._wanted or self._folder, self._tag(None)
+        folder, tag = self.folder, self._tag(None)
         done = self._wanted is None and self._saved is not None and self._saved[0] == self._engine.global_steps
         # Not Path.exists(), which raises where the folder cannot be looked into: here alone, while the others count.
         taken = folder is not None and os.path.exists(os.path.join(folder, tag))

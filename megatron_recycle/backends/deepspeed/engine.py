@@ -156,7 +156,8 @@ class RecyclePipelineEngine(PipelineEngine):
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
                                save_last=lambda groups, _: self._checkpoints.write_last(groups),
-                               restore=lambda _, place: self._load(Path(place)))
+                               restore=lambda _, place: self._load(Path(place)),
+                               folder=lambda: self._checkpoints.folder)
             if isinstance(self.timers, Timers):
                 self.session.worker.site.meters.watch.beside = self.timers.beside
         if given is not None:

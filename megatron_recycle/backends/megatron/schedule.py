@@ -203,7 +203,8 @@ class RecycleSchedule:
                 get_logger().info("megatron-recycle: %s", line)
         self.splitter = MegatronSplitter()
         self.session.start(self._stage, self.splitter, self._data,
-                           save_last=None if self._last is None else self._last.write)
+                           save_last=None if self._last is None else self._last.write,
+                           folder=lambda: None if self._last is None else self._last.folder)
         self._detached = megatron_groups.Detached(place)
         megatron_groups.adapt_timers(self._detached, self.speaks)
         megatron_training.take_over(self.session, self)

@@ -87,7 +87,8 @@ class Edits:
             left.variables.changes()  # the insides of new values are watched from the next return on
             return left.open and self._stage.may_guess_wrong and bool(self._written(left))
         return not (
-            same(left.references, self._stage.references) and same(*map(_of_now, (left.counters, self._stage.counters())))
+            same(left.references, self._stage.references)
+            and same(_of_now(left.counters), _of_now(self._stage.counters()))
             and not left.variables.changes() and not self._written(left))
 
     @contextmanager
