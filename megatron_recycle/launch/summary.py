@@ -138,13 +138,16 @@ def _started(event: Mapping[str, Any]) -> str:
 
 def _last_copy(event: Mapping[str, Any]) -> str:
     """A warning: with what would follow, and what helps."""
-    kept = event.get("kept_by") or {}
+    kept, hosts = event.get("kept_by") or {}, event.get("hosts") or {}
     held = ", ".join(f"stage {stage} has one worker left ({worker}"
+                     + (f" on {hosts[stage]}" if stage in hosts else "")
                      + (f"; {kept[stage]} keeps a copy)" if stage in kept else ")")
                      for stage, worker in event["stages"].items())
-    without = any(stage not in kept for stage in event["stages"])
-    how = ("; what only it has is lost with it: fill the empty places (max_restarts, `recycle run --join`), or begin "
-           "with guard memory or --restarts") if without else ""
+    without, back = any(stage not in kept for stage in event["stages"]), event.get("checkpoint")
+    lost = "; what only it has is lost with it"
+    lost += "" if back is None else f", and all go back to the checkpoint of iteration {back}"
+    lost += ": fill the empty places (max_restarts, `recycle run --join`), or begin with guard memory or --restarts"
+    how = lost if without else ""
     return f"recycle: warning: {held}{how}"
 
 

@@ -66,10 +66,17 @@ def exposed(state: State, now: float) -> tuple[dict[str, Any], ...]:
     single = {str(stage): names for stage, names in _singles([*state.members]).items() if stage not in _singles(before)}
     if not before or not single:
         return ()
-    kept = keepers(state)
+    kept, newest = keepers(state), checkpoint(state)
     event = {"event": "last_copy", "t": now, "generation": state.generation, "stages": single,
+             "checkpoint": None if newest is None else newest["iteration"],
+             "hosts": {stage: _host(state, worker) for stage, worker in single.items()},
              "kept_by": {stage: kept[stage] for stage in single if stage in kept} or None}
     return (event,)
+
+
+def _host(state: State, worker: str) -> str:
+    """Where this worker is, as it is named in messages."""
+    return next(member.host for name, member in state.members.items() if str(Process.parse(name).worker) == worker)
 
 
 def relief(state: State) -> tuple[tuple[str, str], ...]:

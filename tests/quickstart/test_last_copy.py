@@ -1,5 +1,5 @@
-"""A real DeepSpeed script loses both workers of a stage, and trains on in the same job: with the copy that another
-stage's worker keeps (`guard: memory`)."""
+"""A real DeepSpeed script loses both workers of a stage, and trains on in the same job: from its newest checkpoint, or
+with the copy that another stage's worker keeps (`guard: memory`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def failing(*args, **keywords):
     engine, *rest = initialize(*args, **keywords)
     train_batch = engine.train_batch
     def train(*args):
-        dies = {{"2": 3, "3": 8}}.get(os.environ["RANK"])
+        dies = {{"2": 3, "3": 10}}.get(os.environ["RANK"])
         if engine.global_steps == dies and "RECYCLE_JOIN" not in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
         return train_batch(*args)
@@ -34,28 +34,35 @@ deepspeed.initialize = failing
 sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
-TRAINING = ["--iterations", "12", "--log-every", "2", "--length", "16", "--width", "16", "--blocks", "2", "--batch",
+TRAINING = ["--iterations", "14", "--log-every", "2", "--length", "16", "--width", "16", "--blocks", "2", "--batch",
             "2"]
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(LIMIT + 30)]
 
 
-def test_both_workers_of_a_stage_are_killed_and_all_go_back_to_the_last_copy(tmp_path: Path):
-    """The iterations since the copy are made again, with the same losses, bit for bit."""
+@pytest.mark.parametrize("guard", ["checkpoint", pytest.param("memory", marks=pytest.mark.night)])
+def test_both_workers_of_a_stage_are_killed_and_all_go_back(tmp_path: Path, guard):
+    """The iterations since the copy are made again, with the same losses, bit for bit. The script begins with its newest
+    checkpoint, if there is one: so does the process that comes for the stage, and saves with the others later."""
     (tmp_path / "train.py").write_text(DIES.format(script=str(SCRIPT)))
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RECYCLE_REDUCTION": "exact",
-               "RECYCLE_GUARD": "memory", "RECYCLE_GUARD_INTERVAL": "5", "RECYCLE_VERIFY": "peers"}
+               "RECYCLE_GUARD": guard, "RECYCLE_GUARD_INTERVAL": "5", "RECYCLE_VERIFY": "peers"}
+    saving = ["--checkpoints", "checkpoints", "--save-every", "4"] if guard == "checkpoint" else []
     command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", "run", "train.py",
-               *TRAINING]
+               *TRAINING, *saving]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=LIMIT)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     events = read_events(tmp_path / "run" / "events.jsonl")
-    assert re.search(r"warning: stage 1 has one worker left \(1:1; 0:0 keeps a copy\)", told), told
+    kept = "; 0:0 keeps a copy" if guard == "memory" else ""
+    assert re.search(rf"warning: stage 1 has one worker left \(1:1 on [^;)]+{kept}\)", told), told
     (restored,) = [event for event in events if event["event"] == "restored"]
-    assert (restored["stages"], restored["iteration"], restored["lost"] in (2, 3)) == ([1], 4, True)
+    back = 7 if guard == "checkpoint" else restored["iteration"]
+    assert (restored["stages"], restored["iteration"]) == ([1], back) and restored["lost"] in (1, 2, 3, 4, 5)
     losses: dict[int, list[str]] = {}
     for event in events:
         if event["event"] == "committed":
             losses.setdefault(event["iteration"], []).append(repr(event["loss"]))
-    assert sorted(losses) == [*range(12)] and [len(losses[one]) for one in (5, 6)] == [2, 2]
+    assert sorted(losses) == [*range(14)] and len(losses[back + 1]) == 2
     assert all(len(set(of)) == 1 for of in losses.values()), losses
+    saved = [event["iteration"] for event in events if event["event"] == "checkpoint"]
+    assert saved == ([3, 7, 11] if guard == "checkpoint" else [])
