@@ -266,6 +266,12 @@ class StageWorker:
         return self.site.current.get().store_prefix
 
     @property
+    def final(self) -> int:
+        """The last iteration that is not made again, whatever happens; -1 for none."""
+        oldest = self.site.trainable.guard.oldest
+        return self.standing.committed if oldest is None else min(oldest, self.standing.committed)
+
+    @property
     def comes_in(self) -> bool:
         """Whether it has come into the running job, and not trained since."""
         return self.site.trainable.brought is not None

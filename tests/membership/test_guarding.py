@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_recycle.control.searches import Plans, find_moves
 from megatron_recycle.membership import decisions as do
-from megatron_recycle.membership import guarding, inputs
+from megatron_recycle.membership import guarding, inputs, records
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.guarding import Source, source
 from megatron_recycle.membership.state import Member, State
@@ -40,7 +40,7 @@ def test_each_last_copy_is_kept_by_another_stage_on_another_host_if_there_is_one
                 max_size=4))
 def test_all_go_back_to_the_newest_iteration_that_all_have(copies):
     """Survivors of stage 0, and what each keeps of itself and of the lost stage 1."""
-    reports = {f"{d}:0": report(6, 5, asked=6, apart=0, guard={"own": sorted(own), "of": {"1": sorted(of)}})
+    reports = {f"{d}:0": report(6, 5, asked=6, guard={"own": sorted(own), "of": {"1": sorted(of)}})
                for d, (own, of) in enumerate(copies)}
     able = [k for k in range(6) if all(k in own for own, _ in copies) and any(k in of for _, of in copies)]
     found = source(reports, [1])
@@ -49,6 +49,29 @@ def test_all_go_back_to_the_newest_iteration_that_all_have(copies):
         return
     assert isinstance(found, Source) and found.iteration == max(able) and found.regained == 5
     assert max(able) in copies[int(found.keepers[1][0])][1]
+
+
+CHECKPOINT = {"iteration": 3, "place": "/checkpoints/step4", "facts": {}}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.none() | st.integers(-1, 5)), min_size=1, max_size=4),
+       st.none() | st.integers(0, 5))
+def test_all_go_back_to_the_checkpoint_where_no_copy_is_as_new_and_nothing_would_be_lost(survivors, saved):
+    """Each survivor has a copy of one iteration, and of the lost stage's; and can go back so far at most."""
+    reports = {f"{d}:0": report(6, 5, asked=6, guard={"own": [own], "of": {"1": [own]}, "back": back})
+               for d, (own, back) in enumerate(survivors)}
+    checkpoint = None if saved is None else {**CHECKPOINT, "iteration": saved}
+    copies = {own for own, _ in survivors}
+    copy = next(iter(copies)) if len(copies) == 1 else -1
+    able = saved is not None and all(back is not None and back <= saved for _, back in survivors)
+    found = source(reports, [1], checkpoint)
+    if copy < 0 and not able:
+        assert isinstance(found, str) and found
+        return
+    assert isinstance(found, Source)
+    loaded = able and saved > copy
+    assert (found.iteration, found.checkpoint) == ((saved, checkpoint) if loaded else (copy, None))
+    assert bool(found.keepers) != loaded and found.regained == 5
 
 
 def guarded() -> Cluster:
@@ -63,7 +86,7 @@ def guarded() -> Cluster:
 
 
 def reports(cluster: Cluster) -> list[do.Decision]:
-    return cluster.reports(iteration=6, holds=5, asked=6, apart=0, guard={"own": [3], "of": {"1": [3]}})
+    return cluster.reports(iteration=6, holds=5, asked=6, guard={"own": [3], "of": {"1": [3]}})
 
 
 def test_a_stage_that_comes_down_to_one_worker_is_told_with_who_keeps_a_copy():
@@ -113,7 +136,7 @@ def test_a_lost_stage_is_not_the_end_a_process_is_started_where_the_last_one_die
     (decided,) = events(cluster.feed(ready), "decided")
     assert decided["reason"] == "stage 1 comes back"
     cluster.plan()
-    decisions = cluster.reports("0:0", "1:0", iteration=6, holds=5, asked=6, apart=0,
+    decisions = cluster.reports("0:0", "1:0", iteration=6, holds=5, asked=6,
                                 guard={"own": [3], "of": {"1": [3]}})
     ((_, go),) = told(decisions, "go")
     assert (go["resume"]["target"], go["resume"]["regained"], go["resume"]["restored"]) == (3, 5, {"1": "0:0"})
@@ -166,7 +189,7 @@ def test_with_tensor_parallelism_the_part_that_died_comes_back_and_the_idle_one_
     cluster.exit("0:1.0"), cluster.plan(), cluster.reports(iteration=6, holds=5)
     cluster.exit("1:1.1")
     left = ("0:0.0", "0:0.1", "1:0.0", "1:0.1")
-    guard = {"guard": {"own": [3], "of": {"1": [3]}}, "asked": 6, "apart": 0}
+    guard = {"guard": {"own": [3], "of": {"1": [3]}}, "asked": 6}
     decisions = cluster.reports(*left, iteration=6, holds=5, **guard)
     starts = [dict(one.message) for one in decisions if isinstance(one, do.Command)]
     assert [(start["rank"], start["beside"]) for start in starts] == [(7, 7)], "1:1.1, where it was; 1:1.0 idles"
@@ -181,3 +204,58 @@ def test_with_tensor_parallelism_the_part_that_died_comes_back_and_the_idle_one_
     assert source({name: {**report(6, 5), **guard, "guard": {**guard["guard"], "of": {}}} if name.endswith("1") else
                    {**report(6, 5), **guard} for name in left}, [1]) == (
         "nobody who is left keeps a copy of stage 1 that all others can go back to"), "half a copy is none"
+
+
+def back_from(facts: dict[str, int] | None, **description: object) -> tuple[Cluster, list[do.Decision]]:
+    """2 x 2 workers that have noted a checkpoint of 3, committed 5, and lost stage 1."""
+    cluster = Cluster(2)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, guard="checkpoint", **description)
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(3)
+    cluster.feed(inputs.Written("0:0/0", cluster.state.generation, 3, "/checkpoints/step4", facts))
+    cluster.commit_all(5)
+    cluster.exit("0:1"), cluster.plan(), cluster.reports(iteration=6, holds=5)
+    return cluster, cluster.exit("1:1")
+
+
+def test_a_lost_stage_comes_back_from_the_checkpoint_and_the_log_says_how_many_iterations_are_lost():
+    cluster, decisions = back_from({"verdict": 1})
+    assert not endings(decisions)
+    kept = {"iteration": 6, "holds": 5, "asked": 6, "guard": {"own": [], "of": {}, "back": -1}}
+    (start,) = [dict(one.message) for one in cluster.reports(**kept) if isinstance(one, do.Command)]
+    assert (start["type"], start["rank"]) == ("start", 3)
+    cluster.hello("1:1", life=1)
+    cluster.feed(inputs.Ready("1:1/1", {**(cluster.state.description or {})}, report(attempt=0)))
+    cluster.plan()
+    decisions = cluster.reports("0:0", "1:0", **kept)
+    ((_, go),) = told(decisions, "go")
+    assert go["resume"]["checkpoint"] == {"iteration": 3, "place": "/checkpoints/step4", "facts": {"verdict": 1}}
+    assert (go["resume"]["target"], go["resume"]["regained"], go["resume"]["joined"]) == (3, 5, ["1:1"])
+    (event,) = events(decisions, "restored")
+    assert (event["iteration"], event["lost"], event["from"]) == (3, 2, {"1": "checkpoint"})
+    again = records.restore(4, cluster.journal)
+    assert again.checkpoint == cluster.state.checkpoint and again.committed == 3
+
+
+def test_survivors_save_at_the_newest_iteration_that_somebody_has_committed():
+    cluster, decisions = back_from(None, survivors=True)
+    assert not endings(decisions) and told(decisions, "stop")
+    verdict = {"iteration": 5, "loss": 1.0}
+    cluster.reports("0:0", iteration=6, holds=6, stepped=6, committed=5, verdict=verdict)
+    decisions = cluster.reports("1:0", iteration=5, holds=5, stepped=5, committed=4)
+    ((_, go),) = told(decisions, "go")
+    assert (go["resume"]["target"], go["resume"]["verdict"], go["writers"]) == (5, verdict, ["0:0"])
+    assert (go["missing"], go["plan"]) == ([1], {})
+    cluster.feed(inputs.Saved("1:0/0", cluster.state.generation, "", ""))
+    (end,) = endings(cluster.feed(inputs.Saved("0:0/0", cluster.state.generation, "/run/survivors/stage-0.pt", "")))
+    assert end.again and "of iteration 5 (stage 0; stage 1 is missing) is in /run/survivors" in end.message
+    assert "stage 1 has lost its last worker" in end.message
+
+
+def test_a_survivor_that_is_lost_meanwhile_does_not_keep_the_job_from_its_end():
+    cluster, _ = back_from(None, survivors=True)
+    (end,) = endings(cluster.exit("1:0"))
+    assert end.again and "No checkpoint was written" in end.message
+    assert "stage 1 has lost its last worker" in end.message

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(LIMIT
 
 @pytest.mark.parametrize("guard", ["checkpoint", pytest.param("memory", marks=pytest.mark.night)])
 def test_both_workers_of_a_stage_are_killed_and_all_go_back(tmp_path: Path, guard):
-    """The iterations since the copy are made again, with the same losses, bit for bit. The script begins with its newest
+    """The iterations since then are made again, with the same losses, bit for bit. The script begins with its newest
     checkpoint, if there is one: so does the process that comes for the stage, and saves with the others later."""
     (tmp_path / "train.py").write_text(DIES.format(script=str(SCRIPT)))
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RECYCLE_REDUCTION": "exact",

@@ -104,7 +104,7 @@ class RecycleSchedule:
         session.train()
         if session.catches_up:
             return self._passed()  # a part of a worker that was without another one for a while
-        self._stage.rates.forget(self.session.worker.standing.committed)
+        self._stage.rates.forget(session.worker.final)
         for late in self._late:
             late.settle()  # it is known now, and might not be later
         self._late = tuple(LateNumber(partial(find, iteration)) for find in (self._norm, self._zeros))
