@@ -20,6 +20,7 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.copies import StateCopy, receive, send
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.saving import load
@@ -104,6 +105,13 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     site.trainable.brought = None
     site.trainable.lay_out()
     give(groups, joined, stage_tensors(site.stage), stepper.facts())
+
+
+def all_are_back(site: Site, groups: Groups) -> None:
+    """Wait until everybody stands where all go back to. Only then does one that has come in count: else a failure would
+    find a stage behind the others, with nobody who holds what they do. Raises GenerationOver."""
+    with site.phases.waiting("the others' way back"):
+        count(groups.control, True)
 
 
 def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tensor], Any, Received]:

@@ -26,7 +26,7 @@ from megatron_recycle.runtime.compute.data import NotReadHere, digest, follows_s
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
-from megatron_recycle.runtime.guard import go_back, take_back
+from megatron_recycle.runtime.guard import all_are_back, go_back, take_back
 from megatron_recycle.runtime.held import save_what_is_held
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
@@ -248,6 +248,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
         site.phases.enter(Phase.JOINING, go.resume.next)
         with _copying(site):
             go_back(site, stepper, groups, go)
+            all_are_back(site, groups)
     elif todo.give:
         site.phases.enter(Phase.JOINING, go.resume.next)
         with _copying(site):
@@ -282,6 +283,8 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     site.trainable.brought = tensors, facts["counters"]
     site.trainable.lay_out()
     site.forget_data(go.resume.target)
+    if go.resume.restored:
+        all_are_back(site, groups)
     # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
     site.agent.holds(go.generation, vars(received))
 

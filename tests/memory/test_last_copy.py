@@ -4,6 +4,7 @@ memory`)."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 
 from megatron_recycle.runtime.copies import Guard, StateCopy
 from megatron_recycle.runtime.worker import StageWorker
-from tests.memory.job import Job, Shape, differences, undisturbed
+from tests.memory.job import Disk, Job, Shape, differences, undisturbed
+from tests.memory.model import SmallStage
 from tests.moments import Moment
 from tests.seeds import seeds
 
@@ -267,3 +269,38 @@ def test_survivors_that_cannot_write_end_the_job_with_the_reason(tmp_path):
         job.wait()
     assert "No checkpoint was written" in told(job, "finished")[-1]["message"]
     assert job.control.state.ended[2]
+
+
+def loading_fails(monkeypatch, workers, times):
+    """In a checkpoint that is loaded by these workers, so many times in each, when half of it is there."""
+    load, failed = Disk.load, []
+
+    def half(self: Disk, place: str, stage: SmallStage) -> None:
+        me = threading.current_thread().name.removeprefix("worker-")
+        if me in workers and failed.count(me) < times:
+            failed.append(me)
+            stage.parameters[0].data.fill_(7.0)
+            raise OSError(5, "Input/output error")
+        load(self, place, stage)
+
+    monkeypatch.setattr(Disk, "load", half)
+    return failed
+
+
+@pytest.mark.parametrize("worker", ["0:0", "1:0", "1:1"])
+def test_a_checkpoint_that_cannot_be_read_is_tried_again(monkeypatch, worker):
+    """A survivor's file, or that of the process that has come: whoever has got to the end before it waits for it."""
+    failed = loading_fails(monkeypatch, {worker}, 1)
+    with Job(CHECKPOINTS, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+        check_ends_well(job, out={"0:1"})
+    assert failed == [worker]
+
+
+def test_a_checkpoint_that_nobody_can_read_ends_the_job_which_may_be_started_again(monkeypatch):
+    loading_fails(monkeypatch, set(CHECKPOINTS.workers), 100)
+    with Job(CHECKPOINTS, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    status, message, again = job.control.state.ended
+    assert (status, again) == (1, True)
+    assert "Input/output error" in message or "processes for it have failed" in message, message
