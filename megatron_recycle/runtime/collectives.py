@@ -63,8 +63,8 @@ class Collectives:
         """Calls since the last iteration, in groups of one pipeline, as they were: for members of other pipelines' that
         may come to them later."""
         self._answers: list[Pending] = []
-        self._given_up = 0
-        self._tries: Counter[str] = Counter()
+        self._tries: Counter[tuple[int, str]] = Counter()
+        """Calls that are given up with the generation: by its number, and the group."""
         self._said: set[str] = set()
         self._passed: dict[float, float] = {}
         """By a group's key: the last call that all have made before this worker came in."""
@@ -133,14 +133,13 @@ class Collectives:
 
     def once(self, group: Group, call: Call, groups: Groups, generation: int) -> None:
         """Make ``call``, or give it up with the ``generation``. Raises GenerationOver, and UnsupportedError."""
-        if generation != self._given_up:
-            self._given_up = generation
-            self._tries.clear()
-        self._tries[group.name] += 1
+        tries = self._tries[generation, group.name] + 1
+        self._tries = Counter({key: count for key, count in self._tries.items() if key[0] == generation})
+        self._tries[generation, group.name] = tries
         roll = Roll.of(group, self._place, groups.members)
         roll.check(call)
         # Below all that `begin` gives out.
-        exchange = _exchange(call, roll, groups, -generation * _CALLS - self._tries[group.name])
+        exchange = _exchange(call, roll, groups, -generation * _CALLS - tries)
         exchange.collect()
         exchange.confirm()
         exchange.finish()
