@@ -167,7 +167,8 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         began, processor = time.perf_counter(), time.process_time()
         model.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = step(data_iterator=data, forward_only=False)
+        reports = step(data_iterator=data, forward_only=False,
+                       num_microbatches=[*args.ramp, args.microbatches][min(iteration, len(args.ramp))])
         _, norm, none = optimizer.step()
         norms.append(norm)
         zeros.append(none)
@@ -274,6 +275,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a worker")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches per pipeline and iteration")
+    parser.add_argument("--ramp", type=int, nargs="*", default=(), help="those of the first iterations")
     parser.add_argument("--batch", type=int, default=4, help="windows per micro-batch")
     parser.add_argument("--length", type=int, default=64, help="bytes per window")
     parser.add_argument("--width", type=int, default=96)

@@ -37,7 +37,7 @@ from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.recovery import comes_of_failure
+from megatron_recycle.runtime.recovery import comes_of_failure, refuse_itself
 from megatron_recycle.runtime.saving import Save, Write
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.stage import Stage
@@ -208,6 +208,16 @@ class Session:
         if self.grids.change(self.iteration + 1, microbatches) and self.rank == 0:
             get_logger().info("megatron-recycle: from iteration %d on each pipeline has %d micro-batches",
                               self.iteration + 1, microbatches)
+
+    def follow(self, microbatches: int) -> None:
+        """End this worker alone if its script, which has gone through its loop again, asks for other ``microbatches``
+        of a pipeline for the iteration that it has begun than the job's. Raises JobEnded."""
+        wanted = max(self.grids.of(self.iteration).microbatches)
+        if microbatches != wanted:
+            refuse_itself(self.worker.site, (
+                f"its script trains iteration {self.iteration} on {microbatches} micro-batches of each pipeline, and "
+                f"the job on {wanted}; a batch size must not depend on when a worker was started, or on what no other "
+                "worker knows"))
 
     def train(self) -> float:
         """Run the iteration that the script has begun, through any failures; returns the mean loss of its global batch,

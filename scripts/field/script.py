@@ -153,7 +153,7 @@ class Fault:
 def await_successor() -> None:
     """Wait until a process is ready to come in."""
     end, events = time.monotonic() + LONGEST, Path(os.environ["RECYCLE_RUN_DIR"]) / "events.jsonl"
-    while '"waiting"' not in events.read_text():
+    while '"event": "waiting"' not in events.read_text():
         assert time.monotonic() < end, "nobody comes back"
         time.sleep(0.1)
 

@@ -19,10 +19,12 @@ SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--ba
 
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
-          options: tuple[str, ...] = (), data_parallel: dict[str, Any] | None = None, seed: int = 1) -> Any:
+          options: tuple[str, ...] = (), ramp: tuple[int, ...] = (), data_parallel: dict[str, Any] | None = None,
+          seed: int = 1) -> Any:
     """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers.
 
-    ``data_parallel``: options of Megatron's DistributedDataParallelConfig that the script does not have.
+    ``ramp``: micro-batches of a pipeline in the first iterations. ``data_parallel``: options of Megatron's
+    DistributedDataParallelConfig that the script does not have.
     """
     if SCRIPTS not in sys.path:
         sys.path.insert(0, SCRIPTS)
@@ -39,7 +41,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             RecycleConfig(**{"heartbeat_interval": 0.2, "heartbeat_timeout": 15.0, "planner_budget": 0.0,
                              "stall_floor": 60.0, "step": "barrier", **(settings or {})}), observer=observer_of(name))
     state = script.main([*SIZE, "--data", __file__, "--stages", str(stages), "--tensor", str(tensor),
-                         "--iterations", str(iterations), "--seed", str(seed), *options])
+                         "--iterations", str(iterations), "--seed", str(seed),
+                         *(("--ramp", *map(str, ramp)) if ramp else ()), *options])
     result = {"losses": [loss for loss in state["losses"] if loss is not None],
               "norms": state["norms"], "zeros": state["zeros"],
               "validations": state["validations"], "stage": state["stage"],

@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(200)]
 
 PIPELINES, STAGES, ITERATIONS, KILLED_IN = 3, 2, 10, 1
 EXACT: Mapping[str, Any] = {"pipelines": PIPELINES, "stages": STAGES, "iterations": ITERATIONS,
-                            "settings": {"reduction": "exact", "verify": "peers"}}
+                            "settings": {"reduction": "exact", "verify": "peers"}, "ramp": (3, 2, 2, 4, 4, 5)}
+"""The batch size is ramped up meanwhile."""
 LATE = Hold("0:0", "forward", KILLED_IN + 2)
 
 

@@ -156,7 +156,6 @@ def test_plain_arguments_are_taken_without_a_word(parsed, capfd):
 
 
 @pytest.mark.parametrize(("name", "value"), [
-    ("rampup_batch_size", [8, 8, 100]),
     ("use_pytorch_profiler", True), ("iterations_to_skip", [3]), ("dsa_indexer_loss_coeff", 0.1),
     ("error_injection_rate", 1000),
     ("check_weight_hash_across_dp_replicas_interval", 1), ("rerun_mode", "report_determinism_stats"),

@@ -12,11 +12,9 @@ import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource
 from megatron_recycle.runtime.compute.random_state import Generators
-from megatron_recycle.runtime.recovery import refuse_itself
 
 
 def sizes(engine: PipelineEngine) -> dict[str, int]:
@@ -39,17 +37,6 @@ def refuse_other_sizes(engine: PipelineEngine, before: Mapping[str, int]) -> Non
     """Raises UnsupportedError if the engine's `sizes` are not what they were when training began."""
     for name, now in sizes(engine).items():
         refuse_another(name, now, before[name])
-
-
-def refuse_other_course(engine: PipelineEngine, session: Session) -> None:
-    """End this worker alone if its script, which has gone through its loop again, asks for other micro-batches for the
-    next iteration than the job's. Raises JobEnded."""
-    wanted = max(session.grids.of(session.iteration).microbatches)
-    if engine.micro_batches != wanted:
-        refuse_itself(session.worker.site, (
-            f"its script trains iteration {session.iteration} on {engine.micro_batches} micro-batches of each "
-            f"pipeline, and the job on {wanted}; a batch size must not depend on when a worker was started, or on what "
-            "no other worker knows"))
 
 
 def settle_when_asked(model: nn.Module, optimizer: torch.optim.Optimizer, settle: Callable[[], None]) -> None:

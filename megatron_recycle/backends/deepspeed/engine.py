@@ -23,7 +23,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from megatron_recycle.backends.deepspeed.between import (
     check_data,
     refuse_another,
-    refuse_other_course,
     refuse_other_sizes,
     settle_when_asked,
     sizes,
@@ -179,7 +178,7 @@ class RecyclePipelineEngine(PipelineEngine):
         """The iteration that the script asks for. An iteration that the job had done before this worker came in is over
         at once, with the loss that it had."""
         passed = self.session.begin()
-        refuse_other_course(self, self.session)
+        self.session.follow(self.micro_batches)
         if passed:
             self._loss = self.session.train()
             return self._aggregate_total_loss()

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +73,19 @@ class LastCheckpoint:
         wanted: the folder that the configuration names; None: the loop's own (``--save``).
         among: a block in which Megatron and torch see those that are left, and nobody else.
         beside: a block in which stock writes the checkpoint of an iteration into a folder in the way of `aside`.
+        microbatches: of one pipeline, before iteration n of this job.
     """
 
     def __init__(self, loop: Any, beginning: Beginning, wanted: str | None,
                  among: Callable[[Groups], AbstractContextManager[None]],
-                 beside: Callable[[str, int], AbstractContextManager[None]]) -> None:
+                 beside: Callable[[str, int], AbstractContextManager[None]],
+                 microbatches: Callable[[int], int]) -> None:
         self._loop = loop
         self._begun = beginning
         self._wanted = wanted
         self._among = among
         self._beside = beside
+        self._microbatches = microbatches
         self._stock_save: Callable[..., Any] = loop.save_checkpoint
         self._own: set[Path] = set()
         """Checkpoints that this job has written, or begun to when they were not the newest one already: whole once
@@ -140,16 +144,17 @@ class LastCheckpoint:
         """Nothing goes on from here: what is set stays so."""
         loop, begun = self._loop, self._begun
         scheduler, machine = begun.parts["opt_param_scheduler"], loop.get_rerun_state_machine()
-        batch = arguments.micro_batch_size * arguments.data_parallel_size * loop.get_num_microbatches()
+        size = arguments.micro_batch_size * arguments.data_parallel_size
+        before = [size * self._microbatches(number) for number in range(done + 1)]
         arguments.save, arguments.curr_iteration, arguments.async_save = folder, iteration - 1, False
-        arguments.consumed_train_samples = begun.samples + done * batch
+        arguments.consumed_train_samples = begun.samples + before[done]
         arguments.consumed_valid_samples = begun.validation_samples + self._evaluated(arguments, iteration)
-        scheduler.num_steps = begun.steps + done * batch
+        scheduler.num_steps = begun.steps + before[done]
         scheduler.step(increment=0)
         machine.state = type(machine.state).NOT_RUNNING_YET  # it would save the iteration under way
         operations = begun.operations
-        for _ in range(done):  # as the loop adds them up
-            operations += loop.num_floating_point_operations(arguments, batch)
+        for begin, end in pairwise(before):  # as the loop adds them up
+            operations += loop.num_floating_point_operations(arguments, end - begin)
         self._stock_save(iteration, begun.parts["model"], begun.parts["optimizer"], scheduler, operations, {},
                          train_data_iterator=begun.parts["train_data_iterator"],
                          preprocess_common_state_dict_fn=loop.preprocess_common_state_dict)

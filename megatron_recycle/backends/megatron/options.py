@@ -94,7 +94,6 @@ OF_THE_LOOP = (
     Option("transformer_impl", "use the local implementation (--transformer-impl local)",
            lambda kind: kind not in (None, "local"), title="Transformer Engine layers"),
     Option("dataloader_type", "give --dataloader-type single", lambda kind: kind not in (None, "single")),
-    Option("rampup_batch_size", "leave --rampup-batch-size out"),
     Option("decrease_batch_size_if_needed", "leave --decrease-batch-size-if-needed out"),
     Option("iterations_to_skip", "leave --iterations-to-skip out: data is read by the iterations that are trained"),
     Option("full_validation", "leave --full-validation out"),

@@ -74,29 +74,34 @@ class RecycleSchedule:
             SystemExit: the job cannot go on; the message says why and what to do.
         """
         if not self._microbatches:
-            self._start(model if isinstance(model, list) else [model], num_microbatches)
-        check_call({**keywords, "num_microbatches": num_microbatches}, self._microbatches)
+            self._start(model if isinstance(model, list) else [model], megatron_training.largest(num_microbatches))
+        check_call(keywords, num_microbatches, self._microbatches if forward_only else None)
         own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
         self._stage.script.calls(model, None if own_data else data_iterator, forward_only)
         self._stage.forward_step = forward_step_func
         assert self._detached is not None
         with self.session.call(), self._detached.alone():
-            reports = self._evaluate(data_iterator) if forward_only else self._train(data_iterator)
+            reports = (self._evaluate(data_iterator) if forward_only
+                       else self._train(data_iterator, num_microbatches))
         if not forward_only:
             self._stage.script.made_step()
         self.speaks()  # a script may write log lines without asking
         return self._stage.reports(reports, forward_only) if self.session.place.last else []
 
-    def _train(self, data_iterator: Any) -> torch.Tensor:
+    def _train(self, data_iterator: Any, microbatches: int) -> torch.Tensor:
         session, stepper = self.session, self.session.worker.stepper
         if session.iteration < 0:
             session.generators.adopt("forward_step_func", self._stage.forward_step)
             seeds = session.seeds()
             self._data.source = (source_of(data_iterator, session.place.part, seeds) if self._options.data is None
                                  else FactorySource(self._options.data, seeds))
+        session.resize(microbatches)
+        self._stage.microbatches = microbatches
         if session.begin():
+            session.follow(microbatches)
             session.train()
             return self._passed()
+        session.follow(microbatches)
         iteration = session.iteration
         if (odd := self._stage.rates.set(iteration)) is not None:
             refuse_itself(session.worker.site, f"{odd}; give it the job's schedule, which must not depend on when it "
@@ -161,6 +166,10 @@ class RecycleSchedule:
         """In the block the loop saves a checkpoint of ``iteration``."""
         return nullcontext() if self._last is None else self._last.saving(iteration)
 
+    def _number(self, iteration: int) -> int:
+        """Of ``iteration``'s first micro-batch."""
+        return self.session.grids.number(iteration)
+
     @contextmanager
     def _among_those_left(self, groups: Groups) -> Iterator[None]:
         with self.session.worker.among_those_left(), megatron_groups.of_those_left(groups):
@@ -193,7 +202,8 @@ class RecycleSchedule:
         changed = check_supported(models, config, optimizer)
         place = _place(microbatches)
         self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings())
-        self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left)
+        self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left,
+                                                       self._number)
         if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
             raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "
                                    "--recycle-emergency-checkpoint DIR")

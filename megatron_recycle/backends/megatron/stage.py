@@ -64,7 +64,8 @@ class MegatronStage:
         """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
         self._model = self.module = model
         self._config = get_model_config(model)
-        self._microbatches = microbatches
+        self.microbatches = microbatches
+        """Of a pipeline in the iteration that is to be trained."""
         self._keys: dict[str, list[tuple[str, int]]] = {}
         self._hidden = HiddenState(model)
         self._coefficient = 1.0
@@ -109,7 +110,7 @@ class MegatronStage:
         communicated = _operations()
         reports: list[Any] = []
         output, tokens = forward_step(
-            self.forward_step, None if batch is None else iter([batch]), self._model, self._microbatches, given,
+            self.forward_step, None if batch is None else iter([batch]), self._model, self.microbatches, given,
             reports, self._config, cp_group_size=1, is_last_stage=last)
         if communicated != _operations() and parallel_state.get_data_parallel_world_size() > 1:
             raise UnsupportedError("forward_step or the loss function communicates in Megatron's data- or "
@@ -198,12 +199,15 @@ class MegatronStage:
     def reset_state(self, names: Collection[str]) -> None:
         self._state.reset(names)
 
-    references: dict[str, Any] = {}  # noqa: RUF012  (nothing)
-    """Rates are noted when an iteration begins (`megatron_rates`)."""
     functions: Sequence[Any] = ()
 
+    @property
+    def references(self) -> dict[str, Any]:
+        """Rates are noted when an iteration begins (`megatron_rates`)."""
+        return {"micro-batches": self.microbatches}
+
     def refer(self, references: Mapping[str, Any]) -> None:
-        pass
+        self.microbatches = references["micro-batches"]
 
     @property
     def may_guess_wrong(self) -> bool:

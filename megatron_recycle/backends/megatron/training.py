@@ -70,20 +70,32 @@ def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
     return [f"global_batch_size is {wanted} and not {before}: the job was started again, and keeps its batch"]
 
 
+def largest(microbatches: int) -> int:
+    """The micro-batches of a pipeline in the largest iteration of a job that begins with ``microbatches``: with
+    --rampup-batch-size those of the last ones, and of evaluations."""
+    if LOOP not in sys.modules:
+        return microbatches
+    arguments = sys.modules[LOOP].get_args()
+    if arguments.rampup_batch_size is None:
+        return microbatches
+    return int(arguments.global_batch_size // (arguments.micro_batch_size * arguments.data_parallel_size))
+
+
 def backend() -> str | None:
     """The process groups' backend that Megatron-LM's arguments ask for; None if its loop is not loaded."""
     return None if LOOP not in sys.modules else str(sys.modules[LOOP].get_args().distributed_backend)
 
 
 def last_checkpoint(wanted: str | None,
-                    among: Callable[[Groups], AbstractContextManager[None]]) -> LastCheckpoint | None:
+                    among: Callable[[Groups], AbstractContextManager[None]],
+                    microbatches: Callable[[int], int]) -> LastCheckpoint | None:
     """The writer of a last checkpoint with the loop's own functions, if it is the loop that trains; before `take_over`.
     The arguments are those of `LastCheckpoint`."""
     loop: Any = sys.modules.get(LOOP)
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
-            sys.modules[_CHECKPOINTS], folder, iteration, "last", lambda place: None))
+            sys.modules[_CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches)
 
 
 def _folder(arguments: Any, passing: bool) -> str:
