@@ -3,6 +3,7 @@
 #
 #   scripts/test.sh                                  everything but the tests of the night
 #   scripts/test.sh -m "not slow" -k recovery        some
+#   scripts/test.sh --hypothesis-seed=random         other examples than every day's
 #   CAMPAIGN_SEEDS=5000 scripts/test.sh --night      more of each kind, and random campaigns as long as one likes
 #   scripts/test.sh --night --ordered tests/backends under NCCL's rules of order, without a GPU (docs/gpu.md)
 #

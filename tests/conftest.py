@@ -19,9 +19,10 @@ from tests.ordered.rules import JOBS
 SHARED = "SUITE_FOLDER"
 """Variable that names a folder of this run of the suite, the same in all of its processes (`tests.references`)."""
 
-hypothesis.settings.register_profile("patient", deadline=None,
-                                     suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("patient")  # no example fails for being slow
+_PATIENT = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+"""No example fails for being slow."""
+hypothesis.settings.register_profile("day", _PATIENT, derandomize=True)  # the same examples wherever it runs
+hypothesis.settings.register_profile("night", _PATIENT)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    other = config.getoption("--night") or config.getoption("--hypothesis-seed", None) is not None
+    hypothesis.settings.load_profile("night" if other else "day")
     if config.getoption("--ordered"):
         os.environ.update(JOBS.environment())
     if SHARED not in os.environ:
