@@ -17,6 +17,7 @@ from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import Reduction, reduction_of
+from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.stage import Stage
@@ -180,14 +181,14 @@ class Current:
 
     Attributes:
         last: the one in force, between two the one before, with its members and its plan; None before the first.
-        rested: handles of one that has ended as agreed, with nothing under way; whoever builds the next takes them.
+        rested: communicators of older ones that whoever builds the next may go on with.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_force: Generation | None = None
         self.last: Generation | None = None
-        self.rested: Groups | None = None
+        self.rested: Rested | None = None
 
     def get(self) -> Generation:
         """The one in force."""

@@ -22,6 +22,7 @@ from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime.activity import CONNECT, COPY
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
+from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.compute.data import NotReadHere, digest, follows_script
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
@@ -132,20 +133,22 @@ def retire(site: Site, stepper: Stepper) -> None:
 
 
 def uninstall(site: Site) -> None:
-    """Take the groups in force out of use and tear them down; those that rest are kept for the next generation."""
-    old, current = site.current.take(), site.current
+    """Take the groups in force out of use and tear them down, but for what the next generation may go on with."""
+    old = site.current.take()
     if old is not None:
-        if old.groups.ending.rests:
-            current.rested = old.groups
-        else:
-            old.groups.retire()
+        site.current.rested = old.groups.park()
 
 
 def dismantle(site: Site) -> None:
     """Nothing is done on any groups any more: tear down what there is."""
     uninstall(site)
-    if site.current.rested is not None:
-        site.current.rested.retire()
+    _forget_rested(site)
+
+
+def _forget_rested(site: Site) -> None:
+    rested, site.current.rested = site.current.rested, None
+    if rested is not None:
+        rested.retire()
 
 
 def install(site: Site, standing: Standing, generation: Generation) -> Generation:
@@ -186,8 +189,11 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     """5. Build the new generation's groups with all its members and adopt its plan."""
     begun, standing = time.monotonic(), stepper.standing
     standing.join(go.generation)
-    rested, site.current.rested = site.current.rested, None
-    groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout, rested)
+    if go.tries:  # nobody is gone, and yet they could not go on: it may be the communicators
+        _forget_rested(site)
+    groups = _connect(site, standing, go.prefix, go.tries, workers_of(go.members), site.config.report_timeout,
+                      site.current.rested)
+    site.current.rested = None
     scope = Scope(go.left_out, frozenset(go.without), Carried.read(go.carried) if go.carried else None)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
                                Plan.from_json(go.plan), site.exact,
@@ -209,12 +215,13 @@ def renew(site: Site, standing: Standing, old: Generation) -> Generation:
     """
     # Some may still be in the script's own code.
     groups = _connect(site, standing, old.prefix, old.tries, old.groups.members, site.config.transport_timeout)
-    uninstall(site)
+    site.current.take()
+    old.groups.retire()
     return install(site, standing, old.renewed(standing.epoch, groups, site.stage))
 
 
 def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: Sequence[Worker],
-             patience: float, rested: Groups | None = None) -> Groups:
+             patience: float, rested: Rested | None = None) -> Groups:
     """The groups of the epoch that ``standing`` is in. ``patience``: seconds that the members may take to come to the
     store. ``rested``: communicators that may be used again."""
     config, epoch = site.config, standing.epoch

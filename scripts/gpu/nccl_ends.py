@@ -343,7 +343,7 @@ def shrink_at_rest(at: Rank) -> None:
         at.meet("over")
         return
     begun = time.monotonic()
-    left = backend.shrink(group, [2], "check/shrunk")
+    left = backend.shrink(group, [2], "check/shrunk", ends=False)
     at.tell(shrink_s=since(begun))
     at.tell(right=at.total(left) == 2 and (left.rank(), left.size()) == (at.rank, 2))
     tensor = at.tensor(SMALL, 5.0 if at.rank == 0 else 0.0)
@@ -364,7 +364,7 @@ def shrink(at: Rank) -> None:
     group.allreduce([at.tensor(SMALL, 1.0)])
     time.sleep(2)
     begun = time.monotonic()
-    left = group._get_backend(at.library.device).shrink([2], 1)  # 1: end what is pending
+    left = at.library.backend.shrink(group, [2], "check/shrunk", ends=True)
     at.tell(shrink_s=since(begun))
     total = at.tensor(SMALL, 1.0)
     left.allreduce([total]).wait()

@@ -15,6 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -257,9 +258,14 @@ class Job:
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
                            tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts)
         worker: list[StageWorker] = []
+
+        def abort(generation: int) -> None:
+            with suppress(Gone):  # its agent's thread would be dead as well
+                for one in worker:
+                    one.abort(generation)
+
         agent = agents.Agent("127.0.0.1:1", "token", place.name, process.rank, uuid.uuid4().hex[:12],
-                             on_stop=lambda stop: [one.abort(stop.generation) for one in worker],
-                             on_end=lambda ended: [one.abort(sys.maxsize) for one in worker],
+                             on_stop=lambda stop: abort(stop.generation), on_end=lambda ended: abort(sys.maxsize),
                              patience=LIMIT, pid=process.pid, host="host", joining=joining,
                              link=self.control.link)
         process.worker = made = StageWorker(

@@ -121,9 +121,8 @@ def test_who_comes_back_costs_the_stages_that_lost_nobody_no_communicator(seed):
         job.release(late)
         check(job, job.wait(), came={"1:1"})
     made = {name: {prefix.partition("-")[0] for prefix, other in job.fabric.communicators if other == name}
-            for name in ("stage0.0", "stage1.0", "pipeline0.0", "pipeline1.0", "world.0")}
-    assert made == {"stage0.0": {"g1", "g2"}, "stage1.0": {"g1", "g2", "g3"}, "world.0": {"g1", "g2", "g3"},
-                    "pipeline0.0": {"g1", "g2"}, "pipeline1.0": {"g1", "g2", "g3"}}
+            for name in ("stage0.0", "stage1.0", "world.0")}
+    assert made == {"stage0.0": {"g1", "g2"}, "stage1.0": {"g1", "g2", "g3"}, "world.0": {"g1", "g2", "g3"}}
 
 
 def test_a_stage_that_has_nobody_left_ends_the_job_and_says_so():

@@ -77,8 +77,8 @@ def test_each_member_has_its_communicators():
     left = [worker for worker in RANKS if worker != Worker(0, 1)]
     groups = connected(Fabric(), GRID, left, generation=3)[Worker(1, 0)]
     assert groups.members == tuple(left) and groups.peers(0) == (Worker(0, 0), Worker(1, 0))
-    assert [(comm.rank, comm.size) for comm in (groups.world, groups.stage, groups.pipeline, groups.control)] == [
-        (1, 3), (1, 2), (0, 2), (1, 3)]
+    assert [(comm.rank, comm.size) for comm in (groups.world, groups.stage, groups.control)] == [
+        (1, 3), (1, 2), (1, 3)]
     assert groups.world.names == ("0:0", "1:0", "1:1") and groups.world.of == "generation 3"
     assert groups.siblings is None and groups.stage_control is groups.stage
     on_gpus = connected(Fabric(ordered=True), GRID, left)[Worker(1, 0)]

@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch.distributed as dist
 
@@ -18,6 +18,8 @@ from megatron_recycle.runtime.comm.threads import Threads
 
 _LONGEST_ABORT = 10.0
 """Seconds that a library which may hang in an abort gets for it."""
+_LONGEST_LEAVE = 2.0
+"""Seconds within which whoever waits in a communicator has left it, if it is not stuck somewhere else."""
 _STUCK = 1
 """Exit status of a process that an abort has not freed."""
 _LONGEST_RETIRE = 5.0
@@ -59,7 +61,7 @@ def retire(comms: Sequence[Comm], threads: Threads, aborting: Sequence[threading
                                  "this process ends", _LONGEST_ABORT)
             return
         for comm in comms:
-            comm.backend.destroy(comm.group)
+            comm.destroy()
 
     threads.start("recycle-retire", destroy, _LONGEST_RETIRE)
 
@@ -73,34 +75,73 @@ class Ending:
 
     Attributes:
         rests: whether nobody waits who would have to be freed: `abort` does nothing.
+        spared: those that were left, and not aborted.
     """
 
     def __init__(self, threads: Threads, stuck: Callable[[str], None] = end_process) -> None:
         self.threads = threads
         self.rests = False
+        self.spared: Collection[Comm] = ()
         self._stuck = stuck
+        self._settled = threading.Event()
         self._lock = threading.Lock()
         self._aborting: list[threading.Thread] | None = None
 
-    def abort(self, comms: Sequence[Comm]) -> None:
+    def abort(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]] = tuple) -> None:
         """As `abort`, unless that is done; waits for a thread that is about it. Whoever waits in a communicator whose
         abort takes longer than it may is never freed: the process ends then, so that the others need not find that out,
-        and may be started again."""
-        if not self.rests and self._abort(comms):
+        and may be started again.
+
+        Those that ``spare()`` names are left instead, since another generation may go on with them. They are aborted,
+        too, if nobody has settled (`park`, `retire`) two seconds later: somebody may be stuck in one of them, or wait
+        for the device, in a place that nobody can leave.
+        """
+        if self.rests:
+            return
+        if self._abort(comms, spare):
             self.threads.start("recycle-abort-watch", self._watch, _LONGEST_ABORT)
+        if self.spared and not self._settled.is_set():
+            self.threads.start("recycle-leave-watch", self._watch_spared, _LONGEST_LEAVE)
+
+    def park(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]]) -> Collection[Comm]:
+        """Those that may go on: nobody waits in them. All others are torn down, after `abort`."""
+        if self.rests:
+            return comms
+        self._abort(comms, spare)
+        kept = self._settle()
+        retire([comm for comm in comms if comm not in kept], self.threads, self._aborting or ())
+        return kept
 
     def retire(self, comms: Sequence[Comm]) -> None:
         """As `retire`, after `abort`."""
         self._abort(comms)
-        retire(comms, self.threads, self._aborting or ())
+        aborting = [*(self._aborting or ()), *abort([*self._settle()], self.threads)]
+        retire(comms, self.threads, aborting)
 
-    def _abort(self, comms: Sequence[Comm]) -> bool:
+    def _abort(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]] = tuple) -> bool:
         """Whether aborts are under way that were begun here."""
         with self._lock:
             if self._aborting is not None:
                 return False
-            self._aborting = abort(comms, self.threads)
+            for comm in comms:
+                comm.aborted = True
+            self.spared = spare()
+            for comm in self.spared:
+                comm.leave()
+            self._aborting = abort([comm for comm in comms if comm not in self.spared], self.threads)
             return bool(self._aborting)
+
+    def _settle(self) -> Collection[Comm]:
+        """Nobody waits any more; those that have been spared until now."""
+        self._settled.set()
+        with self._lock:
+            spared, self.spared = self.spared, ()
+        return spared
+
+    def _watch_spared(self) -> None:
+        if not self._settled.wait(_LONGEST_LEAVE):
+            self._aborting = [*(self._aborting or ()), *abort([*self._settle()], self.threads)]
+            self._watch()
 
     def _watch(self) -> None:
         if not _ended(self._aborting or ()):

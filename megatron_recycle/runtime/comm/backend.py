@@ -108,12 +108,12 @@ class Backend:
         """``tensor``, made `ahead`, has been received, and this thread's computations use it from now on."""
 
     def shrinks(self, group: Any) -> bool:
-        """Whether members can be left out of ``group``, on which nothing is under way, without making it again."""
+        """Whether members can be left out of ``group`` without making it again."""
         return False
 
-    def shrink(self, group: Any, gone: Sequence[int], name: str) -> Any:
-        """``group`` without its ranks ``gone``, known under ``name``; all others come here. Raises what the library
-        raises, RuntimeError."""
+    def shrink(self, group: Any, gone: Sequence[int], name: str, ends: bool) -> Any:
+        """``group`` without its ranks ``gone``, known under ``name``; all others come here. ``ends``: something may be
+        under way, for instance with those who are gone, and ends. Raises what the library raises, RuntimeError."""
         raise NotImplementedError
 
     def begin_batch(self, group: Any) -> None:
@@ -216,8 +216,9 @@ class Nccl(Backend):
         return hasattr(c10d, "_register_pg_in_world") and bool(
             getattr(group._get_backend(_gpu()), "supports_shrinking", False))
 
-    def shrink(self, group: Any, gone: Sequence[int], name: str) -> Any:
-        left = group._get_backend(_gpu()).shrink(list(gone), 0, None)  # 0: nothing is under way that would have to end
+    def shrink(self, group: Any, gone: Sequence[int], name: str, ends: bool) -> Any:
+        flag = c10d.SHRINK_ABORT if ends else c10d.SHRINK_DEFAULT
+        left = group._get_backend(_gpu()).shrink(list(gone), flag, None)
         kind, store = c10d._world.pg_map[group]
         store = dist.PrefixStore(f"{name}/", store)
         ranks = [rank for rank, place in sorted(c10d._world.pg_group_ranks[group].items()) if place not in gone]

@@ -7,7 +7,6 @@ pending counts, even if the library says that it went well: NCCL does, and leave
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,8 +19,9 @@ import torch.distributed as dist
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.backend import Backend, Work
+from megatron_recycle.runtime.comm.ledger import Ledger
 from megatron_recycle.runtime.comm.tags import Table
-from megatron_recycle.runtime.comm.waits import Exits, Wait
+from megatron_recycle.runtime.comm.waits import Exits, Left, Wait
 
 _ABORT_WAITS = 1.0
 """Seconds that an abort waits for a thread that is posting an operation."""
@@ -79,12 +79,13 @@ class Pending:
     says that it has been read to nobody who does not wait.
     """
 
-    __slots__ = ("__weakref__", "_comm", "_kind", "_peer", "_tag", "_wait", "_work", "tensor")
+    __slots__ = ("__weakref__", "_comm", "_kind", "_open", "_peer", "_tag", "_wait", "_work", "tensor")
 
     def __init__(self, comm: Comm, kind: str, tensor: torch.Tensor, peer: int, tag: int) -> None:
         self._comm, self._kind, self._peer, self._tag = comm, kind, peer, tag
         self._work: Work | None = None
         self._wait: Wait | None = None
+        self._open = False
         self.tensor = tensor
 
     def wait(self, read: bool = False, stays: bool = False) -> None:
@@ -94,13 +95,27 @@ class Pending:
         wait for. ``stays``: the way out is for others."""
         comm = self._comm
         with failing_ends(self, comm.is_aborted):
-            if self._wait is not None and self._wait.begun:
-                self._wait.again()
-            elif self._work is _NOT_STARTED:
-                raise AssertionError("what is started in a batch is waited for after it")
-            elif self._work is not None:
-                self._wait = Wait(comm.exits, stays=read or stays)
-                comm.backend.wait(self._work, comm.limit, self._wait, read)
+            try:
+                if self._wait is not None and self._wait.begun:
+                    self._wait.again()
+                elif self._work is _NOT_STARTED:
+                    raise AssertionError("what is started in a batch is waited for after it")
+                elif self._work is not None:
+                    self._wait = Wait(comm.exits, stays=read or stays)
+                    comm.backend.wait(self._work, comm.limit, self._wait, read)
+            except Left:
+                raise
+            except BaseException:
+                comm.ledger.gone = True
+                raise
+            if self._open:
+                self._open = False
+                comm.ledger.over()
+
+    def begun(self, work: Work) -> None:
+        """The library has begun it; nobody else begins anything on its communicator meanwhile."""
+        self._work, self._open = work, self._kind != "sum"
+        self._comm.ledger.begin(self._kind, self._peer)
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once. Never blocks."""
@@ -127,32 +142,45 @@ class Comm:
         names: of the members, by rank, for messages.
         identity: of this communicator among all of the job, a path that ends with its name in the generation; nothing
             for one that is not this runtime's.
+        ledger: what has been begun on ``group`` before; None: nothing.
 
     Attributes:
-        group: for frameworks that want torch's own process group.
-        aborted: whether `abort` has been called.
-        met: the pairs of members that are connected, where a library connects pairs (`Backend.lazy`).
+        aborted: whether `abort` or `leave` has been called.
         exits: of whoever waits here.
     """
 
     def __init__(self, group: Any, backend: Backend, table: Table, of: str = "between generations",
-                 names: Sequence[str] = (), identity: str = "") -> None:
-        self.group = group
+                 names: Sequence[str] = (), identity: str = "", ledger: Ledger | None = None) -> None:
+        self._group = group
         self.backend = backend
         self.table = table
         self.of = of
         self.identity = identity
         self.names = tuple(names) or tuple(f"rank {rank}" for rank in range(group.size()))
         self.aborted = False
-        self.met = frozenset[tuple[int, int]]()
         self.exits = Exits()
-        self._posting = threading.RLock()
+        self.ledger = ledger or Ledger()
         self._batch: list[tuple[Pending, Work]] | None = None
+
+    @property
+    def group(self) -> Any:
+        """torch's own process group, for whoever wants that, and may do anything there."""
+        self.ledger.lent = True
+        return self._group
+
+    @property
+    def met(self) -> frozenset[tuple[int, int]]:
+        """The pairs of members that are connected, where a library connects pairs (`Backend.lazy`)."""
+        return self.ledger.met
+
+    @met.setter
+    def met(self, pairs: frozenset[tuple[int, int]]) -> None:
+        self.ledger.met = pairs
 
     @cached_property
     def rank(self) -> int:
         """This worker's number here."""
-        rank: int = self.group.rank()
+        rank: int = self._group.rank()
         return rank
 
     @property
@@ -168,11 +196,11 @@ class Comm:
     @cached_property
     def limit(self) -> timedelta | None:
         """How long an operation may take; None: the library does not need to be told."""
-        return self.backend.limit(self.group)
+        return self.backend.limit(self._group)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int) -> Pending:
         """Start sending ``tensor``, contiguous, to member ``to``. It must not be written to before that has ended."""
-        return self._start(Pending(self, "send", tensor, to, tag), lambda: self.group.send([tensor], to, tag))
+        return self._start(Pending(self, "send", tensor, to, tag), lambda: self._group.send([tensor], to, tag))
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int) -> Pending:
         """Start receiving what member ``source`` sends with ``tag`` into ``tensor``, contiguous and of the same size.
@@ -180,41 +208,58 @@ class Comm:
         Among several with the same tag the first one posted gets the tensor that was sent first.
         """
         return self._start(Pending(self, "receive", tensor, source, tag),
-                           lambda: self.group.recv([tensor], source, tag))
+                           lambda: self._group.recv([tensor], source, tag))
 
     def sum(self, tensor: torch.Tensor) -> Pending:
         """Start adding up ``tensor`` over all members, in place, the same bits everywhere. All members come to their
         sums here in the same order."""
         pending = Pending(self, "sum", tensor, self.rank, 0)
-        return pending if self.size == 1 else self._start(pending, lambda: self.group.allreduce([tensor]))
+        return pending if self.size == 1 else self._start(pending, lambda: self._group.allreduce([tensor]))
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """A block in which operations are started together when it ends, and may end in any order, also where the
         library runs one after the other; they must not be waited for inside."""
         what = f"{self.of}: a batch of transfers"
-        with self._posting:
+        with self.ledger.lock:
             started: list[tuple[Pending, Work]] = []
             with failing_ends(what, self.is_aborted):
-                self.backend.begin_batch(self.group)
+                self.backend.begin_batch(self._group)
             self._batch = started
             try:
                 yield
             finally:
                 self._batch = None
                 with failing_ends(what, self.is_aborted):
-                    together = self.backend.end_batch(self.group)
+                    together = self.backend.end_batch(self._group)
                 for pending, own in started:
                     pending._work = own if together is None else together
+                if self.backend.ordered and together is not None:
+                    self.ledger.watch(together)
 
-    def without(self, gone: Collection[str], of: str) -> Comm:
-        """The same communicator without the members ``gone``, where the library can do that (`Backend.shrinks`); all
-        others come here. It is another one from then on, and this one is of no more use. Raises GenerationOver."""
+    @property
+    def can_stay(self) -> bool:
+        """Whether another generation may go on with it, as far as is known here."""
+        return bool(self.identity) and not self.ledger.lent and not self.ledger.gone
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether members can be left `out <without>` of it."""
+        return self.backend.shrinks(self._group)
+
+    def again(self, of: str) -> Comm:
+        """The same communicator for another generation, ``of``: nothing that was done here counts there."""
+        return Comm(self._group, self.backend, self.table, of, self.names, self.identity, self.ledger)
+
+    def without(self, gone: Collection[str], of: str, ends: bool = False) -> Comm:
+        """The same communicator without the members ``gone``, where the library can do that (`shrinks`); all others
+        come here. It is another one from then on, and this one is of no more use. ``ends``: something may be under way
+        here, which ends. Raises GenerationOver."""
         numbers = [number for number, name in enumerate(self.names) if name in gone]
         path, _, name = self.identity.rpartition("/")
         identity = f"{path}-{'-'.join(map(str, numbers))}/{name}"
-        with failing_ends(f"{of}: going on without {', '.join(sorted(gone))}", self.is_aborted):
-            group = self.backend.shrink(self.group, numbers, identity)
+        with failing_ends(f"{of}: going on without {', '.join(sorted(gone))}", lambda: self.ledger.gone):
+            group = self.backend.shrink(self._group, numbers, identity, ends)
         return Comm(group, self.backend, self.table, of, [name for name in self.names if name not in gone], identity)
 
     def is_aborted(self) -> bool:
@@ -224,27 +269,43 @@ class Comm:
         """Whether `abort` has done its work: what is not stuck in the library has ended."""
         return self.exits.closed
 
+    def leave(self) -> None:
+        """Nothing counts here any more, and nobody waits, from any thread; but the library's communicator stays, and
+        `again` may go on with it."""
+        self.aborted = True
+        self.exits.way_out.take()
+
     def abort(self) -> None:
         """Make every pending and future operation here fail, from any thread.
 
         The flag comes first: whoever is freed by the abort sees it. gloo takes a millisecond for each other member;
         NCCL may take seconds, or never return, if something else on the device is stuck.
         """
-        self.aborted = True
+        self.aborted = self.ledger.gone = True
         # NCCL must not be inside an operation of this communicator when it is aborted.
-        held = self._posting.acquire(timeout=_ABORT_WAITS)
+        held = self.ledger.lock.acquire(timeout=_ABORT_WAITS)
         try:
-            self.backend.abort(self.group)
+            self.backend.abort(self._group)
         finally:
             self.exits.closed = True
             if held:
-                self._posting.release()
+                self.ledger.lock.release()
+
+    def destroy(self) -> None:
+        """Give back what it takes, some time after its abort. Raises nothing."""
+        self.backend.destroy(self._group)
 
     def _start(self, pending: Pending, start: Callable[[], Work]) -> Pending:
-        with self._posting, failing_ends(pending, self.is_aborted):
+        with self.ledger.lock, failing_ends(pending, self.is_aborted):
             if not self.aborted:
-                pending._work = start()
+                try:
+                    pending.begun(work := start())
+                except BaseException:
+                    self.ledger.gone = True
+                    raise
                 if self._batch is not None:
-                    self._batch.append((pending, pending._work))
+                    self._batch.append((pending, work))
                     pending._work = _NOT_STARTED
+                elif self.backend.ordered:
+                    self.ledger.watch(work)
         return pending

@@ -16,6 +16,7 @@ from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.abort import Ending, abort
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
+from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.waits import WayOut
 
 
@@ -40,7 +41,6 @@ class Groups:
         members: live workers in ascending order; a worker's index is its rank in ``world``.
         world: all members; activations and gradients travel here.
         stage: the members of this worker's stage; gradients are reduced here.
-        pipeline: the members of this worker's pipeline.
         siblings: all parts of this worker, in order; None if it has one part.
         control: all parts of all members, for small tensors in CPU memory: never NCCL. A commit is under way there
             while the next iteration's activations travel.
@@ -52,7 +52,6 @@ class Groups:
     members: tuple[Worker, ...]
     world: Comm
     stage: Comm
-    pipeline: Comm
     siblings: Comm | None
     control: Comm
     control_ranks: Mapping[Worker, int]
@@ -83,14 +82,34 @@ class Groups:
         return self.members.index(worker)
 
     def all(self) -> list[Comm]:
-        comms = [self.world, self.stage, self.control, self.pipeline]
+        comms = [self.world, self.stage, self.control]
         comms += [] if self.siblings is None else [self.siblings]
         return comms if self.stage_control is self.stage else [*comms, self.stage_control]
 
     def abort(self) -> None:
         """Free whoever waits on these handles, from any thread. On return no result of theirs counts any more, and
-        libraries that are quick about it have freed everybody, whichever thread began it."""
-        self.ending.abort(self.all())
+        libraries that are quick about it have freed everybody, whichever thread began it. The library's communicators
+        may stay where another generation may go on with them (`park`)."""
+        self.ending.abort(self.all(), self._spared)
+
+    def park(self) -> Rested:
+        """Leave the handles, by the thread that trains: nobody waits on them any more. What another generation may go
+        on with; all else is torn down in the background."""
+        return Rested(self.ending.park(self.all(), self._spared), self.ending.threads, self.ending.rests)
+
+    def _spared(self) -> list[Comm]:
+        """Those to be left instead of aborted. A stage may have lost nobody; NCCL's of all workers can be shrunk.
+
+        An abort waits for all that is under way on the device, and so does the making of a communicator. So of NCCL's
+        only one with something under way may be left, that of the transfers, which is seen to before all others.
+        """
+        stages = [comm for comm in dict.fromkeys((self.stage, self.stage_control))
+                  if comm.can_stay and (comm.backend.quick or comm.ledger.idle)]
+        rest = self.stage in stages and self.siblings is None
+        if self.world.can_stay and not self.world.backend.quick and (rest or self.world.ledger.idle) and (
+                self.world.shrinks):
+            stages.append(self.world)
+        return stages
 
     @property
     def drains(self) -> bool:
@@ -143,6 +162,7 @@ class Groups:
         next generation may use some of them again."""
         self.ending.rests = True
 
-    def retire(self, kept: Collection[Comm] = ()) -> None:
-        """Abort the handles, unless that is done, and tear them down in the background, but for those ``kept``."""
-        self.ending.retire([comm for comm in self.all() if comm not in kept])
+    def retire(self, kept: Collection[str] = ()) -> None:
+        """Abort the handles, unless that is done, and tear them down in the background, but for those whose names are
+        ``kept``."""
+        self.ending.retire([comm for comm in self.all() if comm.name not in kept])

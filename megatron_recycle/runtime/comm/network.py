@@ -20,8 +20,8 @@ from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends
 from megatron_recycle.runtime.comm.default_group import World
 from megatron_recycle.runtime.comm.handles import Groups, Limits
-from megatron_recycle.runtime.comm.rendezvous import all_said, job_store, meet, new_group, unless_interrupted
-from megatron_recycle.runtime.comm.reuse import Rested
+from megatron_recycle.runtime.comm.rendezvous import heard, job_store, meet, new_group, unless_interrupted
+from megatron_recycle.runtime.comm.reuse import Rested, Turn
 from megatron_recycle.runtime.comm.tags import CONTROL, FRAMEWORK, STAGE, WORLD, Table
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -31,12 +31,12 @@ class Network(Protocol):
     """The network, as a worker needs it."""
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool], before: Groups | None = None) -> Groups:
+                interrupted: Callable[[], bool], before: Rested | None = None) -> Groups:
         """Build the handles of ``generation`` together with all parts of all ``members``.
 
-        ``prefix`` is unique per generation and membership. ``before``: handles that rest; their communicators are used
-        again where all members have them, and all others are torn down. Raises GenerationOver: ``interrupted()`` became
-        true, or a member vanished or was too slow.
+        ``prefix`` is unique per generation and membership. ``before``: communicators of older generations, which are
+        used again where all members can; then all others are torn down. Raises GenerationOver: ``interrupted()`` became
+        true, or a member vanished or was too slow; ``before`` is for the next generation then.
         """
 
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
@@ -57,24 +57,23 @@ class TorchNetwork:
         self._world = World(self.threads)
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool], before: Groups | None = None) -> Groups:
+                interrupted: Callable[[], bool], before: Rested | None = None) -> Groups:
         """As in `Network`."""
+        rested = before or Rested((), self.threads)
+        turn = rested.turn()
         in_thread = BACKENDS[place.backend].in_thread()
 
         def build(over: Callable[[], bool]) -> Groups:
             in_thread()
-            return _build(generation, prefix, place, members, limits, over, self.threads, rested)
+            return _build(generation, prefix, place, members, limits, over, self.threads, rested, turn)
 
-        rested = Rested(before.all() if before is not None else ())
         self._world.put_back()
         try:
-            groups = unless_interrupted(interrupted, build, Groups.retire, self.threads)
+            groups = unless_interrupted(interrupted, build, lambda late: late.retire(turn.kept), self.threads)
         except BaseException:
-            rested.used.clear()
+            rested.missed(turn)
             raise
-        finally:
-            if before is not None:
-                before.retire(rested.used)
+        rested.used(turn)
         return groups
 
     def renumbered(self, comm: Comm) -> AbstractContextManager[None]:
@@ -104,11 +103,10 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
     own = {worker: ranks[worker][part] for worker in ordered}
     everyone = sorted(rank for worker in members for rank in ranks[worker])
     peers = [rank for worker, rank in own.items() if worker.stage == me.stage]
-    line = [rank for worker, rank in own.items() if worker.pipeline == me.pipeline]
+    world = make(f"world.{part}", list(own.values()), WORLD)  # the first one: see `Groups._spared`
     stage = make(f"stage{me.stage}.{part}", peers, STAGE)
     return Groups(
-        members=ordered, stage=stage,
-        world=make(f"world.{part}", list(own.values()), WORLD), pipeline=make(f"pipeline{me.pipeline}.{part}", line),
+        members=ordered, world=world, stage=stage,
         siblings=make(f"worker{me}", ranks[me]) if place.parts > 1 else None,
         control=make("control", everyone, CONTROL, host=True),
         control_ranks={worker: everyone.index(rank) for worker, rank in own.items()},
@@ -117,7 +115,7 @@ def assemble(generation: int, place: Place, members: Sequence[Worker], make: Mak
 
 
 def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-           interrupted: Callable[[], bool], threads: Threads, rested: Rested) -> Groups:
+           interrupted: Callable[[], bool], threads: Threads, rested: Rested, turn: Turn) -> Groups:
     # First all members meet at the store, which takes as long as the slowest of them.
     with failing_ends(f"generation {generation}: meeting at torch's store"):
         store = dist.PrefixStore(f"recycle/{prefix}", job_store(limits.connect, interrupted))
@@ -128,9 +126,10 @@ def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker]
 
     def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
         of, own, identity = f"generation {generation}", [names[rank] for rank in ranks], f"recycle/{prefix}/{name}"
-        had = rested.take(name, of, own, lambda word: all_said(store, ranks, word))
+        had = rested.take(turn, name, of, own, lambda: heard(store, ranks))
         if had is not None:
-            built.append(had)
+            if name not in turn.kept:
+                built.append(had)
             return had
         backend = "gloo" if host else place.backend
         options = BACKENDS[backend].options(table is WORLD, timedelta(seconds=limits.connect))

@@ -135,7 +135,7 @@ def job_store(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
 def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool],
          limit: float = math.inf, says: Sequence[str] = ()) -> None:
     """Wait at ``store`` until all ``members`` (ranks) have arrived. Each ``says`` some words to the others
-    (`all_said`).
+    (`heard`).
 
     Every process that reaches the store can delete its keys. So each member writes its key again and again while it
     waits, and once more when it has seen all others. To see a member once is enough.
@@ -160,7 +160,6 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
     store.set(here, words)
 
 
-def all_said(store: dist.Store, ranks: Sequence[int], word: str) -> bool:
-    """Whether all of ``ranks``, who have met at ``store``, have said ``word``: the same on all of them. Raises
-    RuntimeError."""
-    return all(word in said.decode().split("\n") for said in store.multi_get([f"met/{rank}" for rank in ranks]))
+def heard(store: dist.Store, ranks: Sequence[int]) -> list[list[str]]:
+    """What each of ``ranks``, who have met at ``store``, has said: the same for all who ask. Raises RuntimeError."""
+    return [said.decode().split("\n") for said in store.multi_get([f"met/{rank}" for rank in ranks])]

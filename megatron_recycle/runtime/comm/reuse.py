@@ -1,63 +1,139 @@
 """Communicators that outlive their generation.
 
-A generation that ends at a boundary, as agreed, has nothing under way. Those of its communicators whose members all go
-on need not be made again, which takes NCCL seconds for each; nor, where the library can leave members out of one
-(NCCL 2.27 and later), those that only lose some. A member that has aborted one, or has another of that name, does not
-say that it has it; all members know what all have said, and so do the same.
+Whether it ended at a boundary, as agreed, or by a failure: those of its communicators whose members all go on, and on
+which nothing is half-done, need not be made again, which takes NCCL seconds for each; nor, where the library can leave
+members out of one (NCCL 2.27 and later), those that only lose some. All members of the next generation meet before they
+build; each says there which communicators it has, and what it has begun on each (:mod:`.ledger`). All know what all
+have said, and so do the same, whatever happens meanwhile: a member that has aborted one, or has another of that name,
+does not say that it has it. In doubt it is made again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from enum import Enum
 
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.abort import abort, retire
 from megatron_recycle.runtime.comm.comm import Comm
+from megatron_recycle.runtime.comm.ledger import agree
+from megatron_recycle.runtime.comm.threads import Threads
 
-Said = Callable[[str], bool]
-"""Whether all members that a communicator is to have, have said this."""
+Heard = Callable[[], Sequence[Collection[str]]]
+"""What the members that a communicator is to have, have said, by rank."""
+_KEEPS, _SHRINKS = "keeps", "shrinks"
+
+
+class Fate(Enum):
+    """The end of a communicator, or not."""
+
+    KEPT = "kept"
+    SHRUNK = "shrunk"
+    MADE_AGAIN = "made again"
+
+
+def fate(identity: str, had: Sequence[str], names: Sequence[str], words: Sequence[Collection[str]]) -> Fate:
+    """What becomes of the communicator ``identity`` of the members ``had``, if ``names`` go on, who have said ``words``
+    (by rank): the same for all who ask."""
+    if not set(names) <= set(had):
+        return Fate.MADE_AGAIN
+    if len(names) < len(had):
+        return Fate.SHRUNK if all(f"{_SHRINKS}:{identity}" in said for said in words) else Fate.MADE_AGAIN
+    start = f"{_KEEPS}:{identity}:"
+    begun = [next((word.removeprefix(start) for word in said if word.startswith(start)), None) for said in words]
+    known = [text for text in begun if text is not None]
+    return Fate.KEPT if len(known) == len(begun) and agree(known) else Fate.MADE_AGAIN
 
 
 class Rested:
-    """Communicators of an older generation on which nothing is under way.
+    """Communicators of older generations that nobody waits in, for whoever builds the next one; one at a time.
 
     Args:
-        comms: all of them; those that have been aborted do not count.
-
-    Attributes:
-        used: those that have another generation now.
+        comms: those that may go on.
+        threads: those that abort and tear down.
+        rests: whether nothing is under way on them: their generation ended at a boundary.
     """
 
-    def __init__(self, comms: Sequence[Comm]) -> None:
-        self.used: list[Comm] = []
-        self._had = {comm.name: comm for comm in comms if comm.identity and not comm.aborted}
+    def __init__(self, comms: Collection[Comm], threads: Threads, rests: bool = False) -> None:
+        self._lock = threading.Lock()
+        self._comms = {comm.name: comm for comm in comms if comm.identity}
+        self._threads, self._rests = threads, rests
+        self._turn: Turn | None = None
 
     def said(self) -> Iterator[str]:
-        """What this process says to the other members of the next generation: one word for each that it has, and
-        for each that it can leave members out of."""
-        for comm in self._had.values():
-            yield _keeps(comm)
-            if comm.backend.shrinks(comm.group):
-                yield _shrinks(comm)
+        """What this process says to the other members of the next generation."""
+        for comm in self._comms.values():
+            if (begun := comm.ledger.begun(comm.size, self._rests)) is not None:
+                yield f"{_KEEPS}:{comm.identity}:{begun}"
+            if not comm.ledger.gone and comm.shrinks:
+                yield f"{_SHRINKS}:{comm.identity}"
 
-    def take(self, name: str, of: str, names: Sequence[str], said: Said) -> Comm | None:
+    def turn(self) -> Turn:
+        """The turn of whoever builds the next generation; that of the one before is over."""
+        with self._lock:
+            self._turn = Turn()
+            return self._turn
+
+    def take(self, turn: Turn, name: str, of: str, names: Sequence[str], heard: Heard) -> Comm | None:
         """The communicator ``name`` for the members ``names``; ``of``: whose it is now. None: it has to be made.
 
-        All members come here in the same order. Raises GenerationOver.
+        All members come here in the same order. Raises GenerationOver, also where the turn is over.
         """
-        had = self._had.get(name)
-        if had is None or not set(names) <= set(had.names):
+        had = self._comms.get(name)
+        if had is None:
             return None
-        if len(names) == len(had.names):
-            if not said(_keeps(had)):
-                return None
-            had.of = of
-            self.used.append(had)
-            return had
-        return had.without(set(had.names) - set(names), of) if said(_shrinks(had)) else None
+        found = fate(had.identity, had.names, names, heard())
+        with self._lock:
+            if turn is not self._turn:
+                raise GenerationOver(f"{of}: a newer generation has what there was of older ones")
+            if found is Fate.KEPT:
+                turn.kept[name] = had
+                return had.again(of)
+            if found is Fate.SHRUNK:  # whatever becomes of it: nobody else may use this one from now on
+                turn.over.append(self._comms.pop(name))
+        if found is Fate.SHRUNK:
+            return had.without(set(had.names) - set(names), of, ends=not self._rests)
+        if not had.backend.quick and not had.ledger.idle:  # what is under way may keep the device from making another
+            for thread in self._give_up([name]):
+                thread.join()
+        return None
+
+    def used(self, turn: Turn) -> None:
+        """The generation of ``turn`` stands: what it has not taken is torn down."""
+        with self._lock:
+            for name in turn.kept:
+                self._comms.pop(name, None)
+        self.retire()
+        retire(turn.over, self._threads, abort(turn.over, self._threads))
+
+    def missed(self, turn: Turn) -> None:
+        """The generation of ``turn`` has not come about: what it has left may be used by the next one."""
+        with self._lock:
+            if turn is self._turn:
+                self._turn = None
+        retire(turn.over, self._threads, abort(turn.over, self._threads))
+
+    def retire(self) -> None:
+        """Nobody needs any of them any more."""
+        self._give_up(list(self._comms))
+
+    def _give_up(self, names: Collection[str]) -> list[threading.Thread]:
+        with self._lock:
+            gone = [comm for name in names if (comm := self._comms.pop(name, None)) is not None]
+        aborting = abort(gone, self._threads)
+        retire(gone, self._threads, aborting)
+        return aborting
 
 
-def _keeps(comm: Comm) -> str:
-    return f"keeps:{comm.identity}"
+class Turn:
+    """One try to build a generation.
 
+    Attributes:
+        kept: what it goes on with, by name.
+        over: what has been replaced by something smaller.
+    """
 
-def _shrinks(comm: Comm) -> str:
-    return f"shrinks:{comm.identity}"
+    def __init__(self) -> None:
+        self.kept: dict[str, Comm] = {}
+        self.over: list[Comm] = []

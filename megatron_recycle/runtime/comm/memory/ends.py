@@ -57,7 +57,7 @@ class Rules(Protocol):
 
     def abort(self, end: End) -> None: ...
 
-    def shrink(self, end: End, gone: Sequence[int], name: str) -> End: ...
+    def shrink(self, end: End, gone: Sequence[int], name: str, ends: bool) -> End: ...
 
 
 class Operation:
@@ -184,8 +184,8 @@ class InMemory(Backend):
     def shrinks(self, group: End) -> bool:
         return self.ordered
 
-    def shrink(self, group: End, gone: Sequence[int], name: str) -> End:
-        return group.rules.shrink(group, gone, name)
+    def shrink(self, group: End, gone: Sequence[int], name: str, ends: bool) -> End:
+        return group.rules.shrink(group, gone, name, ends)
 
     def destroy(self, group: End) -> None:
         pass

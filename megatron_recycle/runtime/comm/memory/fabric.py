@@ -70,7 +70,7 @@ class Fabric:
     def connected(self, comm: Comm) -> bool:
         """Whether all members have come to make ``comm``; waits a moment for them. With NCCL's rules none has it
         before, and one that has died meanwhile is waited for for ever."""
-        end: End = comm.group
+        end: End = comm._group
         with self._time.lock:
             end.process.check()
             there = not end.board.ordered or len(end.board.ends) == end.board.size
@@ -92,13 +92,16 @@ class Fabric:
                 self._time.block(f"rank {process.rank}", f"the others of {prefix}", _LOOK)
             return there
 
-    def all_said(self, prefix: str, ranks: Sequence[int], word: str) -> bool:
-        """Whether all of ``ranks``, who have met, have said ``word``."""
+    def heard(self, prefix: str, ranks: Sequence[int]) -> list[Sequence[str]]:
+        """What each of ``ranks``, who have met, has said."""
         with self._time.lock:
-            return all(word in self._said[prefix, rank] for rank in ranks)
+            return [self._said[prefix, rank] for rank in ranks]
 
-    def shrink(self, end: End, gone: Sequence[int], name: str) -> End:
-        """The end of the communicator ``name``, which is that of ``end`` without the ranks ``gone``."""
+    def shrink(self, end: End, gone: Sequence[int], name: str, ends: bool) -> End:
+        """The end of the communicator ``name``, which is that of ``end`` without the ranks ``gone``; ``ends``: what is
+        under way there ends."""
+        if ends:
+            Fabric.abort(self, end)  # as it is, and not as a test has it: it waits for nothing else on the device
         left = [rank for rank in range(end.size()) if rank not in gone]
         prefix, _, own = name.rpartition("/")
         made: End = self.end(end.process, (prefix, own), left.index(end.rank()), len(left), end.table,

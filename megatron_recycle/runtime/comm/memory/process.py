@@ -13,7 +13,7 @@ from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.memory.ends import Host
 from megatron_recycle.runtime.comm.memory.fabric import Fabric
 from megatron_recycle.runtime.comm.network import assemble
-from megatron_recycle.runtime.comm.reuse import Rested
+from megatron_recycle.runtime.comm.reuse import Rested, Turn
 from megatron_recycle.runtime.comm.tags import FRAMEWORK, Table
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.place import Place
@@ -37,20 +37,20 @@ class MemoryNetwork(Host):
         self.cut = True
 
     def connect(self, *, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-                interrupted: Callable[[], bool], before: Groups | None = None) -> Groups:
+                interrupted: Callable[[], bool], before: Rested | None = None) -> Groups:
         """As in `network.Network`."""
-        rested = Rested(before.all() if before is not None else ())
+        rested = before or Rested((), self.threads)
+        turn = rested.turn()
         try:
-            return self._build(generation, prefix, place, members, limits, interrupted, rested)
+            groups = self._build(generation, prefix, place, members, limits, interrupted, rested, turn)
         except BaseException:
-            rested.used.clear()
+            rested.missed(turn)
             raise
-        finally:
-            if before is not None:
-                before.retire(rested.used)
+        rested.used(turn)
+        return groups
 
     def _build(self, generation: int, prefix: str, place: Place, members: Sequence[Worker], limits: Limits,
-               interrupted: Callable[[], bool], rested: Rested) -> Groups:
+               interrupted: Callable[[], bool], rested: Rested, turn: Turn) -> Groups:
         everyone = sorted(rank for worker in members for rank in place.ranks[worker])
         begun = time.monotonic()
         while not self._fabric.meet(self, prefix, everyone, tuple(rested.said())):
@@ -62,11 +62,13 @@ class MemoryNetwork(Host):
 
         def make(name: str, ranks: Sequence[int], table: Table = FRAMEWORK, *, host: bool = False) -> Comm:
             of, own = f"generation {generation}", [names[rank] for rank in ranks]
-            had = rested.take(name, of, own, lambda word: self._fabric.all_said(prefix, ranks, word))
-            if had is not None:
-                return had
-            made = self._fabric.end(self, (prefix, name), list(ranks).index(self.rank), len(ranks), table, host=host,
-                                    of=of, names=own)
+            made = rested.take(turn, name, of, own, lambda: self._fabric.heard(prefix, ranks))
+            if name in turn.kept:
+                assert made is not None
+                return made
+            if made is None:
+                made = self._fabric.end(self, (prefix, name), list(ranks).index(self.rank), len(ranks), table,
+                                        host=host, of=of, names=own)
             while not self._fabric.connected(made):
                 if interrupted():
                     raise GenerationOver("a newer generation was announced while this one was being connected")

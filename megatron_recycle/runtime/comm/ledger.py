@@ -1,0 +1,86 @@
+"""What has been begun on a communicator, by its one member here: whether it may go on after a failure.
+
+A failure meets workers in the middle of something. A communicator that has lost nobody can only go on if its members
+agree on what they have begun there: then all that is under way comes to its end by itself, and the next operation of
+each meets those of the others. Otherwise a sum of one generation would meet another one's, and nobody would notice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class _Work(Protocol):
+    def is_completed(self) -> bool: ...
+
+
+class Ledger:
+    """Of one library's communicator, through all generations that use it.
+
+    Attributes:
+        lock: held while an operation is begun.
+        lent: whether somebody else has been given the library's communicator, who may have begun anything there.
+        gone: whether it is of no use any more: an operation has failed, or it has been aborted.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.lent = self.gone = False
+        self._sums = 0
+        self._sent, self._received = Counter[int](), Counter[int]()
+        self._open = 0
+        self._works = deque[_Work]()
+
+    def begin(self, kind: str, peer: int) -> None:
+        """A sum, or a transfer to or from rank ``peer``, has been begun; under the lock."""
+        if kind == "sum":
+            self._sums += 1
+        else:
+            (self._sent if kind == "send" else self._received)[peer] += 1
+            self._open += 1
+
+    def over(self) -> None:
+        """A transfer is over, and was waited for."""
+        with self.lock:
+            self._open -= 1
+
+    def watch(self, work: _Work) -> None:
+        """``work`` has been begun, after all before it; under the lock."""
+        while self._works and self._works[0].is_completed():
+            self._works.popleft()
+        self._works.append(work)
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was to be watched is over; no, if somebody is beginning something right now."""
+        if not self.lock.acquire(blocking=False):
+            return False
+        try:
+            return all(work.is_completed() for work in self._works)
+        finally:
+            self.lock.release()
+
+    def begun(self, size: int, rests: bool) -> str | None:
+        """What has been begun among ``size`` members, for `agree`; None: it cannot go on. ``rests``: it is known that
+        nothing is under way. Otherwise transfers have to be over, since one end alone may have begun them; sums that
+        all have begun end by themselves."""
+        if self.gone or (not rests and (self.lent or self._open)):
+            return None
+        return "/".join([str(self._sums), *(",".join(str(counts[rank]) for rank in range(size))
+                                            for counts in (self._sent, self._received))])
+
+
+def agree(begun: Sequence[str]) -> bool:
+    """Whether all members of a communicator, by rank, have begun the same: as many sums, and each transfer at both
+    ends."""
+    sums, sent, received = zip(*(_read(text) for text in begun), strict=True)
+    ranks = range(len(begun))
+    return len(set(sums)) == 1 and all(sent[one][other] == received[other][one] for one in ranks for other in ranks)
+
+
+def _read(text: str) -> tuple[int, list[int], list[int]]:
+    sums, sent, received = text.split("/")
+    return int(sums), [int(count) for count in sent.split(",")], [int(count) for count in received.split(",")]
