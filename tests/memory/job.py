@@ -157,7 +157,8 @@ class Job:
         shape: the job.
         kills: who dies where.
         holds: who stops where, until `release`.
-        seed: of how long messages take. Odd ones are of networks with NCCL's rules of order, even ones of gloo's.
+        seed: of how long messages take. Odd ones are of networks with NCCL's rules of order (every other of a version
+            that can leave members out of a communicator), even ones of gloo's.
         slow: the share of messages that take a while.
         at: called in a worker's thread whenever it gets to a phase.
         asked: who dies when it asks what of the network.
@@ -180,7 +181,8 @@ class Job:
         self.ranks = {worker: tuple(range(rank, rank + shape.parts)) for worker, rank in first.items()}
         self.names = Place(Worker(0, 0), self.grid, self.ranks, "gloo").names
         self.deaths = Deaths(asked, lambda process: self.names[process.rank])
-        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), first_pairs=first_pairs)
+        self.fabric = Wires(seed, self.deaths.at, limit=LIMIT, ordered=bool(seed % 2), shrinks=seed % 4 != 3,
+                            first_pairs=first_pairs)
         self.control = Control(len(self.names), seed + 1, slow, moves=moves)
         self.processes: dict[int, Process] = {}
         self.former: list[Process] = []

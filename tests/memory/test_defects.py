@@ -34,7 +34,7 @@ from megatron_recycle.launch.worker_command import torchrun_environment
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.baselines import drop
 from megatron_recycle.runtime import recovery, worker
-from megatron_recycle.runtime.comm import abort, comm, rendezvous
+from megatron_recycle.runtime.comm import abort, comm, ledger, rendezvous
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
@@ -93,6 +93,7 @@ def posting_ahead(patch: pytest.MonkeyPatch) -> None:
 def waits_see_no_abort(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Comm, "is_aborted", lambda self: False)
     patch.setattr(Groups, "counting", lambda self, what: contextlib.nullcontext())
+    patch.setattr(InMemory, "shrinks", lambda self, group: False)  # what could be would be left, and not aborted
 
 
 def gradients_count_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -127,21 +128,21 @@ def watchdog() -> str:
 def in_the_agents_thread(patch: pytest.MonkeyPatch) -> None:
     made = InMemory.__init__
 
-    def quick(self: InMemory, ordered: bool) -> None:
-        made(self, ordered)
+    def quick(self: InMemory, ordered: bool, shrinks: bool = False) -> None:
+        made(self, ordered, shrinks)
         self.quick = True
 
     patch.setattr(InMemory, "__init__", quick)
 
 
 def without_a_lock(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(comm.threading, "RLock", Free)
+    patch.setattr(ledger.threading, "RLock", Free)
 
 
 class Free:
     """A lock that keeps nobody out."""
 
-    def acquire(self, timeout: float = -1) -> bool:
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         return True
 
     def release(self) -> None:

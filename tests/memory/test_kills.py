@@ -120,9 +120,42 @@ def test_who_comes_back_costs_the_stages_that_lost_nobody_no_communicator(seed):
         job.wait_event("waiting", worker="1:1")
         job.release(late)
         check(job, job.wait(), came={"1:1"})
-    made = {name: {prefix.partition("-")[0] for prefix, other in job.fabric.communicators if other == name}
-            for name in ("stage0.0", "stage1.0", "world.0")}
-    assert made == {"stage0.0": {"g1", "g2"}, "stage1.0": {"g1", "g2", "g3"}, "world.0": {"g1", "g2", "g3"}}
+    made = [name for prefix, name in job.fabric.communicators if prefix.startswith("g3")]
+    assert "stage0.0" not in made and {"stage1.0", "world.0", "control"} <= set(made)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_dies_costs_the_stages_that_lost_nobody_no_communicator(seed):
+    """All are in the middle of an iteration. Its own stage, and that of all, are made again, or shrunk; the others'
+    stay, with a sum in them that all have begun."""
+    each = {name: Moment(name, "forward", 1) for name in SHAPE.workers}
+    job = Job(SHAPE, holds=list(each.values()), seed=seed)
+    with job:
+        job.wait_held()
+        job.release(each["1:1"], die=True)
+        left = [process.worker.current_groups() for process in job.processes.values() if process.name != "1:1"]
+        job.wait_for(lambda: all(groups.world.aborted for groups in left), "the end of the generation everywhere")
+        for name in {*each} - {"1:1"}:
+            job.release(each[name])
+        check(job, job.wait(), {"1:1"})
+    first = job.fabric.communicators[0][0]
+    made = {(prefix.startswith(first), name) for prefix, name in job.fabric.communicators if prefix != first}
+    shrunk = seed == 1  # with NCCL's rules, where it can
+    on_gpus = {(False, "stage1.0-control")} if seed % 2 else set()
+    assert made == {(shrunk, "stage1.0"), (shrunk, "world.0"), (False, "control"), *on_gpus}
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stage_that_is_in_the_middle_of_its_sum_gets_another_communicator(seed):
+    """Two of its three have begun to reduce when somebody of another stage dies."""
+    dies = Moment("1:1", "backward", 1)
+    job = Job(SHAPE, holds=[dies], seed=seed)
+    with job:
+        job.wait_held()
+        job.wait_waiting(r"rank 0 waits .* stage0\.0: .*rank 1", r"rank 2 waits .* stage0\.0: .*rank 1")
+        job.release(dies, die=True)
+        check(job, job.wait(), {"1:1"})
+    assert [name for _, name in job.fabric.communicators].count("stage0.0") == 2
 
 
 def test_a_stage_that_has_nobody_left_ends_the_job_and_says_so():

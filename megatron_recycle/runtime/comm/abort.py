@@ -101,7 +101,7 @@ class Ending:
         if self._abort(comms, spare):
             self.threads.start("recycle-abort-watch", self._watch, _LONGEST_ABORT)
         if self.spared and not self._settled.is_set():
-            self.threads.start("recycle-leave-watch", self._watch_spared, _LONGEST_LEAVE)
+            self.threads.start("recycle-leave-watch", self._watch_spared, _LONGEST_LEAVE + _LONGEST_ABORT)
 
     def park(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]]) -> Collection[Comm]:
         """Those that may go on: nobody waits in them. All others are torn down, after `abort`."""

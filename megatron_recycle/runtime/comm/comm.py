@@ -21,7 +21,7 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm.backend import Backend, Work
 from megatron_recycle.runtime.comm.ledger import Ledger
 from megatron_recycle.runtime.comm.tags import Table
-from megatron_recycle.runtime.comm.waits import Exits, Left, Wait
+from megatron_recycle.runtime.comm.waits import Exits, Wait
 
 _ABORT_WAITS = 1.0
 """Seconds that an abort waits for a thread that is posting an operation."""
@@ -95,7 +95,7 @@ class Pending:
         wait for. ``stays``: the way out is for others."""
         comm = self._comm
         with failing_ends(self, comm.is_aborted):
-            try:
+            with comm.ledger.asking():
                 if self._wait is not None and self._wait.begun:
                     self._wait.again()
                 elif self._work is _NOT_STARTED:
@@ -103,11 +103,6 @@ class Pending:
                 elif self._work is not None:
                     self._wait = Wait(comm.exits, stays=read or stays)
                     comm.backend.wait(self._work, comm.limit, self._wait, read)
-            except Left:
-                raise
-            except BaseException:
-                comm.ledger.gone = True
-                raise
             if self._open:
                 self._open = False
                 comm.ledger.over()
@@ -223,19 +218,22 @@ class Comm:
         what = f"{self.of}: a batch of transfers"
         with self.ledger.lock:
             started: list[tuple[Pending, Work]] = []
-            with failing_ends(what, self.is_aborted):
+            with failing_ends(what), self.ledger.asking():
                 self.backend.begin_batch(self._group)
             self._batch = started
             try:
                 yield
             finally:
+                # An abort meanwhile changes nothing: what another generation posts must not get into this batch.
                 self._batch = None
-                with failing_ends(what, self.is_aborted):
+                with failing_ends(what), self.ledger.asking():
                     together = self.backend.end_batch(self._group)
                 for pending, own in started:
                     pending._work = own if together is None else together
                 if self.backend.ordered and together is not None:
                     self.ledger.watch(together)
+            with failing_ends(what, self.is_aborted):
+                pass
 
     @property
     def can_stay(self) -> bool:
@@ -298,11 +296,8 @@ class Comm:
     def _start(self, pending: Pending, start: Callable[[], Work]) -> Pending:
         with self.ledger.lock, failing_ends(pending, self.is_aborted):
             if not self.aborted:
-                try:
+                with self.ledger.asking():
                     pending.begun(work := start())
-                except BaseException:
-                    self.ledger.gone = True
-                    raise
                 if self._batch is not None:
                     self._batch.append((pending, work))
                     pending._work = _NOT_STARTED

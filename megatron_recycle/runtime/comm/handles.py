@@ -101,11 +101,12 @@ class Groups:
         """Those to be left instead of aborted. A stage may have lost nobody; NCCL's of all workers can be shrunk.
 
         An abort waits for all that is under way on the device, and so does the making of a communicator. So of NCCL's
-        only one with something under way may be left, that of the transfers, which is seen to before all others.
+        only one with something under way may be left, that of the transfers, which is seen to before all others; and
+        nobody may be inside of it.
         """
         stages = [comm for comm in dict.fromkeys((self.stage, self.stage_control))
                   if comm.can_stay and (comm.backend.quick or comm.ledger.idle)]
-        rest = self.stage in stages and self.siblings is None
+        rest = self.stage in stages and self.siblings is None and not self.world.ledger.busy
         if self.world.can_stay and not self.world.backend.quick and (rest or self.world.ledger.idle) and (
                 self.world.shrinks):
             stages.append(self.world)

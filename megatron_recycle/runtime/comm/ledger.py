@@ -8,9 +8,13 @@ each meets those of the others. Otherwise a sum of one generation would meet ano
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import Counter, deque
 from collections.abc import Sequence
+from types import TracebackType
 from typing import Protocol
+
+from megatron_recycle.runtime.comm.waits import Left
 
 
 class _Work(Protocol):
@@ -24,15 +28,21 @@ class Ledger:
         lock: held while an operation is begun.
         lent: whether somebody else has been given the library's communicator, who may have begun anything there.
         gone: whether it is of no use any more: an operation has failed, or it has been aborted.
+        met: the pairs of ranks that are connected, where a library connects pairs.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.lent = self.gone = False
+        self.met = frozenset[tuple[int, int]]()
         self._sums = 0
         self._sent, self._received = Counter[int](), Counter[int]()
         self._open = 0
         self._works = deque[_Work]()
+
+    def asking(self) -> _Asking:
+        """A block in which the library is asked for something: if that fails, the communicator is of no use."""
+        return _Asking(self)
 
     def begin(self, kind: str, peer: int) -> None:
         """A sum, or a transfer to or from rank ``peer``, has been begun; under the lock."""
@@ -54,14 +64,17 @@ class Ledger:
         self._works.append(work)
 
     @property
-    def idle(self) -> bool:
-        """Whether all that was to be watched is over; no, if somebody is beginning something right now."""
+    def busy(self) -> bool:
+        """Whether somebody is beginning something right now, and is inside the library."""
         if not self.lock.acquire(blocking=False):
-            return False
-        try:
-            return all(work.is_completed() for work in self._works)
-        finally:
-            self.lock.release()
+            return True
+        self.lock.release()
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Whether all that was to be watched is over, and nobody is beginning anything."""
+        return not self.busy and all(work.is_completed() for work in [*self._works])
 
     def begun(self, size: int, rests: bool) -> str | None:
         """What has been begun among ``size`` members, for `agree`; None: it cannot go on. ``rests``: it is known that
@@ -69,18 +82,36 @@ class Ledger:
         all have begun end by themselves."""
         if self.gone or (not rests and (self.lent or self._open)):
             return None
-        return "/".join([str(self._sums), *(",".join(str(counts[rank]) for rank in range(size))
-                                            for counts in (self._sent, self._received))])
+        met = zlib.crc32(repr(sorted(self.met)).encode())
+        return "/".join([f"{self._sums} {met}", *(",".join(str(counts[rank]) for rank in range(size))
+                                                  for counts in (self._sent, self._received))])
+
+
+class _Asking:
+    """As `Ledger.asking`; for every transfer, so that it costs little."""
+
+    __slots__ = ("_ledger",)
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, Left):
+            self._ledger.gone = True
 
 
 def agree(begun: Sequence[str]) -> bool:
-    """Whether all members of a communicator, by rank, have begun the same: as many sums, and each transfer at both
-    ends."""
+    """Whether all members of a communicator, by rank, have begun the same: as many sums, each transfer at both ends, and
+    the same pairs."""
     sums, sent, received = zip(*(_read(text) for text in begun), strict=True)
     ranks = range(len(begun))
     return len(set(sums)) == 1 and all(sent[one][other] == received[other][one] for one in ranks for other in ranks)
 
 
-def _read(text: str) -> tuple[int, list[int], list[int]]:
+def _read(text: str) -> tuple[str, list[int], list[int]]:
     sums, sent, received = text.split("/")
-    return int(sums), [int(count) for count in sent.split(",")], [int(count) for count in received.split(",")]
+    return sums, [int(count) for count in sent.split(",")], [int(count) for count in received.split(",")]

@@ -171,8 +171,9 @@ class End:
 class InMemory(Backend):
     """How these ends are spoken to."""
 
-    def __init__(self, ordered: bool) -> None:
+    def __init__(self, ordered: bool, shrinks: bool = False) -> None:
         self.ordered, self.host, self.quick, self.lazy = ordered, not ordered, not ordered, ordered
+        self._shrinks = shrinks
 
     def wait(self, work: Work, limit: timedelta | None, wait: Wait, read: bool) -> None:
         assert isinstance(work, (Operation, Together))
@@ -182,7 +183,7 @@ class InMemory(Backend):
         group.rules.abort(group)
 
     def shrinks(self, group: End) -> bool:
-        return self.ordered
+        return self._shrinks
 
     def shrink(self, group: End, gone: Sequence[int], name: str, ends: bool) -> End:
         return group.rules.shrink(group, gone, name, ends)

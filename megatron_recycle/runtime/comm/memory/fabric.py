@@ -31,11 +31,12 @@ class Fabric:
     Args:
         seed: decides which messages are late, and what of a dead process' messages still arrives.
         ordered: NCCL's rules, but for what travels in CPU memory.
+        shrinks: whether members can be left out of a communicator with these rules.
         limit: seconds without any event after which everybody who waits is told `Stuck`.
     """
 
-    def __init__(self, seed: int = 0, *, ordered: bool = False, limit: float = 30.0) -> None:
-        self.ordered = ordered
+    def __init__(self, seed: int = 0, *, ordered: bool = False, shrinks: bool = True, limit: float = 30.0) -> None:
+        self.ordered, self._shrinks = ordered, ordered and shrinks
         self._time = Schedule(seed, limit, self._report)
         self._flights = self._time.flights
         self._boards: dict[tuple[str, str], Board] = {}
@@ -60,7 +61,8 @@ class Fabric:
                 end.closed.update(rank for rank, other in board.ends.items() if other.process.dead or other.aborted)
             process.ends.append(end)
             self._time.wake(board)
-        return Comm(end, InMemory(ordered), table, of, names, "/".join(key) if key[0] else "")
+        backend = InMemory(ordered, ordered and self._shrinks)
+        return Comm(end, backend, table, of, names, "/".join(key) if key[0] else "")
 
     @property
     def communicators(self) -> list[tuple[str, str]]:
