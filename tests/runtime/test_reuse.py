@@ -19,7 +19,6 @@ from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.ledger import Ledger, agree
 from megatron_recycle.runtime.comm.memory import Killed, MemoryNetwork
-from megatron_recycle.runtime.comm.memory.ends import Host
 from megatron_recycle.runtime.comm.rendezvous import heard, meet
 from megatron_recycle.runtime.comm.reuse import Fate, Rested, fate
 from megatron_recycle.runtime.comm.tags import SLICES
@@ -39,14 +38,11 @@ class Job:
 
     def __init__(self, ordered: bool, seed: int = 0, kills: Sequence[Asked] = (), shrinks: bool = True) -> None:
         self.deaths = Deaths(kills, lambda process: str(WORKERS[process.rank]))
-        self.fabric = Wires(seed, self._asked, ordered=ordered, shrinks=shrinks)
+        self.fabric = Wires(seed, self.deaths.at, ordered=ordered, shrinks=shrinks, first_pairs="free")
         self.networks = {worker: MemoryNetwork(self.fabric, rank) for worker, (rank,) in RANKS.items()}
         self.groups: dict[Worker, Groups] = {}
         self.rested: dict[Worker, Rested] = {}
         self.generation = 0
-
-    def _asked(self, process: Host, what: str) -> None:
-        self.deaths.at(process, what)
 
     @property
     def live(self) -> list[Worker]:

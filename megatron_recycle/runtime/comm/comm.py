@@ -218,6 +218,8 @@ class Comm:
         what = f"{self.of}: a batch of transfers"
         with self.ledger.lock:
             started: list[tuple[Pending, Work]] = []
+            with failing_ends(what, self.is_aborted):
+                pass
             with failing_ends(what), self.ledger.asking():
                 self.backend.begin_batch(self._group)
             self._batch = started

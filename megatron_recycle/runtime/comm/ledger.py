@@ -105,8 +105,8 @@ class _Asking:
 
 
 def agree(begun: Sequence[str]) -> bool:
-    """Whether all members of a communicator, by rank, have begun the same: as many sums, each transfer at both ends, and
-    the same pairs."""
+    """Whether all members of a communicator, by rank, have begun the same: as many sums, each transfer at both ends;
+    and have connected the same pairs."""
     sums, sent, received = zip(*(_read(text) for text in begun), strict=True)
     ranks = range(len(begun))
     return len(set(sums)) == 1 and all(sent[one][other] == received[other][one] for one in ranks for other in ranks)
