@@ -5,7 +5,8 @@
     python scripts/bench/connecting.py --workers 64 --repeat 5
 
 For each size: the communicators of one worker, the time until the last worker has all of a generation's (``connect``,
-all members; ``one out``, one is missing), and that of a first and of a later transfer of 4 bytes there and back between
+all members; ``one dies``, the same without one, who go on with what they have of the last one; ``one out``, without one,
+all anew), and that of a first and of a later transfer of 4 bytes there and back between
 two workers: their difference is what a new partner costs. Of `repeat` generations the quickest and the median.
 """
 
@@ -29,6 +30,7 @@ from megatron_recycle.runtime.comm.tags import ACTIVATIONS
 from megatron_recycle.runtime.place import Place
 
 STAGES = 2
+KINDS = 3
 LIMITS = Limits(operation=600.0, connect=120.0, meet=120.0)
 
 
@@ -51,9 +53,9 @@ def worker(rank: int, size: int, file: str, repeat: int, pipe: Connection) -> No
     grid, pipelines = Grid(STAGES, (1,) * (size // STAGES)), size // STAGES
     ranks = {place: (place.stage * pipelines + place.pipeline,) for place in grid.workers()}
     me = next(place for place, (number,) in ranks.items() if number == rank)
-    network, last = TorchNetwork(), Worker(pipelines - 1, STAGES - 1)
-    for generation in range(1, 2 * repeat + 1):
-        members = [place for place in ranks if generation % 2 or place != last]
+    network, last, rested = TorchNetwork(), Worker(pipelines - 1, STAGES - 1), None
+    for generation in range(KINDS * repeat):
+        members = [place for place in ranks if generation % KINDS == 0 or place != last]
         dist.barrier()
         row: dict[str, Any] = {}
         takes_part = me in members
@@ -61,13 +63,18 @@ def worker(rank: int, size: int, file: str, repeat: int, pipe: Connection) -> No
             begun = time.perf_counter()
             # As the first of a job: one with all positions filled again has one more communicator.
             groups = network.connect(generation=1, prefix=str(generation), place=Place(me, grid, ranks, "gloo"),
-                                     members=members, limits=LIMITS, interrupted=lambda: False)
+                                     members=members, limits=LIMITS, interrupted=lambda: False,
+                                     before=rested)
+            rested = None
             row = {"seconds": time.perf_counter() - begun, "count": len(groups.all())}
         dist.barrier()
         if takes_part:
             row |= {"first": exchange(groups, 0), "later": min(exchange(groups, number) for number in range(1, 6))}
         dist.barrier()
-        if takes_part:
+        if takes_part and generation % KINDS == 0 and me != last:
+            groups.abort()
+            rested = groups.park()
+        elif takes_part:
             groups.retire()
         pipe.send(row)
     network.close()
@@ -75,7 +82,7 @@ def worker(rank: int, size: int, file: str, repeat: int, pipe: Connection) -> No
 
 
 def measure(size: int, repeat: int) -> list[dict[str, Any]]:
-    """One row for each generation: the slowest worker's time; odd ones without the last worker."""
+    """One row for each generation: the slowest worker's time. Of each three the first has all members."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -86,7 +93,7 @@ def measure(size: int, repeat: int) -> list[dict[str, Any]]:
             processes[-1].start()
             pipes.append(ours)
         rows = []
-        for _ in range(2 * repeat):
+        for _ in range(KINDS * repeat):
             found = [row for pipe in pipes if (row := pipe.recv())]
             rows.append({name: max(row[name] for row in found) for name in ("seconds", "count", "first", "later")})
         for process in processes:
@@ -99,7 +106,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--repeat", type=int, default=10)
     options = parser.parse_args()
-    print("workers  communicators  connect ms (best, median)  one out ms  first transfer ms  later ms")
+    print("workers  communicators  connect ms (best, median)  one dies ms  one out ms  first transfer ms  later ms")
     for size in options.workers:
         rows = measure(size, options.repeat)
 
@@ -107,7 +114,8 @@ def main() -> None:
             values = [1000 * row[name] for row in rows]
             return f"{min(values):.1f}, {statistics.median(values):.1f}"
 
-        print(f"{size:7}  {rows[0]['count']:13}  {ms('seconds', rows[::2]):>25}  {ms('seconds', rows[1::2]):>10}  "
+        print(f"{size:7}  {rows[0]['count']:13}  {ms('seconds', rows[::KINDS]):>25}  "
+              f"{ms('seconds', rows[1::KINDS]):>11}  {ms('seconds', rows[2::KINDS]):>10}  "
               f"{ms('first', rows):>17}  {ms('later', rows):>8}", flush=True)
 
 
