@@ -5,9 +5,9 @@
     python scripts/bench/connecting.py --workers 64 --repeat 5
 
 For each size: the communicators of one worker, the time until the last worker has all of a generation's (``connect``,
-all members; ``one dies``, the same without one, who go on with what they have of the last one; ``one out``, without one,
-all anew), and that of a first and of a later transfer of 4 bytes there and back between
-two workers: their difference is what a new partner costs. Of `repeat` generations the quickest and the median.
+all members; ``one dies``, one less, who go on with what they have of the last one; ``one out``, the same with all made
+anew), and that of a first and of a later transfer of 4 bytes there and back between two workers: their difference is what
+a new partner costs. Of `repeat` generations the quickest and the median.
 """
 
 from __future__ import annotations
