@@ -6,8 +6,8 @@
 
 For each size: the communicators of one worker, the time until the last worker has all of a generation's (``connect``,
 all members; ``one dies``, one less, who go on with what they have of the last one; ``one out``, the same with all made
-anew), and that of a first and of a later transfer of 4 bytes there and back between two workers: their difference is what
-a new partner costs. Of `repeat` generations the quickest and the median.
+anew), and that of a first and of a later transfer of 4 bytes there and back between two workers: their difference is
+what a new partner costs. Of `repeat` generations the quickest and the median.
 """
 
 from __future__ import annotations
