@@ -202,11 +202,11 @@ def told(events: list[dict[str, Any]]) -> int:
 
 @pytest.mark.slow
 def test_a_slow_worker_is_reported_and_gets_less_work(longer):
-    settings = {**SETTINGS, "planner_budget": 0.5}
+    settings = {**SETTINGS, "planner_budget": 0.5, "stall_floor": 200.0}
     arguments = {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.25)}}
-    # The search takes its time: the job does not end before it.
+    # The search takes its time: the job does not end before it, and who waits for it does not count as stalled.
     until_planned = Hold("0:0", "stepped", LONGER["iterations"] - 4)
-    with Job(faults.train, SIZE, arguments, [until_planned], profiled=True) as job:
+    with Job(faults.train, SIZE, arguments, [until_planned], profiled=True, limit=180) as job:
         job.wait_held(until_planned)
         job.wait_until(lambda: "planned" in {event["event"] for event in job.events[told(job.events):]}, "a new plan")
         job.release(until_planned)
