@@ -7,6 +7,7 @@ only: these are at most one pass ahead, and give the others the table in the rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -34,6 +35,11 @@ class Shared(Protocol):
     def share(self, plan: Plan, microbatches: Sequence[Microbatch], number: int, groups: Groups) -> bool:
         """Before pass ``number`` over ``microbatches`` in the order of ``plan``, by all workers together: let everybody
         have what it reads. Returns whether everybody has, which all are told alike. Raises GenerationOver."""
+
+
+def passes(grid: Grid, microbatches: int) -> int:
+    """How many passes over a global batch it takes to evaluate so many ``microbatches`` of each pipeline."""
+    return math.ceil(microbatches / max(grid.microbatches))
 
 
 def loss_report(loss: torch.Tensor | None) -> tuple[float, ...]:

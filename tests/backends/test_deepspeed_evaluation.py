@@ -18,6 +18,7 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.compute.loader_passes import watch_loaders
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
+from megatron_recycle.runtime.evaluation import passes
 from megatron_recycle.runtime.place import Place
 
 BATCHES = 3  # micro-batches of an iteration
@@ -162,7 +163,7 @@ def test_the_mean_is_over_micro_batches_and_then_over_pipelines():
     own = evaluation.by_pipeline(tables, GRID, 3)
     assert [one.tolist() for one in own] == [[0, 1, 0], [1, 2, 10], [2, 3, 20]]
     assert evaluation.mean(own).item() == pytest.approx((1 / 3 + 13 / 3 + 25 / 3) / 3)
-    assert evaluation.passes(GRID, 3) == 2 and evaluation.passes(GRID, 2) == 1
+    assert passes(GRID, 3) == 2 and passes(GRID, 2) == 1
 
 
 def test_who_comes_in_after_an_evaluation_of_fewer_micro_batches_is_told_no_smaller_loss():

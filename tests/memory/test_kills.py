@@ -49,6 +49,28 @@ def test_a_worker_killed_in_an_evaluation(worker):
         Scene("evaluates", SHAPES["evaluates"], [Moment(worker, "evaluate", 1, nth)], out={worker}, sure=True).run(nth)
 
 
+@pytest.mark.parametrize(("gone", "dies"), [
+    (("0:1", "2:0"), "1:2"), (("0:0", "1:1"), "0:2"), (("3:2", "0:0"), "2:0"), (("1:1", "2:1"), "3:1")])
+def test_an_evaluation_on_an_irregular_grid_and_a_kill_inside(gone, dies):
+    """Two pipelines are hit at different stages, or at the same; all micro-batches, and a number that does not
+    divide."""
+    shape = Shape(4, 3, 2, 2, evaluate=(1,))
+    kills = [*(Moment(worker, "forward", 0, nth) for nth, worker in enumerate(gone)), Moment(dies, "evaluate", 0, 1)]
+    Scene("evaluates", shape, kills, out={*gone, dies}, sure=True).run(seed=len(dies))
+
+
+def test_an_evaluation_right_after_a_worker_has_come_back():
+    shape, late = Shape(3, 2, 2, 5, evaluate=(1, 2, 3, 4)), Moment("0:0", "evaluate", 1)
+    job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late], seed=3)
+    with job:
+        job.wait_event("decided", generation=2)
+        job.wait_held(late)
+        job.start("1:1", joining=True)
+        job.wait_event("waiting", worker="1:1")
+        job.release(late)
+        check(job, job.wait(), came={"1:1"})
+
+
 @pytest.mark.parametrize("worker", SHAPES["saves"].workers)
 @pytest.mark.parametrize("phase", ["save", "saved"])
 def test_a_worker_killed_in_a_checkpoint(worker, phase):

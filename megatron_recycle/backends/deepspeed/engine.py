@@ -41,7 +41,6 @@ from megatron_recycle.backends.deepspeed.evaluation import (
     by_pipeline,
     filled,
     mean,
-    passes,
     unknown,
 )
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
@@ -64,6 +63,7 @@ from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource, FactorySource, Mapped
 from megatron_recycle.runtime.compute.loader_passes import watch_loaders
 from megatron_recycle.runtime.compute.split import Splitter
+from megatron_recycle.runtime.evaluation import passes
 from megatron_recycle.runtime.place import Place
 
 _STOCK = "recycle_stock_initialize"

@@ -8,7 +8,6 @@ order, the pipelines from the first to the last: so the result has the same bits
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -190,11 +189,6 @@ class Taken:
                 next(self)
             except StopIteration:
                 return
-
-
-def passes(grid: Grid, microbatches: int) -> int:
-    """How many passes over a global batch it takes to evaluate so many ``microbatches`` of each pipeline."""
-    return math.ceil(microbatches / max(grid.microbatches))
 
 
 def unknown(table: torch.Tensor) -> bool:

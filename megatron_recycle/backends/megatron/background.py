@@ -1,10 +1,11 @@
 """Megatron-LM's asynchronous checkpoints (`--async-save`): written beside training, and named once all of it is there.
 
 Stock prepares such a checkpoint together, and hands out what is left to be done as a request: a function that writes
-this rank's files from a copy, and others that all ranks call in the end. The first runs in a process of its own. Before
-each iteration all workers tell each other how far they are, and when all have written, name the checkpoint together. A
-checkpoint needs the files of all who have prepared it: where one of them is lost, or another has come in, it is given
-up, and the one before stays the newest. Nothing of Megatron is imported before one is written.
+this rank's files from a copy, and others that all ranks call in the end. The first runs in a process of its own.
+Before each iteration all workers tell each other how far they are, and when all have written, name the checkpoint
+together: a pass of its own each time, whether there is anything to name or not, since a worker that comes in counts
+them. A checkpoint needs the files of all who have prepared it: where one of them is lost, or another has come in, it
+is given up, and the one before stays the newest. Nothing of Megatron is imported before one is written.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from megatron_recycle.backends.megatron.aside import place_of, remove_tries
+from megatron_recycle.errors import GenerationOver
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.reduction import count
+from megatron_recycle.runtime.saving import Save
 
 _WRITERS = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 _LOOK_SECONDS = 0.1
@@ -83,30 +84,36 @@ class Background:
         one."""
         self._now = Unfinished(iteration, committed, self._members(), folder, name, request, _started(request))
 
-    def finish(self, name: Callable[[Unfinished], None], wait: bool) -> None:
-        """Name the checkpoint, if all have written it; to be called by all workers between two iterations.
+    def finish(self, save: Save, name: Callable[[Unfinished], None], wait: bool) -> None:
+        """Name the checkpoint, if all have written it; by all members of ``save`` together.
 
         Args:
-            name: carries that out, with all that are left; called on all.
+            name: carries that out; called on all.
             wait: for those that still write.
+
+        Raises GenerationOver, and what ``name`` raises.
         """
+        now, groups = self._now, save.generation.groups
+        mine = now is not None and now.members == groups.members
         while True:
-            now = self._now
-            mine = now is not None and now.members == self._members()
-            table = torch.tensor([mine, now is not None and now.busy], dtype=torch.int64)
-            dist.all_reduce(table)  # the script's: it goes on through failures, and all find the same
-            have, busy = table.tolist()
-            if now is None or have < dist.get_world_size():
+            have, busy = count(groups.control, mine, now is not None and now.busy)
+            if now is None or have < groups.control.size:
                 self.drop("workers have gone or come since it was begun")
                 return
             if not busy:
                 break
             if not wait:
                 return
+            save.check()
             time.sleep(_LOOK_SECONDS)
+        self._now = None  # what it has written can be asked for once
         now.writer.close()
-        name(now)
-        self._now = None
+        try:
+            name(now)
+        except GenerationOver:
+            get_logger().error("megatron-recycle: the checkpoint of iteration %d was about to get its name when "
+                               "workers were lost: unless it has it, it is given up; training goes on", now.iteration)
+            raise
 
     def drop(self, why: str = "") -> None:
         """Give up what is being written. ``why``: for the log, which has nothing without."""

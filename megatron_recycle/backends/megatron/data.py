@@ -60,6 +60,24 @@ class LateSource:
         self.source.forget(pipeline, before)
 
 
+class Shifted:
+    """Another source's micro-batches from the one numbered ``first`` on."""
+
+    def __init__(self, source: DataSource, first: int) -> None:
+        self._source, self._first = source, first
+
+    @property
+    def again(self) -> bool:
+        """As `DataSource`'s."""
+        return self._source.again
+
+    def batch(self, pipeline: int, number: int) -> Batch:
+        return self._source.batch(pipeline, self._first + number)
+
+    def forget(self, pipeline: int, before: int) -> None:
+        self._source.forget(pipeline, self._first + before)
+
+
 class SamplerSource:
     """One sampler per pipeline served: a copy of Megatron's, with that pipeline's data-parallel rank.
 

@@ -22,9 +22,10 @@ from megatron.core.utils import get_model_config
 from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.backends.megatron import setup as megatron_setup
 from megatron_recycle.backends.megatron import training as megatron_training
-from megatron_recycle.backends.megatron.data import LateSource, source_of
+from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.late import LateNumber
+from megatron_recycle.backends.megatron.script import unwrapped
 from megatron_recycle.backends.megatron.split import MegatronSplitter
 from megatron_recycle.backends.megatron.stage import MegatronStage
 from megatron_recycle.backends.megatron.support import check_call, check_supported, optimizer_of
@@ -38,6 +39,7 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
+from megatron_recycle.runtime.evaluation import passes
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.recovery import refuse_itself
 
@@ -59,7 +61,8 @@ class RecycleSchedule:
         self._spoke = False
         self._data = LateSource()
         self._evaluated: dict[int, tuple[Any, DataSource, int]] = {}
-        """Iterators that were evaluated with, by identity: where to read their micro-batches, passes over them."""
+        """Iterators that were evaluated with, by identity; where to read their micro-batches, and how many of each
+        pipeline have been."""
 
     def __call__(self, *, forward_step_func: Any, data_iterator: Any, model: Any, num_microbatches: int,
                  forward_only: bool = False, **keywords: Any) -> list[dict[str, torch.Tensor]]:
@@ -75,13 +78,13 @@ class RecycleSchedule:
         """
         if not self._microbatches:
             self._start(model if isinstance(model, list) else [model], megatron_training.largest(num_microbatches))
-        check_call(keywords, num_microbatches, self._microbatches if forward_only else None)
+        check_call(keywords)
         own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
         self._stage.script.calls(model, None if own_data else data_iterator, forward_only)
         self._stage.forward_step = forward_step_func
         assert self._detached is not None
         with self.session.call(), self._detached.alone():
-            reports = (self._evaluate(data_iterator) if forward_only
+            reports = (self._evaluate(data_iterator, num_microbatches) if forward_only
                        else self._train(data_iterator, num_microbatches))
         if not forward_only:
             self._stage.script.made_step()
@@ -142,16 +145,18 @@ class RecycleSchedule:
         assert latest is not None
         return next((verdict for verdict in standing.verdicts if verdict.iteration == iteration), latest)
 
-    def _evaluate(self, data_iterator: Any) -> torch.Tensor:
-        place = self.session.place
+    def _evaluate(self, data_iterator: Any, microbatches: int) -> torch.Tensor:
+        """Forwards of the next ``microbatches`` of each pipeline, as many as the script likes."""
+        place, iterator = self.session.place, unwrapped(data_iterator)
         # The iterator is kept, so that no other one gets its identity.
-        _, source, passes = self._evaluated.get(id(data_iterator)) or (
-            None, source_of(data_iterator, place.part, self.session.seeds("evaluation data")), 0)
-        self._evaluated[id(data_iterator)] = (data_iterator, source, passes + 1)
-        reports = self.session.evaluate(source, passes)
+        _, source, first = self._evaluated.get(id(iterator)) or (
+            None, source_of(iterator, place.part, self.session.seeds("evaluation data")), 0)
+        self._evaluated[id(iterator)] = (iterator, source, first + microbatches)
+        tables = [self.session.evaluate(Shifted(source, first), number, microbatches)
+                  for number in range(passes(place.grid, microbatches))]
         for pipeline in range(place.grid.pipelines):
-            source.forget(pipeline, (passes + 1) * self._microbatches)
-        return reports
+            source.forget(pipeline, first + microbatches)
+        return torch.cat(tables)
 
     def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
         """Inside the block ``groups`` are Megatron's for data parallelism."""

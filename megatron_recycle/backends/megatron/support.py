@@ -67,12 +67,8 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
     return changed
 
 
-def check_call(keywords: Mapping[str, Any], microbatches: int, wanted: int | None) -> None:
-    """Raises UnsupportedError if forward_backward_func() is called with what cannot be kept correct, or with other
-    ``microbatches`` than are ``wanted`` (None: whatever there are)."""
-    if wanted not in (None, microbatches):
-        raise UnsupportedError(f"an evaluation with {microbatches} micro-batches instead of {wanted}: evaluate with "
-                               "the global batch size of training")
+def check_call(keywords: Mapping[str, Any]) -> None:
+    """Raises UnsupportedError if forward_backward_func() is called with what cannot be kept correct."""
     for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "p2p_communicator", "pg_collection",
                  "force_all_reduce"):
         if keywords.get(name):

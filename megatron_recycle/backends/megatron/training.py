@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -210,21 +211,18 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
                      otherwise=lambda: stock_save(iteration, *given, **keywords))
 
     def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
+        def finish(save: Save) -> None:
+            background.finish(save, partial(give_name, save), blocking)
+
         if loop.get_args().async_save:
-            background.finish(give_name, blocking)
+            session.save("what is written beside training", finish, otherwise=lambda: None)
 
-    def give_name(written: Unfinished) -> None:
+    def give_name(save: Save, written: Unfinished) -> None:
         """Of a checkpoint that all have written."""
-        def finalize(save: Save) -> None:
-            if written.members != save.generation.groups.members:
-                background.drop("workers have gone since it was begun")
-                return
-            with saving(save, written.folder, written.iteration, False, written.name,
-                        lambda place: save.whole(place, written.committed)):
-                for finish in written.request.finalize_fns:
-                    finish()
-
-        session.save(f"the checkpoint of iteration {written.iteration}", finalize, otherwise=lambda: None)
+        with saving(save, written.folder, written.iteration, False, written.name,
+                    lambda place: save.whole(place, written.committed)):
+            for finish in written.request.finalize_fns:
+                finish()
 
     def compute_throughputs_and_append_to_progress_log(iteration: int, operations: Any) -> None:
         if iteration in saved:  # else there is no such checkpoint
