@@ -65,8 +65,9 @@ class RecycleConfig:
         "what a failure leads to; reroute: peers take over the micro-batches; drop: the hit pipeline is left out and "
         "its micro-batches are dealt to the others; rollback: both are left out until a replacement comes, and the "
         "iteration in flight is made again without them; lossy_forward: the same, but the others go on with that "
-        "iteration where they stand",
-        choices=("reroute", "drop", "rollback", "lossy_forward"),
+        "iteration where they stand; restart: all end, and `recycle run --restarts N` starts the script again from its "
+        "last checkpoint",
+        choices=("reroute", "drop", "rollback", "lossy_forward", "restart"),
     )
     placement: str | None = _option(
         None,

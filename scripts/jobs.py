@@ -45,6 +45,7 @@ class Job:
         settings: name of a setting -> its text.
         limit: seconds after which the job counts as hung.
         hosts: launchers, each with its share of the workers, as if each ran on a host of its own.
+        restarts: how often the script may be started again; its events begin anew then.
     """
 
     script: str
@@ -54,6 +55,7 @@ class Job:
     settings: Mapping[str, str]
     limit: float
     hosts: int = 1
+    restarts: int = 0
 
     def __enter__(self) -> Job:
         try:
@@ -71,6 +73,7 @@ class Job:
         }
         command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", str(self.nproc // self.hosts)]
         command += ["--run-dir", str(self.run_dir), "--show", "none"]
+        command += ["--restarts", str(self.restarts)] * (self.restarts > 0)
         script = [str(SCRIPTS / self.script), *self.arguments]
         several: list[list[str]] = [[]]
         if self.hosts > 1:
@@ -94,8 +97,13 @@ class Job:
 
     def events(self) -> Iterator[Event]:
         """All events as they come, until the job has ended. Raises JobFailed if it is too slow."""
+        path, number = self.run_dir / "events.jsonl", 0
         while True:
             ended = self._child.status() is not None
+            with suppress(FileNotFoundError):
+                if number not in (0, path.stat().st_ino):
+                    self._events = EventReader(path)
+                number = path.stat().st_ino
             found = self._events.new()
             for event in found:
                 self.pids = event.get("pids", self.pids)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -44,6 +45,14 @@ from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.start import connect
 from megatron_recycle.runtime.worker import StageWorker
 
+_LEFT_OUT = ("after a failure the samples of the hit pipelines are not trained until a replacement comes, and the "
+             "result is not that of a run without failures; reroute loses none")
+_GIVES_UP = {
+    "rollback": _LEFT_OUT, "lossy_forward": _LEFT_OUT,
+    "drop": "after a failure whole pipelines train the micro-batches of the hit ones too; results agree to rounding",
+    "restart": "a failure costs all iterations since the script's last checkpoint",
+}
+"""What a job should know of its policy before anything fails."""
 Restore = Callable[[Groups, str], None]
 """(groups of those that are left, where a checkpoint is): loads this worker's part of it; see `Framework.restore`."""
 SaveLast = Callable[[Groups, int], str]
@@ -83,6 +92,11 @@ class Session:
         self._groups: ScriptGroups | None = None
         if self.rank == 0:
             get_logger().info(settings.describe())
+            if settings.policy in _GIVES_UP:
+                get_logger().warning("megatron-recycle: policy %s: %s", settings.policy, _GIVES_UP[settings.policy])
+        if settings.policy == "restart" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            raise ConfigError("policy restart ends this life of the job with the first failure, and nobody starts the "
+                              "script again: give `recycle run --restarts N`, or another policy")
         if settings.guard == "memory" and not Launched.read().by_recycle_run:
             raise ConfigError("guard memory needs `recycle run`, which starts a process for a stage that is lost; the "
                               "launcher of this job starts none. Use `recycle run`, or leave guard out")

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.names import Process
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Message, State
@@ -64,6 +65,11 @@ def told(state: State, before: Message | None, iteration: int, now: float) -> tu
     counts = _microbatches(state.description)
     return ({"event": "left_out", "t": now, "generation": state.generation, "iteration": iteration,
              "pipelines": pipelines, "microbatches": sum(counts[pipeline] for pipeline in pipelines)},)
+
+
+def ends_with(state: State, lost: Mapping[str, FailureKind]) -> bool:
+    """Whether the loss of these members ends this life of the job: nobody has asked them to go."""
+    return policy(state) == "restart" and any(not kind.asked_for for kind in lost.values())
 
 
 def carried(state: State, resume: Resume) -> dict[str, Any] | None:

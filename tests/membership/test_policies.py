@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from megatron_recycle.checkpoint_period import young_daly
 from megatron_recycle.membership import decisions as do
 from megatron_recycle.membership import inputs, policies
 from megatron_recycle.membership.fault import Fault
-from tests.membership.cluster import Cluster, events, report, told
+from tests.membership.cluster import Cluster, endings, events, report, told
 
 
 def job(policy: str) -> Cluster:
@@ -119,3 +120,17 @@ def test_an_iteration_that_somebody_has_not_kept_is_begun_anew_by_all(torn: dict
     happened |= {"holds": 5} if "holds" in torn else {"kept": {"iteration": 5, "done": 5, **torn}}
     decisions = cluster.feed(inputs.Reported("2:1/0", cluster.state.generation, happened))
     assert [go["carried"] for _, go in told(decisions, "go")] == [None]
+
+
+def test_with_restart_a_failure_ends_this_life_and_another_may_begin():
+    cluster = job("restart")
+    (end,) = endings(cluster.exit("1:0"))
+    assert end.again and end.status == 1 and "1:0 exit" in end.message and "checkpoint" in end.message
+
+
+def test_the_period_of_checkpoints_is_young_and_dalys():
+    assert young_daly(1.0, 3600.0) == pytest.approx((2 * 3600) ** 0.5 - 1 + 1 / 3, abs=0.01)
+    assert young_daly(60.0, 3600.0) == pytest.approx(617.6, abs=0.5), "at a mean time of an hour, every ten minutes"
+    assert young_daly(5.0, 1.0) == 1.0, "where a checkpoint takes longer than all lives"
+    with pytest.raises(ValueError, match="above 0"):
+        young_daly(0.0, 3600.0)
