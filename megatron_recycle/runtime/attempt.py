@@ -6,8 +6,8 @@ keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 
 import torch
@@ -27,7 +27,7 @@ from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Generation
-from megatron_recycle.runtime.kept import Kept, read_already, sends
+from megatron_recycle.runtime.kept import Keeping, Kept, read_already, sends
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
@@ -87,32 +87,27 @@ class Attempt:
         standing.begin(iteration)
         self._iteration = iteration
         self._agreement, self._relay = opened(site, generation, iteration, standing.attempt)
-        carried, kept = generation.scope.carried_in(iteration), stepper.kept
+        carried, kept = generation.scope.carried_in(iteration), site.current.kept
         counted = 0 if carried is None else carried.done.get(site.place.me, 0)
         if counted != (0 if kept is None else len(kept.done)):
             raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
-        self._chain = standing.attempt if carried is None else carried.chain
         # By this policy a worker runs nobody else's micro-batches, or everybody's are begun anew after a failure.
-        self._keeps = site.config.policy == "lossy_forward" and program.of_one_pipeline
-        # Where what has come is in memory once it was waited for, an abort spoils nothing that is computed of it.
-        self._sound = self._keeps and generation.groups.world.backend.host
-        self._sent: dict[Message, Sequence[torch.Tensor]] = {}
-        self._torn = False  # in the midst of an action that cannot be begun again
-        self._over: GenerationOver | None = None
-        self._digests: dict[Microbatch, int] = {}
+        self._keeping = Keeping(standing.attempt if carried is None else carried.chain,
+                                site.config.policy == "lossy_forward" and program.of_one_pipeline,
+                                generation.groups.world.backend.host)
         if kept is not None:
             self._take_up(kept)
         else:
             site.meters.memory.begin()
             self.computed = Computed(site.trainable.layout, generation.reduction.place)
         self._share_losses_if_complete()
-        stepper.kept = None  # this attempt has it
+        site.current.kept = None  # this attempt has it
 
     def _take_up(self, kept: Kept) -> None:
         """Go on where an earlier attempt stood; what may not have been read of it is sent again."""
         place, stepper, transport = self._site.place, self._stepper, self._generation.transport
         stepper.standing.take_up(kept.done)
-        self.computed, self._digests = kept.computed, dict(kept.digests)
+        self.computed = kept.computed
         transport.know(kept.meta)
         unread = transport.outgoing
         for action in kept.done:
@@ -128,9 +123,11 @@ class Attempt:
         if kind is not None:
             self._stepper.standing.give_up()
             self._site.trainable.drop_gradients()
-        if self._keeps and not self._torn and (kind is None or isinstance(error, GenerationOver)):
-            self._stepper.keep(Kept(self._iteration, self._chain, tuple(self._stepper.standing.done), self.computed,
-                                    self._digests, self._sent, self._generation.transport.meta))
+        keeping, standing = self._keeping, self._stepper.standing
+        given_up = standing.committed < self._iteration and (kind is None or isinstance(error, GenerationOver))
+        if keeping.wanted and not keeping.torn and given_up:
+            self._site.current.kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed,
+                                           keeping.sent, self._generation.transport.meta)
         else:
             self.computed.discard()
 
@@ -152,16 +149,14 @@ class Attempt:
         """One F, B, W or FB."""
         self.do(action)
         self._stepper.standing.did(action)
-        self._torn = False
-        if self._over is not None:
-            raise self._over
+        self._keeping.done()
         self._generation.transport.post()
         self._relay.poll()
         self._stepper.poll()
 
     def do(self, action: Action) -> None:
         """The computation of one F, B, W or FB. Raises GenerationOver."""
-        counting = nullcontext() if self._sound else self._generation.groups.counting(action)
+        counting = nullcontext() if self._keeping.sound else self._generation.groups.counting(action)
         with self._site.phases.doing(action), counting:
             self._COMPUTES[action.kind](self, action)
             self._site.meters.pace.keep()
@@ -174,7 +169,7 @@ class Attempt:
             with self._site.phases.working("data"):
                 batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))
             if batch is not None:
-                self._digests[pipeline, microbatch] = digest(batch)
+                self.computed.digests[pipeline, microbatch] = digest(batch)
         inputs = None
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
@@ -186,39 +181,28 @@ class Attempt:
             forward = site.stage.forward(inputs, batch)
         if not place.last:
             self._send(Message("F", pipeline, microbatch), forward.outputs)
-        self._torn = True
+        self._keeping.torn = True
         self.computed.add((pipeline, microbatch), forward)
-        with self._ending():
+        with self._keeping.telling():
             self._share_losses_if_complete()
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
         kind, pipeline, microbatch = message
-        counting = self._generation.groups.counting(message) if self._sound else nullcontext()
+        counting = self._generation.groups.counting(message) if self._keeping.sound else nullcontext()
         with self._site.phases.waiting(f"{kind}{pipeline}.{microbatch}"), counting:
             tensors = self._generation.transport.receive(message)
-        if self._sent:
+        if self._keeping.sent:
             for proved in self._generation.transport.proved(message):
-                self._sent.pop(Message(*proved), None)
+                self._keeping.sent.pop(Message(*proved), None)
         return tensors
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Send what an action has made."""
-        if self._keeps:
-            self._sent[message] = [tensor.detach() for tensor in tensors]
-        with self._ending():
+        if self._keeping.wanted:
+            self._keeping.sent[message] = [tensor.detach() for tensor in tensors]
+        with self._keeping.telling():
             self._generation.transport.send(message, tensors)
-
-    @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """A block in which an action tells others what it has made: where that may be told again, it comes to its end
-        all the same."""
-        try:
-            yield
-        except GenerationOver as error:
-            if not self._keeps:
-                raise
-            self._over = error
 
     def _backward(self, action: Action) -> None:
         _, pipeline, microbatch = action
@@ -245,7 +229,7 @@ class Attempt:
     def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
         place, seed = self._site.place, self._site.config.seed
         gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
-        self._torn = True
+        self._keeping.torn = True
         forward = self.computed.forwards.pop((pipeline, microbatch))
         self._site.meters.memory.begin_backward((pipeline, microbatch), gradients)
         at = (self._iteration, pipeline, microbatch, place.me.stage)
@@ -262,7 +246,7 @@ class Attempt:
 
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
-        self._torn = True
+        self._keeping.torn = True
         queue = self.computed.queues.pop((pipeline, microbatch))
         with torch.no_grad(), self._site.meters.watch.measure("W"):
             self.computed.sums.add(pipeline, microbatch, queue.contributions())
@@ -287,7 +271,7 @@ class Attempt:
         with (torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"),
               groups.counting("the reduced gradient")):
             self._agreement.check(iteration)
-            sums = Copies(self.computed.sums) if self._keeps else self.computed.sums
+            sums = Copies(self.computed.sums) if self._keeping.wanted else self.computed.sums
             gradient = self._generation.reduction.gradient(sums, groups, stage.ties)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
@@ -297,8 +281,8 @@ class Attempt:
         elif self._generation.scope.without:
             gradient.mul_(self._generation.share)
         views = site.trainable.layout.views(gradient)
-        held = Held(iteration, gradient, stage.norm_square(views), loss, weight, self._digests, self._relay.reports,
-                    stage.zeros(views))
+        held = Held(iteration, gradient, stage.norm_square(views), loss, weight, self.computed.digests,
+                    self._relay.reports, stage.zeros(views))
         self._stepper.hold(held, groups, standing.promises.promise(iteration, site.agent.offer), self._program.number)
 
 

@@ -29,6 +29,7 @@ class Computed:
         losses: unscaled, a scalar for each micro-batch that the last stage has run forward.
         reports: of the same micro-batches (``Forward.report``).
         sums: of the gradients.
+        digests: of the data of the micro-batches that this worker has read.
     """
 
     def __init__(self, layout: Layout, place: Callable[[int, int], tuple[Piece, int]]) -> None:
@@ -37,6 +38,7 @@ class Computed:
         self.losses: dict[Microbatch, torch.Tensor] = {}
         self.reports: dict[Microbatch, tuple[float, ...]] = {}
         self.sums = Accumulators(layout, place)
+        self.digests: dict[Microbatch, int] = {}
 
     def add(self, microbatch: Microbatch, forward: Forward) -> None:
         """``microbatch`` has run forward, and its outputs are on their way."""

@@ -19,7 +19,7 @@ from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import Reduction, reduction_of
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.trained_alike import Agreement
-from megatron_recycle.runtime.kept import Carried
+from megatron_recycle.runtime.kept import Carried, Kept
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -182,6 +182,7 @@ class Current:
     Attributes:
         last: the one in force, between two the one before, with its members and its plan; None before the first.
         rested: communicators of older ones that whoever builds the next may go on with.
+        kept: an attempt that may be taken up again; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -189,6 +190,7 @@ class Current:
         self._in_force: Generation | None = None
         self.last: Generation | None = None
         self.rested: Rested | None = None
+        self.kept: Kept | None = None
 
     def get(self) -> Generation:
         """The one in force."""
@@ -199,6 +201,12 @@ class Current:
     def broken(self) -> bool:
         """Whether none is in force: it has been given up, and the next one does not stand yet."""
         return self._in_force is None
+
+    def let_go(self) -> None:
+        """What was kept of an attempt is not taken up again."""
+        if self.kept is not None:
+            self.kept.computed.discard()
+            self.kept = None
 
     def set(self, generation: Generation) -> None:
         """From now on ``generation`` is in force, and may be aborted."""

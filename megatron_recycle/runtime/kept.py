@@ -8,12 +8,14 @@ again, over those that are left.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from megatron_recycle.plan import Action, Message, Microbatch, Plan, Worker
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.plan import Action, Message, Plan, Worker
 from megatron_recycle.runtime.comm.messages import Meta
 from megatron_recycle.runtime.computed import Computed
 
@@ -27,7 +29,6 @@ class Kept:
         chain: the attempt that began with the first of its actions.
         done: the actions, in order.
         computed: by them.
-        digests: of the data that they have read.
         sent: messages that may not have been read.
         meta: shapes of the activations that this worker sends, if it has sent one.
     """
@@ -36,7 +37,6 @@ class Kept:
     chain: int
     done: tuple[Action, ...]
     computed: Computed
-    digests: Mapping[Microbatch, int]
     sent: Mapping[Message, Sequence[torch.Tensor]]
     meta: Meta | None
 
@@ -66,6 +66,44 @@ class Carried:
         """From a go."""
         done = {Worker.parse(name): count for name, count in told["done"].items()}
         return cls(told["iteration"], told["chain"], Plan.from_json(told["plan"]), done)
+
+
+class Keeping:
+    """Whether an attempt can be taken up again where it is given up.
+
+    Args:
+        chain: the attempt that began with the first of its actions.
+        wanted: whether it is to be.
+        sound: whether what has come is in memory once it was waited for: then an abort spoils nothing computed of it.
+
+    Attributes:
+        torn: whether it is in the midst of an action that cannot be begun again.
+        sent: messages that may not have been read.
+        over: the end of the generation, which an action has met as it told what it had made.
+    """
+
+    def __init__(self, chain: int, wanted: bool, sound: bool) -> None:
+        self.chain, self.wanted, self.sound = chain, wanted, wanted and sound
+        self.torn = False
+        self.sent: dict[Message, Sequence[torch.Tensor]] = {}
+        self.over: GenerationOver | None = None
+
+    def done(self) -> None:
+        """An action is done. Raises GenerationOver if it has met that."""
+        self.torn = False
+        if self.over is not None:
+            raise self.over
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A block in which an action tells others what it has made: where that may be told again, the action comes to
+        its end all the same."""
+        try:
+            yield
+        except GenerationOver as error:
+            if not self.wanted:
+                raise
+            self.over = error
 
 
 def sends(action: Action, stages: int, stage: int) -> Message | None:

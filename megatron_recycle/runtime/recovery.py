@@ -65,7 +65,7 @@ def recover(site: Site, stepper: Stepper, error: GenerationOver) -> Generation:
     """
     await_stop(site, stepper.standing, error)
     retire(site, stepper)
-    return _follow(site, stepper, report(site, stepper))
+    return _follow(site, stepper, report(site, stepper.standing))
 
 
 def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
@@ -85,7 +85,7 @@ def _follow(site: Site, stepper: Stepper, go: Go | None) -> Generation:
         except GenerationOver as error:
             await_stop(site, stepper.standing, error)
             retire(site, stepper)
-        go = report(site, stepper)
+        go = report(site, stepper.standing)
 
 
 def await_stop(site: Site, standing: Standing, error: GenerationOver) -> None:
@@ -163,19 +163,18 @@ def install(site: Site, standing: Standing, generation: Generation) -> Generatio
     return generation
 
 
-def report(site: Site, stepper: Stepper) -> Go | None:
+def report(site: Site, standing: Standing) -> Go | None:
     """3-4. Say where this worker stands and wait for the decision; None if a newer generation came first.
 
     A part of a worker that has lost another part waits here until that one is replaced. Raises JobEnded.
     """
-    standing = stepper.standing
     if site.agent.outside:
         if site.place.parts > 1:
             get_logger().warning("megatron-recycle: another part of worker %s is out; this one (%s) has no work until "
                                  "that one is replaced", site.place.me, site.place.name)
         return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
     generation = site.agent.stop_generation
-    kept = {} if stepper.kept is None else {"kept": stepper.kept.report()}
+    kept = {} if site.current.kept is None else {"kept": site.current.kept.report()}
     site.agent.report(generation, {**_report(site, standing), **kept})
     return site.agent.wait_go(generation)
 
@@ -199,7 +198,7 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
                                Plan.from_json(go.plan), site.exact,
                                {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()})
     if scope.carried is None or site.place.me not in scope.carried.done:
-        stepper.let_go()
+        site.current.let_go()
     install(site, standing, generation)
     connect_partners(site, standing, generation, connect_limit(site.config, groups.control.size, go.tries),
                      site.phases.working(CONNECT), go.resume)

@@ -25,7 +25,6 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
-from megatron_recycle.runtime.kept import Kept
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.site import Site
@@ -52,7 +51,6 @@ class Stepper:
         reports: of the last committed one.
         read: the data that this worker has read of it, as `Held.digests`.
         pending: the commit under way; None: there is none.
-        kept: an attempt that may be taken up again; None: there is none.
     """
 
     def __init__(self, site: Site, standing: Standing) -> None:
@@ -61,7 +59,6 @@ class Stepper:
         self.reports: torch.Tensor | None = None
         self.read: Mapping[tuple[int, int], int] = {}
         self.pending: Commit | None = None
-        self.kept: Kept | None = None
         self.undo = Undo(site.stage)
         self._site = site
         self._profiling = Profiling()
@@ -130,23 +127,9 @@ class Stepper:
             _announce(verdict, before.seen(verdict.refutes(right)), self.standing.mode)
         self._committed(verdict, adopt)
 
-    def keep(self, kept: Kept) -> None:
-        """This attempt may be taken up again, unless its iteration is final."""
-        self.let_go()
-        if kept.iteration > self.standing.committed:
-            self.kept = kept
-        else:
-            kept.computed.discard()
-
-    def let_go(self) -> None:
-        """What was kept of an attempt is not taken up again."""
-        if self.kept is not None:
-            self.kept.computed.discard()
-            self.kept = None
-
     def _committed(self, verdict: Verdict, adopt: bool) -> None:
         """An iteration is final; ``adopt``: every worker has promised what this one has."""
-        self.let_go()
+        self._site.current.let_go()
         site, last = self._site, self._site.current.last
         assert self.reports is not None
         row = _LOSS.pack(verdict.loss) + site.stage.summary(verdict, self.reports)

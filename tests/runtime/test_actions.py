@@ -118,7 +118,7 @@ class Alone:
     def receive(self, message: tuple[str, int, int]) -> list[torch.Tensor]:
         return [self.gradients[message[1:]]]
 
-    def follow(self, plan: Any) -> None:
+    def follow(self, plan: Any, read: Any) -> None:
         pass
 
     def begin(self, label: Any) -> None:
@@ -129,7 +129,9 @@ class Alone:
                                     digest="sha256:00000")
         program = Program.of(plan, FIRST)
         self.generation: Any = SimpleNamespace(
-            groups=SimpleNamespace(together=nullcontext, counting=nullcontext), transport=self, shared=[],
+            groups=SimpleNamespace(together=nullcontext, counting=nullcontext,
+                                   world=SimpleNamespace(backend=SimpleNamespace(host=True))), transport=self, shared=[],
+            scope=SimpleNamespace(carried_in=lambda _: None),
             program_of=lambda _: program,
             reduction=SimpleNamespace(place=lambda pipeline, microbatch: (WHOLE, 0)), left_out_of=lambda _: 0)
 
