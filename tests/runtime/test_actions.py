@@ -130,8 +130,8 @@ class Alone:
         program = Program.of(plan, FIRST)
         self.generation: Any = SimpleNamespace(
             groups=SimpleNamespace(together=nullcontext, counting=nullcontext,
-                                   world=SimpleNamespace(backend=SimpleNamespace(host=True))), transport=self, shared=[],
-            scope=SimpleNamespace(carried_in=lambda _: None),
+                                   world=SimpleNamespace(backend=SimpleNamespace(host=True))),
+            transport=self, shared=[], scope=SimpleNamespace(carried_in=lambda _: None),
             program_of=lambda _: program,
             reduction=SimpleNamespace(place=lambda pipeline, microbatch: (WHOLE, 0)), left_out_of=lambda _: 0)
 
