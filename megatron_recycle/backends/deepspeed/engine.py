@@ -242,7 +242,7 @@ class RecyclePipelineEngine(PipelineEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As stock: from the next iteration on each pipeline has more or fewer micro-batches. To be called on all ranks
-        before the same iteration. Raises ValueError as stock, UnsupportedError with policy drop."""
+        before the same iteration. Raises ValueError as stock, UnsupportedError with another policy than reroute."""
         super().set_train_batch_size(train_batch_size)
         if not self.session.started:
             self.session.iteration = self.global_steps - 1
