@@ -88,8 +88,8 @@ class Service:
 
 @contextmanager
 def service(folder: Path, **options: Any) -> Iterator[Service]:
-    """A running coordinator; quick timeouts unless others are given."""
-    options.setdefault("timeouts", Timeouts(heartbeat_interval=0.1, heartbeat_timeout=2.0, report_timeout=5.0))
+    """A running coordinator; nobody is missed for being slow, unless other timeouts are given."""
+    options.setdefault("timeouts", Timeouts(heartbeat_interval=0.1, heartbeat_timeout=15.0, report_timeout=60.0))
     running = Service(Journal.create(folder / "journal.jsonl"), **options).start()
     try:
         yield running

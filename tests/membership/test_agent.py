@@ -115,11 +115,11 @@ def test_a_finished_worker_is_called_back_when_another_fails(running: Service) -
 
 
 def test_missing_heartbeats_are_found_and_named_frozen(tmp_path: Path) -> None:
-    with service(tmp_path, timeouts=Timeouts(heartbeat_interval=0.05, heartbeat_timeout=0.6)) as running:
+    with service(tmp_path, timeouts=Timeouts(heartbeat_interval=0.05, heartbeat_timeout=2.0)) as running:
         agents = _all_ready(running, heartbeat_interval=0.05)
         agents["2:1"].close()  # nobody reports an exit: only the silence tells
         suspected = running.await_event("suspected", worker="2:1")
-        assert suspected["kind"] == "frozen" and suspected["ms"] > 600
+        assert suspected["kind"] == "frozen" and suspected["ms"] > 2000
         assert running.await_event("decided", generation=2)["out"] == {"2:1": "frozen"}
         _close(agents)
 
