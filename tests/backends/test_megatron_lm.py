@@ -69,7 +69,7 @@ def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str],
                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     if "megatron_recycle.cli" in launcher and Rules.of_all() is not None:
         through = (str(ROOT / "tests" / "ordered" / "script.py"), *through)
-        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(checkout), environ["PYTHONPATH"]])  # as of a script there
+        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(checkout), environ["PYTHONPATH"]])
     command = [sys.executable, "-W", "ignore", "-m", *launcher, str(ROOT / "scripts" / "megatron_cpu.py"),
                *through, str(checkout / "pretrain_gpt.py"), *ARGUMENTS, *arguments]
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
