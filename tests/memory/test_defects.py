@@ -20,7 +20,6 @@ With real processes, on tests/ordered: in `tests.ordered.backend.Ordered` leave 
 from __future__ import annotations
 
 import contextlib
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -253,8 +252,15 @@ def death_before_a_first_transfer() -> str:
         sender = next(process for process in made.processes.values() if process.name == "1:0")
         first = [end for end in sender.network.ends if end.board.ordered][:3]
         made.wait_for(lambda: all(end.aborted for end in first), "the abort")  # whom it can free is free
-        if re.search("worker-1:0 for its partners' first transfer", told := made.fabric.standing()):
-            return f"nobody can go on:\n{told}"
+        told: list[str] = []
+
+        def stands() -> bool:
+            told[:] = [made.fabric.standing()]  # it looks around now and then, and stands nowhere meanwhile
+            return "worker-1:0 for its partners' first transfer" in told[0]
+
+        made.wait_for(lambda: stands() or not sender.thread.is_alive(), "one who stands, or the end")
+        if sender.thread.is_alive():
+            return f"nobody can go on:\n{told[0]}"
         check(made, made.wait(), {"1:1"}, within=1e-5)
     return ""
 
