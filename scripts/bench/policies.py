@@ -112,7 +112,7 @@ def run(policy: str, failures: Sequence[Failure], save_every: int, args: argpars
         settings["max_restarts"] = str(len(failures))
     seen, due = Seen(), list(failures)
     with Job("gpt_deepspeed.py", [str(word) for word in words], folder, PIPELINES * STAGES, settings, args.limit,
-             restarts=len(failures) if policy == "restart" else 0) as job:
+             restarts=max(1, len(failures)) if policy == "restart" else 0) as job:
         for event in job.events():
             seen.add(event)
             if event["event"] == "committed" and due and event["iteration"] >= due[0].after:
