@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import pytest
 from deepspeed.monitor import comet, csv_monitor, monitor, tensorboard, wandb
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
-from megatron_recycle.backends.deepspeed.monitors import Monitors
+from megatron_recycle.backends.deepspeed.monitors import Monitors, name_run
 
 
 class Worker:
@@ -52,3 +53,11 @@ def test_what_the_engine_writes_inside_an_iteration_is_left_out_and_the_scripts_
     worker.monitors.write_events([("own", 2.0, 8)])
     assert rows(tmp_path, "own") == [["step", "own"], ["8", "2.0"]]
     assert not (tmp_path / "job" / "lr.csv").exists()
+
+
+@pytest.mark.parametrize("section", [{"enabled": True}, {"enabled": False}, None])
+def test_the_run_of_weights_and_biases_has_its_name_before_deepspeed_opens_it(section, monkeypatch):
+    environ = {"RECYCLE_RUN_DIR": "/runs/20260101-7"}
+    monkeypatch.setattr(os, "environ", environ)
+    name_run({} if section is None else {"wandb": section})
+    assert environ.get("WANDB_RUN_ID") == ("20260101-7" if section and section["enabled"] else None)

@@ -45,7 +45,7 @@ from megatron_recycle.backends.deepspeed.evaluation import (
 )
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
-from megatron_recycle.backends.deepspeed.monitors import Event, Monitors
+from megatron_recycle.backends.deepspeed.monitors import Event, Monitors, name_run
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
 from megatron_recycle.backends.deepspeed.timers import Timers
@@ -83,6 +83,7 @@ def install(options: Options) -> None:
         if not settings.enabled or not isinstance(model, deepspeed.PipelineModule):
             return stock(args, model, *rest, **keywords)
         check_not_too_late(settings)
+        name_run(config)
         say_before_compiling(config, rest[0] if rest else keywords.get("optimizer"))
         engine_class = functools.partial(RecyclePipelineEngine, settings, options)
         # The name that stock initialize() looks up when it builds the engine of a PipelineModule.

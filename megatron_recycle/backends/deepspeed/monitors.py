@@ -7,7 +7,7 @@ iteration is over for its script; one that has not written before opens the same
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,15 @@ Event = tuple[str, float, int]
 
 _MODULES: Sequence[Any] = (monitor, tensorboard, csv_monitor, wandb, comet)
 """They ask the process group for nothing but this worker's rank."""
+
+
+def name_run(config: Mapping[str, Any]) -> None:
+    """Before DeepSpeed opens a run of Weights & Biases on rank 0, give it a name: whoever takes over writes on into the
+    same run. ``config``: DeepSpeed's."""
+    section, folder = config.get("wandb"), os.environ.get("RECYCLE_RUN_DIR")
+    if isinstance(section, Mapping) and section.get("enabled") and folder:
+        os.environ.setdefault("WANDB_RUN_ID", Path(folder).name)
+        os.environ.setdefault("WANDB_RESUME", "allow")
 
 
 class Monitors:
@@ -38,10 +47,6 @@ class Monitors:
         self._busy = busy
         self._own: monitor.MonitorMaster | None = None
         self.enabled: bool = stock.enabled
-        if self.enabled and stock.monitor_config.wandb.enabled and os.environ.get("RECYCLE_RUN_DIR"):
-            # Whoever takes over writes on into the same run.
-            os.environ.setdefault("WANDB_RUN_ID", Path(os.environ["RECYCLE_RUN_DIR"]).name)
-            os.environ.setdefault("WANDB_RESUME", "allow")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stock, name)
