@@ -51,18 +51,18 @@ def coordinator(token: str | None) -> Iterator[str]:
 
 
 def test_an_open_port_is_not_taken_for_this_jobs_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_CONNECT_LIMIT", 0.2)
+    monkeypatch.setattr(network, "_CONNECT_LIMIT", 60.0)
     with coordinator(TOKEN) as ours, coordinator(ANOTHER) as theirs, coordinator(None) as store:
         assert network.knock(ours, TOKEN) is None
         assert "does not have this job's token" in str(network.knock(theirs, TOKEN))
+        monkeypatch.setattr(network, "_CONNECT_LIMIT", 0.2)
         assert "it is no coordinator" in str(network.knock(store, TOKEN))
         with pytest.raises(RecycleError, match="does not answer within 0 s .*recycle run --node-rank 0"):
             network.await_coordinator(store, TOKEN, 0.0, print)
     assert "refused" in str(network.knock(ours, TOKEN))
 
 
-def test_a_file_of_an_earlier_job_is_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_CONNECT_LIMIT", 0.2)
+def test_a_file_of_an_earlier_job_is_waited_out(tmp_path: Path) -> None:
     with coordinator(TOKEN) as ours, coordinator(ANOTHER) as theirs:
         late = Meeting("slurm-8.0.0", ours, TOKEN, 15000, 2)
         for wrong, why in ((Meeting("slurm-7.0.0", theirs, ANOTHER), "is of another job"),
@@ -75,7 +75,7 @@ def test_a_file_of_an_earlier_job_is_waited_out(tmp_path: Path, monkeypatch: pyt
                 meeting.await_first(tmp_path, "slurm-8.0.0", 0.0, print)
         timer = threading.Timer(0.1, meeting.publish, (tmp_path, late))
         timer.start()
-        assert meeting.await_first(tmp_path, "slurm-8.0.0", 20.0, print) == late
+        assert meeting.await_first(tmp_path, "slurm-8.0.0", 60.0, print) == late
         timer.join()
     assert (tmp_path / meeting.FILE).stat().st_mode & 0o777 == 0o600
 
