@@ -1,6 +1,6 @@
 """Runs a script of Megatron's over the ordered backend, under the rules that all jobs are to keep:
 
-    script.py PATH/pretrain_gpt.py ARGUMENTS
+    script.py scripts/megatron_cpu.py PATH/pretrain_gpt.py ARGUMENTS
 """
 
 from __future__ import annotations
