@@ -216,6 +216,7 @@ def run_beside(other: Path, args: argparse.Namespace, output: Path) -> int:
     found: dict[str, dict[str, list[Row]]] = {str(each): {kind: [] for kind in args.kind} for each in (other, here)}
     loads = [os.getloadavg()[0]]
     for number in range(-(-args.count // args.kills)):
+        told: dict[str, Any] = {}
         for place in (other, here) if number % 2 else (here, other):
             part = output.with_name(f"{output.stem}-beside.json")
             command = [sys.executable, str(place / "scripts" / "bench" / "recovery.py"), "--kind", *args.kind,
@@ -226,11 +227,16 @@ def run_beside(other: Path, args: argparse.Namespace, output: Path) -> int:
             done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": str(place)}, check=False,
                                   stdout=subprocess.DEVNULL)
             if done.returncode:
-                print(f"recovery.py: job {number} in {place} has failed; the others count", file=sys.stderr)
+                print(f"recovery.py: job {number} in {place} has failed, and counts nowhere", file=sys.stderr)
                 continue
-            for kind, measured_there in json.loads(part.read_text())["kinds"].items():
-                found[str(place)][kind] += measured_there["each"]
+            told[str(place)] = json.loads(part.read_text())["kinds"]
             loads.append(os.getloadavg()[0])
+        for place_name, kinds in told.items() if len(told) == len(found) else ():
+            for kind, measured_there in kinds.items():
+                found[place_name][kind] += measured_there["each"]
+    if not all(rows for kinds in found.values() for rows in kinds.values()):
+        print("recovery.py: no job has ended well in both", file=sys.stderr)
+        return 1
     for kind in args.kind:
         for place in (other, here):
             totals = [row["total"] for row in found[str(place)][kind]]
