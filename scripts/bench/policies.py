@@ -10,8 +10,8 @@ are started again (`max_restarts`), as a replacement would be; they need some se
 checkpoint and restart: every failure ends all, and `recycle run --restarts` starts the script again from its last
 checkpoint, whose period is Young and Daly's for that failure rate and the measured cost of a checkpoint.
 
-Measured: the time from the first commit to the last, beyond that of the run without failures; iterations that were
-committed twice; parts of iterations done again (actions, in iterations of all workers); samples that no step has seen;
+Measured: the time from the first commit to the last, beyond as many iterations of the same run's median time (other runs
+may have met a busier machine); iterations that were committed twice; parts of iterations done again (actions, in iterations of all workers); samples that no step has seen;
 the validation loss of the final parameters; whether these are those of the run without failures, bit for bit. Writes
 runs/bench/policies.json after each run, prints a table, and draws docs/policies.png.
 """
@@ -128,7 +128,7 @@ def run(policy: str, failures: Sequence[Failure], save_every: int, args: argpars
     dumps = [torch.load(next((folder / "dump").glob(f"worker-*-{stage}.pt")), weights_only=True)
              for stage in range(STAGES)]
     each = PIPELINES * STAGES * MICROBATCHES * 3  # actions of an iteration: F, B, W
-    return {"policy": policy, "failures": len(failures), "save_every": save_every,
+    return {"policy": policy, "failures": len(failures), "save_every": save_every, "iterations": args.iterations,
             "seconds": round(seen.commits[-1][0] - seen.commits[0][0], 2), "pace": round(seen.pace(), 3),
             "again": len(seen.commits) - len({iteration for _, iteration in seen.commits}),
             "redone": round(seen.redone / each, 2), "lost_samples": seen.lost_samples(),
@@ -149,7 +149,7 @@ def compared(row: Row, whole: Row) -> Row:
     parameters = row.pop("parameters")
     same = all(torch.equal(value, whole["parameters"][name]) for name, value in parameters.items())
     return {**{key: value for key, value in row.items() if key != "commits"}, "equal": same,
-            "lost_seconds": round(row["seconds"] - whole["seconds"], 1),
+            "lost_seconds": round(row["seconds"] - (row["iterations"] - 1) * row["pace"], 1),
             "loss_difference": round(row["loss"] - whole["loss"], 4)}
 
 
@@ -173,7 +173,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.scatter([row["lost_seconds"] for row in own], [row["loss_difference"] for row in own], label=policy,
                      marker=marker, s=[30 + 30 * row["failures"] for row in own], alpha=0.7)
     axes.axhline(0, color="grey", linewidth=0.5)
-    axes.set_xlabel("seconds lost to failures (the larger the mark, the more failures)")
+    axes.set_xlabel("seconds lost (the larger the mark, the more failures)")
     axes.set_ylabel("validation loss against none")
     axes.set_xscale("symlog", linthresh=2)
     axes.legend()
