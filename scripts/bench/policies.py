@@ -10,10 +10,11 @@ are started again (`max_restarts`), as a replacement would be; they need some se
 checkpoint and restart: every failure ends all, and `recycle run --restarts` starts the script again from its last
 checkpoint, whose period is Young and Daly's for that failure rate and the measured cost of a checkpoint.
 
-Measured: the time from the first commit to the last, beyond as many iterations of the same run's median time (other runs
-may have met a busier machine); iterations that were committed twice; parts of iterations done again (actions, in iterations of all workers); samples that no step has seen;
-the validation loss of the final parameters; whether these are those of the run without failures, bit for bit. Writes
-runs/bench/policies.json after each run, prints a table, and draws docs/policies.png.
+Measured: the time from the first commit to the last, beyond as many iterations of the same run's median time (other
+runs may have met a busier machine); iterations that were committed twice; actions done again, in iterations of all
+workers; samples that no step has seen; the validation loss of the final parameters; whether these are those of the run
+without failures, bit for bit. Writes runs/bench/policies.json after each run, prints a table, and draws
+docs/policies.png.
 """
 
 from __future__ import annotations
