@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.plan import Plan, Worker, violations
+from megatron_recycle.planner import search_process
 from megatron_recycle.planner.command import add_arguments, run
 
 PAPER = ["--pipelines", "3", "--stages", "4", "--microbatches", "6", "--failed", "1:2", "--no-moves"]
 GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(autouse=True)
+def the_work_and_not_the_clock_ends_a_search(monkeypatch):
+    """As on a machine that has the time."""
+    monkeypatch.setattr(search_process, "RESERVE", -60.0)
 
 
 def recycle_plan(capsys, *arguments):
