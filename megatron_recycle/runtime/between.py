@@ -42,10 +42,8 @@ class Between:
             settle()
         if looked := stage.look() or changed:
             trainable.lay_out()
-        # To go back would be to lose what the script does once.
-        if (edited or looked) and trainable.guard.void(self._stepper.standing.stepped):
-            get_logger().warning("megatron-recycle: what the script changes between iterations voids the copies of "
-                                 "guard: a stage that is lost before the next ones (guard_interval) does not come back")
+        if edited or looked:
+            self._void()
         self._modes.remember()
 
     def trained(self) -> bool:
@@ -60,7 +58,13 @@ class Between:
         since the last one."""
         trainable = self._site.trainable
         if trainable.guard.returns and self._edits.found():
-            trainable.guard.void(self._stepper.standing.stepped)
+            self._void()
+
+    def _void(self) -> None:
+        """To go back would be to lose what the script does once."""
+        if self._site.trainable.guard.void(self._stepper.standing.stepped):
+            get_logger().warning("megatron-recycle: what the script changes between iterations voids the copies of "
+                                 "guard: a stage that is lost before the next ones (guard_interval) does not come back")
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -79,5 +83,20 @@ class Between:
     @contextmanager
     def apart(self, iteration: int) -> Iterator[None]:
         """Inside the block, which makes the step of ``iteration`` final, everything is as training has left it."""
+        self.look_back()
         with self._modes.of_training(), self._edits.apart(iteration, self._stepper.remake):
             yield
+        self._watch_on()
+
+    @contextmanager
+    def saved(self) -> Iterator[None]:
+        """Inside the block the script's state is saved as it is now, which need not be what training goes on with:
+        averages of the parameters, say, that are there for the checkpoint only. What differs afterwards is found."""
+        self.look_back()
+        yield
+        self._watch_on()
+
+    def _watch_on(self) -> None:
+        """What the script changes from here on is to be found as well."""
+        if self._site.trainable.brought is None:  # else what it has meanwhile does not count
+            self.leave()

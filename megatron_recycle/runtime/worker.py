@@ -172,7 +172,8 @@ class StageWorker:
             self.begin(iteration)
             self.settle()
             self.standing.ask_pass(iteration)
-            self._apart(run)
+            with self._between.saved():
+                self._apart(run)
 
     def collective(self, group: Group, call: Call, after: int) -> None:
         """Make a ``call`` of the script's, which has trained iteration ``after`` last, through any failures.

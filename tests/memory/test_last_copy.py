@@ -241,6 +241,44 @@ def test_a_learning_rate_by_hand_since_is_not_lost_the_job_ends(monkeypatch, ste
     assert "the script has changed something since the last checkpoint" in told(job, "finished")[-1]["message"]
 
 
+def changes_once(monkeypatch, call, before=False):
+    """The script sets a learning rate by hand beside its first ``call`` after iteration 3, or for that ``call`` alone
+    writes other parameters."""
+    plain = getattr(StageWorker, call)
+
+    def beside(self: StageWorker, iteration: int, *rest: Any) -> Any:
+        if iteration != 4:
+            return plain(self, iteration, *rest)
+        parameters = self.site.stage.parameters if before else ()
+        kept = [parameter.data.clone() for parameter in parameters]
+        for parameter in parameters:
+            parameter.data.mul_(2.0)
+        result = plain(self, iteration, *rest)
+        for parameter, tensor in zip(parameters, kept):
+            parameter.data.copy_(tensor)
+        for group in () if before else self.site.stage.optimizer.param_groups:
+            group["lr"] = 0.001
+        return result
+
+    monkeypatch.setattr(StageWorker, call, beside)
+
+
+@pytest.mark.parametrize("step", ["barrier", "staggered"])
+@pytest.mark.parametrize("save, call, before", [
+    ((4,), "save", False), ((2, 4), "save", False), ((4,), "save", True), ((2, 4), "save", True),
+    ((3,), "evaluate", False)])
+def test_what_the_script_changes_beside_a_checkpoint_or_an_evaluation_is_not_lost(monkeypatch, step, save, call, before):
+    """A learning rate by hand after the first checkpoint of all, or by an evaluation's loss; averaged parameters that
+    are there for the checkpoint only: training must not go on from them."""
+    changes_once(monkeypatch, call, before)
+    shape = replace(CHECKPOINTS, save=save, evaluate=(4,)).with_settings(step=step)
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    assert not told(job, "restored")
+    assert "the script has changed something since the last checkpoint" in told(job, "finished")[-1]["message"]
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_with_nothing_to_go_back_to_the_survivors_save_what_they_hold(tmp_path, phase):
     """Of the last committed iteration: the state of a job that ended with it, but for the stage that is lost."""
