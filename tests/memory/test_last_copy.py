@@ -267,7 +267,8 @@ def changes_once(monkeypatch, call, before=False):
 @pytest.mark.parametrize("save, call, before", [
     ((4,), "save", False), ((2, 4), "save", False), ((4,), "save", True), ((2, 4), "save", True),
     ((3,), "evaluate", False)])
-def test_what_the_script_changes_beside_a_checkpoint_or_an_evaluation_is_not_lost(monkeypatch, step, save, call, before):
+def test_what_the_script_changes_beside_a_checkpoint_or_an_evaluation_is_not_lost(
+        monkeypatch, step, save, call, before):
     """A learning rate by hand after the first checkpoint of all, or by an evaluation's loss; averaged parameters that
     are there for the checkpoint only: training must not go on from them."""
     changes_once(monkeypatch, call, before)
