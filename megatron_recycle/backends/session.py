@@ -53,8 +53,9 @@ _GIVES_UP = {
     "restart": "a failure costs all iterations since the script's last checkpoint",
 }
 """What a job should know of its policy before anything fails."""
-Restore = Callable[[Groups, str], None]
-"""(groups of those that are left, where a checkpoint is): loads this worker's part of it; see `Framework.restore`."""
+Restore = Callable[[Groups, str, str], None]
+"""(groups of those that are left, where a checkpoint is, the name of the try that wrote it): loads this worker's part
+of it; see `Framework.restore`."""
 SaveLast = Callable[[Groups, int], str]
 """(groups of those that are left, last committed iteration) -> where the checkpoint is; see `StageWorker`."""
 
@@ -142,9 +143,9 @@ class Session:
                     self._restore, restore),
                 folder=lambda: folder() or Launched.read().run_dir))
 
-    def _restore(self, restore: Restore, place: str) -> None:
+    def _restore(self, restore: Restore, place: str, name: str) -> None:
         with self.worker.among_those_left():
-            restore(self.worker.current_groups(), place)
+            restore(self.worker.current_groups(), place, name)
 
     @property
     def started(self) -> bool:

@@ -37,6 +37,7 @@ class Save(NamedTuple):
 
     Attributes:
         generation: its members write.
+        number: of the checkpoint (`Standing.passes`), the same on all of them.
         whole: to be called by the one that names the checkpoint, with its place, once all parts are written and before
             it is named, and with the iteration it is of, if that is not the last one that has committed. Raises
             GenerationOver: then it is not to be named.
@@ -44,13 +45,14 @@ class Save(NamedTuple):
     """
 
     generation: Generation
+    number: int
     whole: Whole
     check: Callable[[], None]
 
     @property
     def name(self) -> str:
         """A text that no other try has."""
-        return self.generation.store_prefix
+        return f"{self.generation.store_prefix}.{self.number}"
 
 
 Write = Callable[[Save], None]
@@ -68,8 +70,8 @@ def load(site: Site, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Ten
     """Load this worker's part of a whole checkpoint of this run, at the same time as all others do; returns the stage's
     tensors and the facts that `Stepper.enter` takes. Raises what the script's framework does."""
     assert site.framework.restore is not None, "this job notes no checkpoint to go back to"
-    site.framework.restore(checkpoint["place"])
     told, stage = checkpoint["facts"], site.stage
+    site.framework.restore(checkpoint["place"], told["name"])
     total = site.grids.of(checkpoint["iteration"]).total
     return stage_tensors(stage), {**told, "counters": stage.counters(), "read": {},
                                   "reports": torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)}
@@ -88,13 +90,15 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write) -
         site.phases.enter(Phase.SAVED, standing.iteration)
         iteration = now if of is None else of
         with site.phases.waiting("the manifest"):
-            if not site.agent.written(epoch, iteration, place, facts if iteration == now else None):
+            told = None if facts is None or iteration != now else {**facts, "name": this.name}
+            if not site.agent.written(epoch, iteration, place, told):
                 raise GenerationOver("the generation ended before the checkpoint was noted")
 
+    this = Save(generation, standing.passes, whole, check)
     site.phases.enter(Phase.SAVE, standing.iteration)
     check()
     with site.phases.working(COPY), failing_ends("a checkpoint", means=is_broken):
-        write(Save(generation, whole, check))
+        write(this)
     with site.phases.waiting("the checkpoint's end"):
         count(generation.groups.control, True)
     site.trainable.guard.saved = facts is not None

@@ -45,8 +45,8 @@ class Framework:
             part of a checkpoint and returns where that is, or nothing if another worker could not write its own. It may
             raise anything. None: there is no such thing.
         restore: called between two iterations by all workers alike, also by one that has just come in; loads this
-            worker's part of the checkpoint of this run that is at a place. It may raise anything. None: there is no
-            such thing.
+            worker's part of the checkpoint of this run that is at a place, or was to be named so by the try of a
+            name (`Save.name`) when who names it died. It may raise anything. None: there is no such thing.
         folder: where a worker writes what it holds of a job that has lost another stage for good; None: nowhere.
         setup: the time until the worker begins, as what this process is told in it; None: nobody joins later.
         grids: of iterations.
@@ -58,7 +58,7 @@ class Framework:
     generators: Generators
     grids: Grids
     save_last: Callable[[], str] | None = None
-    restore: Callable[[str], None] | None = None
+    restore: Callable[[str, str], None] | None = None
     folder: Callable[[], str | None] | None = None
     setup: SetUp | None = None
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_recycle.backends.deepspeed.checkpoints import whole_at
 from tests.backends import gpt_job
 from tests.harness import Hold, Job
 from tests.references import run
@@ -28,6 +29,16 @@ def alike(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(alike, one, other))
     return bool(one == other)
+
+
+def test_a_checkpoint_that_is_whole_and_not_yet_named_is_found(tmp_path: Path):
+    """Whatever has its name."""
+    place = tmp_path / "best"
+    for folder in (place, tmp_path / ".best.g3", tmp_path / ".best.g2"):
+        folder.mkdir()
+    assert whole_at(place, "g3") == tmp_path / ".best.g3"
+    assert whole_at(place, "g4") == place
+    assert whole_at(tmp_path / "gone", "g3") == tmp_path / "gone"
 
 
 @pytest.mark.processes

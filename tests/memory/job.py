@@ -131,10 +131,11 @@ class Disk:
         self.counters: dict[tuple[int, int], Any] = {}
         self._parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
 
-    def load(self, place: str, stage: SmallStage) -> None:
+    def load(self, place: str, name: str, stage: SmallStage) -> None:
         """As `Framework.restore`."""
         iteration = int(place.removeprefix("iteration "))
-        stage.load_state({**stage.fixed(), **self.named[iteration][stage.stage]}, self.counters[iteration, stage.stage])
+        found = self.named.get(iteration) or self._parts[f"{name} {iteration}"]  # who names it may have died
+        stage.load_state({**stage.fixed(), **found[stage.stage]}, self.counters[iteration, stage.stage])
 
     def write(self, save: Save, iteration: int, stage: SmallStage) -> None:
         """As `runtime.saving.Write`."""

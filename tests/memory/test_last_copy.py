@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron_recycle.runtime.copies import Guard, StateCopy
+from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.worker import StageWorker
-from tests.memory.job import Disk, Job, Shape, differences, undisturbed
+from tests.memory.job import Disk, Job, Killed, Shape, differences, undisturbed
 from tests.memory.model import SmallStage
 from tests.moments import Moment
 from tests.seeds import seeds
@@ -241,6 +242,27 @@ def test_a_learning_rate_by_hand_since_is_not_lost_the_job_ends(monkeypatch, ste
     assert "the script has changed something since the last checkpoint" in told(job, "finished")[-1]["message"]
 
 
+def test_who_names_a_checkpoint_dies_when_it_is_noted_and_not_yet_named(monkeypatch):
+    """With it its stage: all go back to that one, and not to what had its name before."""
+    write, died = Disk.write, []
+
+    def dies(self: Disk, save: Save, iteration: int, stage: SmallStage) -> None:
+        def whole(place: str, of: int | None = None) -> None:
+            save.whole(place, of)
+            if iteration == 4 and not died:
+                died.append(threading.current_thread().name)
+                next(one for one in job.processes.values() if one.thread is threading.current_thread()).network.die()
+                raise Killed
+
+        write(self, save._replace(whole=whole), iteration, stage)
+
+    monkeypatch.setattr(Disk, "write", dies)
+    with Job(CHECKPOINTS, [Moment("1:0", "forward", 1)]) as job:
+        check_ends_well(job, out={"1:0"})
+    (event,) = told(job, "restored")
+    assert (died, event["iteration"], event["from"]) == (["worker-0:0"], 3, {"0": "checkpoint"})
+
+
 def changes_once(monkeypatch, call, before=False):
     """The script sets a learning rate by hand beside its first ``call`` after iteration 3, or for that ``call`` alone
     writes other parameters."""
@@ -314,13 +336,13 @@ def loading_fails(monkeypatch, workers, times):
     """In a checkpoint that is loaded by these workers, so many times in each, when half of it is there."""
     load, failed = Disk.load, []
 
-    def half(self: Disk, place: str, stage: SmallStage) -> None:
+    def half(self: Disk, place: str, name: str, stage: SmallStage) -> None:
         me = threading.current_thread().name.removeprefix("worker-")
         if me in workers and failed.count(me) < times:
             failed.append(me)
             stage.parameters[0].data.fill_(7.0)
             raise OSError(5, "Input/output error")
-        load(self, place, stage)
+        load(self, place, name, stage)
 
     monkeypatch.setattr(Disk, "load", half)
     return failed

@@ -65,7 +65,7 @@ class Checkpoints:
         self._engine._checkpoint_tag_validation(said[0])
         dist.broadcast_object_list(said)  # one that has the time in it, say: all write into the same folder
         place = Path(save_dir, said[0])
-        hidden = place.with_name(f".{place.name}.{save.name}")
+        hidden = _hidden(place, save.name)
         self._write_stage(groups, save_dir, hidden, said[0], dict(client_state or {}), exclude_frozen_parameters,
                           save.check)
         count(groups.control, True)  # every part is there
@@ -115,6 +115,17 @@ class Checkpoints:
             engine._save_checkpoint(str(folder), os.path.relpath(hidden, folder), client_state=client_state or {},
                                     exclude_frozen_parameters=exclude_frozen_parameters)
         engine.checkpoint_engine.commit(commit)
+
+
+def _hidden(place: Path, name: str) -> Path:
+    return place.with_name(f".{place.name}.{name}")
+
+
+def whole_at(place: Path, name: str) -> Path:
+    """Where the checkpoint is that the try ``name`` was to name ``place``, which all know to be whole: who names it may
+    have died before. What has its name then is none, or an older one."""
+    hidden = _hidden(place, name)
+    return hidden if hidden.exists() else place
 
 
 def _finish(hidden: Path, place: Path) -> None:

@@ -27,7 +27,7 @@ from megatron_recycle.backends.deepspeed.between import (
     settle_when_asked,
     sizes,
 )
-from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints
+from megatron_recycle.backends.deepspeed.checkpoints import Checkpoints, whole_at
 from megatron_recycle.backends.deepspeed.config import (
     keep_batch,
     read_config,
@@ -156,7 +156,7 @@ class RecyclePipelineEngine(PipelineEngine):
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
                                save_last=lambda groups, _: self._checkpoints.write_last(groups),
-                               restore=lambda _, place: self._load(Path(place)),
+                               restore=lambda _, place, name: self._load(whole_at(Path(place), name)),
                                folder=lambda: self._checkpoints.folder)
             if isinstance(self.timers, Timers):
                 self.session.worker.site.meters.watch.beside = self.timers.beside
