@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.planner import search_process
 from tests.backends import faults, gpt_job
 from tests.backends.comparing import check_survivors
 from tests.backends.faults import Fault
@@ -201,7 +202,8 @@ def told(events: list[dict[str, Any]]) -> int:
 
 
 @pytest.mark.slow
-def test_a_slow_worker_is_reported_and_gets_less_work(longer):
+def test_a_slow_worker_is_reported_and_gets_less_work(longer, monkeypatch):
+    monkeypatch.setattr(search_process, "RESERVE", -60.0)  # the search ends with its work, and not by the clock
     settings = {**SETTINGS, "planner_budget": 0.5, "stall_floor": 200.0}
     arguments = {**LONGER, "settings": settings, "slow": {"1:1": (0, 0.25)}}
     # The search takes its time: the job does not end before it, and who waits for it does not count as stalled.
