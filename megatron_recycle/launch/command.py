@@ -351,7 +351,7 @@ def _tell(launcher: Launcher) -> None:
     """Print the closing table."""
     lives = sorted(launcher.processes.lives, key=lambda worker: worker.rank)
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]
-    print_table(launcher.summary, rows, launcher.message, launcher.informed)
+    print_table(launcher.summary, rows, launcher.message, launcher.informed, late=launcher.job.joining)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -171,10 +171,11 @@ def _line(event: Mapping[str, Any]) -> str:
 
 
 def print_table(
-    summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True
+    summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True, late: bool = False
 ) -> None:
     """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
-    line. A host that is not `informed` cannot say how many were lost. The end of a process that has reported its error
+    line. A host that is not `informed` cannot say how many were lost; one that came `late`, into a running job, knows of
+    the iterations since. The end of a process that has reported its error
     is that error: whether it then had to be killed is of no interest. Lines and colours are for terminals."""
     from rich.box import HEAVY_HEAD
     from rich.console import Console
@@ -204,4 +205,5 @@ def print_table(
     lost += f", {summary.skipped} micro-batches left out" if summary.skipped else ""
     if not informed:
         lost = "who else was lost is unknown: the coordinator was lost"
-    print(f"recycle: {printable(closing)} ({summary.committed} iterations committed{loss}; {lost})", flush=True)
+    committed = f"{summary.committed} iterations committed{' since this host asked to join' if late else ''}"
+    print(f"recycle: {printable(closing)} ({committed}{loss}; {lost})", flush=True)

@@ -76,3 +76,10 @@ def test_a_host_without_a_coordinator_does_not_count_losses_and_a_file_gets_no_l
     output = capsys.readouterr().out
     assert "who else was lost is unknown: the coordinator was lost" in output and "0 workers lost" not in output
     assert output.isascii() and "\x1b" not in output
+
+
+def test_a_host_that_came_later_says_since_when_it_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    summary = Summary()
+    summary.add({"event": "committed", "t": 1.0, "generation": 3, "iteration": 20, "loss": 5.0})
+    print_table(summary, [(0, 10, "status 0")], "the end", late=True)
+    assert "(1 iterations committed since this host asked to join, last loss 5.0;" in capsys.readouterr().out
