@@ -174,8 +174,8 @@ def print_table(
     summary: Summary, rows: Sequence[tuple[int, int, str]], closing: str, informed: bool = True, late: bool = False
 ) -> None:
     """The closing table on standard output: `rows` are (rank, pid, end), one for each process; `closing` is the last
-    line. A host that is not `informed` cannot say how many were lost; one that came `late`, into a running job, knows of
-    the iterations since. The end of a process that has reported its error
+    line. A host that is not `informed` cannot say how many were lost; one that came `late`, into a running job, knows
+    of the iterations since. The end of a process that has reported its error
     is that error: whether it then had to be killed is of no interest. Lines and colours are for terminals."""
     from rich.box import HEAVY_HEAD
     from rich.console import Console
