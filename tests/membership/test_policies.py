@@ -90,7 +90,7 @@ def dropped(cluster: Cluster) -> None:
 
 def report_kept(cluster: Cluster, name: str, done: int, chain: int = 1) -> list[do.Decision]:
     where = report(5, 4, actions=done, committed=4)
-    kept = {"kept": {"iteration": 5, "chain": chain, "done": done}} if done else {}
+    kept = {"kept": {"iteration": 5, "chain": chain, "done": done}}
     return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, {**where, **kept}))
 
 
@@ -107,17 +107,19 @@ def test_what_whole_pipelines_have_done_is_carried_on_and_only_the_rest_counts_a
     assert (go["carried"]["iteration"], go["resume"]["next"], go["resume"]["redone"]) == (5, 5, 6)
 
 
-@pytest.mark.parametrize("torn", [{"holds": 5}, {"chain": 3}])
+@pytest.mark.parametrize("torn", [{"holds": 5}, {"chain": 3}, {"actions": 0}])
 def test_an_iteration_that_somebody_has_not_kept_is_begun_anew_by_all(torn: dict[str, int]):
-    """One that has its stage's sum, but no addends any more; one that has kept another attempt."""
+    """One that has its stage's sum, but no addends any more; one that has kept another attempt; one that was in the
+    midst of its first action, whose message its neighbour may have read."""
     cluster = job("lossy_forward")
     dropped(cluster)
     cluster.exit("1:0")
     cluster.plan()
     for name in ("0:0", "0:1", "2:0", "1:1"):
         report_kept(cluster, name, 5)
-    happened = report(5, 4, actions=5, committed=4)
-    happened |= {"holds": 5} if "holds" in torn else {"kept": {"iteration": 5, "done": 5, **torn}}
+    happened = report(5, 4, actions=5, committed=4) | torn
+    if "chain" in torn:
+        happened["kept"] = {"iteration": 5, "done": 5, **torn}
     decisions = cluster.feed(inputs.Reported("2:1/0", cluster.state.generation, happened))
     assert [go["carried"] for _, go in told(decisions, "go")] == [None]
 
