@@ -95,8 +95,8 @@ def carried(state: State, resume: Resume) -> dict[str, Any] | None:
         kept = report.get("kept")
         if kept is not None and (kept["iteration"], kept["chain"]) == (following, chain):
             done[name] = kept["done"]
-        elif report["iteration"] < following:
-            done[name] = 0  # who has kept nothing of an iteration that it has begun may have sent what others have read
+        elif report["iteration"] < following or not (report["actions"] or report.get("torn")):
+            done[name] = 0
         else:
             return None
     if plan.get("source") != "drop" or not any(done.values()):

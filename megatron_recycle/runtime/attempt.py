@@ -101,7 +101,7 @@ class Attempt:
             site.meters.memory.begin()
             self.computed = Computed(site.trainable.layout, generation.reduction.place)
         self._share_losses_if_complete()
-        site.current.kept = None  # this attempt has it
+        site.current.kept, site.current.torn = None, False  # this attempt has it
 
     def _take_up(self, kept: Kept) -> None:
         """Go on where an earlier attempt stood; what may not have been read of it is sent again."""
@@ -129,6 +129,7 @@ class Attempt:
             self._site.current.kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed,
                                            keeping.sent, self._generation.transport.meta)
         else:
+            self._site.current.torn = keeping.torn
             self.computed.discard()
 
     def run(self) -> None:

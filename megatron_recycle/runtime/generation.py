@@ -183,6 +183,7 @@ class Current:
         last: the one in force, between two the one before, with its members and its plan; None before the first.
         rested: communicators of older ones that whoever builds the next may go on with.
         kept: an attempt that may be taken up again; None: there is none.
+        torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
     """
 
     def __init__(self) -> None:
@@ -191,6 +192,7 @@ class Current:
         self.last: Generation | None = None
         self.rested: Rested | None = None
         self.kept: Kept | None = None
+        self.torn = False
 
     def get(self) -> Generation:
         """The one in force."""

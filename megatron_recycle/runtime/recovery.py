@@ -174,7 +174,9 @@ def report(site: Site, standing: Standing) -> Go | None:
                                  "that one is replaced", site.place.me, site.place.name)
         return enter(site, standing)  # or it came in with the last generation, and that is over before it counted
     generation = site.agent.stop_generation
-    kept = {} if site.current.kept is None else {"kept": site.current.kept.report()}
+    kept: dict[str, Any] = {"torn": True} if site.current.torn else {}
+    if site.current.kept is not None:
+        kept["kept"] = site.current.kept.report()
     site.agent.report(generation, {**_report(site, standing), **kept})
     return site.agent.wait_go(generation)
 

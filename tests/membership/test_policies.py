@@ -90,7 +90,7 @@ def dropped(cluster: Cluster) -> None:
 
 def report_kept(cluster: Cluster, name: str, done: int, chain: int = 1) -> list[do.Decision]:
     where = report(5, 4, actions=done, committed=4)
-    kept = {"kept": {"iteration": 5, "chain": chain, "done": done}}
+    kept = {"kept": {"iteration": 5, "chain": chain, "done": done}} if done else {}
     return cluster.feed(inputs.Reported(f"{name}/0", cluster.state.generation, {**where, **kept}))
 
 
@@ -107,7 +107,7 @@ def test_what_whole_pipelines_have_done_is_carried_on_and_only_the_rest_counts_a
     assert (go["carried"]["iteration"], go["resume"]["next"], go["resume"]["redone"]) == (5, 5, 6)
 
 
-@pytest.mark.parametrize("torn", [{"holds": 5}, {"chain": 3}, {"actions": 0}])
+@pytest.mark.parametrize("torn", [{"holds": 5}, {"chain": 3}, {"actions": 0, "torn": True}])
 def test_an_iteration_that_somebody_has_not_kept_is_begun_anew_by_all(torn: dict[str, int]):
     """One that has its stage's sum, but no addends any more; one that has kept another attempt; one that was in the
     midst of its first action, whose message its neighbour may have read."""
