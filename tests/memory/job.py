@@ -220,6 +220,15 @@ class Job:
         process = self.processes[rank] = Process(rank, pid, name, thread, Result(), MemoryNetwork(self.fabric, rank))
         thread.start()
 
+    def comes_back(self, name: str, late: Moment) -> None:
+        """A process for this position, which is out, asks to come in while the worker of the hold ``late`` stands; then
+        that one goes on."""
+        self.wait_event("decided", generation=2)
+        self.wait_held(late)
+        self.start(name, joining=True)
+        self.wait_event("waiting", worker=name)
+        self.release(late)
+
     def run(self) -> dict[int, Result]:
         """Until all have ended."""
         with self:

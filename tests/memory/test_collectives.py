@@ -66,11 +66,7 @@ def test_a_worker_that_comes_in_passes_over_what_it_did_not_see():
     for seed in range(2):  # gloo's rules, and NCCL's
         job = Job(shape, [Moment("1:1", "collected", 0, 3)], holds=[late], seed=seed)
         with job:
-            job.wait_event("decided", generation=2)
-            job.wait_held(late)
-            job.start("1:1", joining=True)
-            job.wait_event("waiting", worker="1:1")
-            job.release(late)
+            job.comes_back("1:1", late)
             check(job, job.wait(), came={"1:1"})
 
 

@@ -63,11 +63,7 @@ def test_an_evaluation_right_after_a_worker_has_come_back():
     shape, late = Shape(3, 2, 2, 5, evaluate=(1, 2, 3, 4)), Moment("0:0", "evaluate", 1)
     job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late], seed=3)
     with job:
-        job.wait_event("decided", generation=2)
-        job.wait_held(late)
-        job.start("1:1", joining=True)
-        job.wait_event("waiting", worker="1:1")
-        job.release(late)
+        job.comes_back("1:1", late)
         check(job, job.wait(), came={"1:1"})
 
 
@@ -117,11 +113,7 @@ def test_another_worker_dies_while_one_comes_in(dies, phase, seed):
         deaths = []
     job = Job(shape, [Moment("1:1", "backward", 0, 1), *deaths], holds=[late], seed=seed)
     with job:
-        job.wait_event("decided", generation=2)
-        job.wait_held(late)
-        job.start("1:1", joining=True)
-        job.wait_event("waiting", worker="1:1")
-        job.release(late)
+        job.comes_back("1:1", late)
         if phase == "joined":
             job.wait_event("joined", worker="1:1")
             job.control.lost(dies)
@@ -136,11 +128,7 @@ def test_who_comes_back_costs_the_stages_that_lost_nobody_no_communicator(seed):
     shape, late = replace(SHAPE, iterations=7), Moment("0:0", "forward", 1)
     job = Job(shape, [Moment("1:1", "backward", 0, 1)], holds=[late], seed=seed)
     with job:
-        job.wait_event("decided", generation=2)
-        job.wait_held(late)
-        job.start("1:1", joining=True)
-        job.wait_event("waiting", worker="1:1")
-        job.release(late)
+        job.comes_back("1:1", late)
         check(job, job.wait(), came={"1:1"})
     made = [name for prefix, name in job.fabric.communicators if prefix.startswith("g3")]
     assert "stage0.0" not in made and {"stage1.0", "world.0", "control"} <= set(made)
