@@ -17,6 +17,7 @@ from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.standalone import backend_for, set_up
 from megatron_recycle.runtime.compute.data import Batch, DatasetSource
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
@@ -43,6 +44,7 @@ class ToyStage:
     ties: Sequence[Tie] = ()
     functions: Sequence[Any] = ()
     may_guess_wrong = False
+    shards: ShardedOptimizer | None = None
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer,
                  loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None, microbatches: int) -> None:

@@ -18,6 +18,7 @@ from megatron_recycle.membership.inputs import Boundary
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.shards import those_that_may_go
 from megatron_recycle.membership.state import Closing, Member, Phase, State
 
 
@@ -72,7 +73,10 @@ def _going(state: State) -> dict[str, FailureKind]:
     joining = by_stage(state.stages, entering(state))
     kept = {names[0] for stage, names in enumerate(by_stage(state.stages, wanted))
             if names and joining[stage] and not staying[stage]}
-    return {**dict.fromkeys((name for name in in_order(wanted) if name not in kept), FailureKind.LEAVE), **moved}
+    going = [name for name in in_order(wanted) if name not in kept]
+    if state.resume is not None:  # twins go one after the other, since another has to adopt what the first has held
+        going = those_that_may_go(state.resume.shards, going)
+    return {**dict.fromkeys(going, FailureKind.LEAVE), **moved}
 
 
 def _stands(state: State, happened: Boundary) -> State:

@@ -300,8 +300,9 @@ def _go(state: State, now: float) -> Step:
     holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.unproven}
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)
-    resume = decide(state.stages, holding, state.reports, announced=announced) if stage_gone(state) is None else (
-        guarding.resume(state))
+    resume = guarding.resume(state) if stage_gone(state) is not None else decide(
+        state.stages, holding, state.reports, announced=announced, joined=in_order(state.unproven),
+        hosts={name: member.host for name, member in state.members.items()}, before=() if last is None else last.shards)
     if isinstance(resume, DeadEnd):
         return surviving.end(state, resume.message, now) if stage_gone(state) is not None else closing.end(
             state, 1, resume.message, now, again=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from megatron_recycle.membership.names import Process, in_order
+from megatron_recycle.membership.shards import ShardTable, count_of, of_report, tables
 
 Report = Mapping[str, Any]
 
@@ -23,6 +25,9 @@ class Resume:
     With `restored` nobody holds some stages: all go back to their own copies of `target`, `joined` gets, by stage, the
     copy that a worker of another stage keeps, and the scripts of those that are left have come past all that belongs to
     the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (`State.checkpoint`).
+
+    Where the optimizer's state is cut into shards, `slices` are (worker that lacks `target`, worker that holds it,
+    shard; -1: the numbers that belong to the gradient), and `shards` say who had and who is to have which.
     """
 
     target: int
@@ -35,6 +40,8 @@ class Resume:
     restored: Mapping[str, str] = field(default_factory=dict)
     regained: int = -1
     checkpoint: Mapping[str, Any] | None = None
+    slices: tuple[tuple[str, str, int], ...] = ()
+    shards: tuple[ShardTable, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -48,13 +55,17 @@ class Resume:
             "restored": dict(self.restored),
             "regained": self.regained,
             "checkpoint": None if self.checkpoint is None else dict(self.checkpoint),
+            "slices": [list(each) for each in self.slices],
+            "shards": [table.to_json() for table in self.shards],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Resume:
         names = ("target", "next", "attempt", "verdict", "copies", "redone", "restored", "regained",
                  "checkpoint")
-        return cls(**{key: data[key] for key in names}, joined=tuple(data["joined"]))
+        slices = tuple((to, source, shard) for to, source, shard in data["slices"])
+        return cls(**{key: data[key] for key in names}, joined=tuple(data["joined"]), slices=slices,
+                   shards=tuple(map(ShardTable.from_json, data["shards"])))
 
 
 @dataclass(frozen=True)
@@ -87,11 +98,15 @@ def decide(
     reports: Mapping[str, Report],
     *,
     announced: tuple[int, int] | None = None,
+    joined: Sequence[str] = (),
+    hosts: Mapping[str, str] = MappingProxyType({}),
+    before: Sequence[ShardTable] = (),
 ) -> Resume | DeadEnd:
     """The resume point of a generation.
 
     `members` maps process to incarnation; `reports` has one report for each (see the wire protocol).
-    A stage holds what each of its parts holds somewhere.
+    A stage holds what each of its parts, and of their shards, holds somewhere; `joined` come in, `hosts` are the
+    processes', and `before` is who held which shard in the last generation.
     `announced` is the (next, attempt) of the last generation that was told to go: an attempt may have been
     announced without any survivor having begun it, and attempts only grow.
     """
@@ -99,12 +114,15 @@ def decide(
     for stage, workers in enumerate(peers):
         if not workers:
             return DeadEnd(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
-    holding = [(stage, names) for stage, workers in enumerate(peers) for names in _by_part(workers)]
-    target, lagging = _target([names for _, names in holding], reports)
+    holding = [held for stage, workers in enumerate(peers) for names in _by_part(workers)
+               for held in _held(stage, names, reports)]
+    lost = next((held for held in holding if not held.by), None)
+    if lost is not None:
+        return DeadEnd(_lost_shard(lost, before))
+    target, lagging = _target(holding)
     if lagging is not None:
-        stage, names = holding[lagging]
         return DeadEnd(
-            f"stage {stage} holds nothing newer than iteration {_best(names, reports)}, but "
+            f"stage {lagging.stage} holds nothing newer than iteration {lagging.best}, but "
             f"another stage is at {target + 1}: they cannot be brought together. {RESTART}"
         )
     # A step that is not committed can be undone; one that is cannot.
@@ -127,23 +145,71 @@ def decide(
         for name, report in reports.items()
         if report["iteration"] >= following and not Process.parse(name).part  # a worker's parts do the same
     )
-    copies = _copies(target, [names for _, names in holding], reports)
-    return Resume(target, following, attempt, verdict, copies, redone)
+    copies = {to: source for held in holding if held.shard < 0 for to, source in held.copies(target)}
+    slices = [(to, source, held.shard) for held in holding if held.shard >= 0 for to, source in held.copies(target)]
+    parts = [names for workers in peers for names in _by_part(workers)]
+    slices += _numbers(target, parts, reports)
+    return Resume(target, following, attempt, verdict, copies, redone, slices=tuple(slices),
+                  shards=tables(parts, reports, joined, hosts))
 
 
-def _best(workers: Sequence[str], reports: Mapping[str, Report]) -> int:
-    return max(reports[name]["holds"] for name in workers)
+@dataclass(frozen=True)
+class _Held:
+    """A part of a stage, or a shard of it, and the last iteration whose gradient each process has of it that has it at
+    all."""
+
+    stage: int
+    part: int
+    shard: int
+    by: Mapping[str, int]
+
+    @property
+    def best(self) -> int:
+        return max(self.by.values())
+
+    def copies(self, target: int) -> list[tuple[str, str]]:
+        """A source for each process that does not hold ``target``; the sending is spread over the holders."""
+        holders = [name for name, holds in self.by.items() if holds >= target]
+        lacking = [name for name, holds in self.by.items() if holds < target]
+        return [(name, holders[index % len(holders)]) for index, name in enumerate(lacking)]
 
 
-def _target(peers: Sequence[Sequence[str]], reports: Mapping[str, Report]) -> tuple[int, int | None]:
-    """The newest iteration that some member of all peers holds, at most one behind the newest of all;
-    beside it the index of peers that are too far behind, if some are."""
-    held = [_best(workers, reports) for workers in peers]
-    newest = max(held)
-    if min(held) == newest:
+def _held(stage: int, names: Sequence[str], reports: Mapping[str, Report]) -> list[_Held]:
+    """What these processes of one part of ``stage`` hold, shard by shard where there are shards."""
+    part, count = Process.parse(names[0]).part or 0, count_of(names, reports)
+    if not count:
+        return [_Held(stage, part, -1, {name: reports[name]["holds"] for name in names})]
+    have = {name: of_report(reports[name]) for name in names}
+    return [_Held(stage, part, shard, {name: have[name][shard] for name in names if shard in have[name]})
+            for shard in range(count)]
+
+
+def _lost_shard(lost: _Held, before: Sequence[ShardTable]) -> str:
+    held_by = [" and ".join(table.holders[lost.shard]) for table in before
+               if (table.stage, table.part) == (lost.stage, lost.part)]
+    who = f" ({held_by[0]} held it)" if held_by else ""
+    return (f"stage {lost.stage} has lost shard {lost.shard} of its optimizer state: nobody who is left has it{who}. "
+            f"{RESTART} A larger state_copies keeps each shard more often")
+
+
+def _numbers(target: int, parts: Sequence[Sequence[str]],
+             reports: Mapping[str, Report]) -> list[tuple[str, str, int]]:
+    """Where there are shards: who tells those that lack ``target`` the numbers that belong to its gradient."""
+    found = []
+    for names in (names for names in parts if count_of(names, reports)):
+        holder = next(name for name in names if reports[name]["holds"] >= target)
+        found += [(name, holder, -1) for name in names if reports[name]["holds"] < target]
+    return found
+
+
+def _target(holding: Sequence[_Held]) -> tuple[int, _Held | None]:
+    """The newest iteration that everything is held of somewhere, at most one behind the newest of all; beside it what
+    is too far behind, if something is."""
+    best = [held.best for held in holding]
+    newest = max(best)
+    if min(best) == newest:
         return newest, None
-    lagging = next((index for index, best in enumerate(held) if best < newest - 1), None)
-    return newest - 1, lagging
+    return newest - 1, next((held for held in holding if held.best < newest - 1), None)
 
 
 def _verdict(target: int, reports: Mapping[str, Report]) -> Mapping[str, Any] | DeadEnd | None:
@@ -164,13 +230,3 @@ def _verdict(target: int, reports: Mapping[str, Report]) -> Mapping[str, Any] | 
 def _canonical(verdict: Mapping[str, Any]) -> str:
     """Text to compare by: a norm that is not a number differs from itself as a value, but not as text."""
     return json.dumps(verdict, sort_keys=True)
-
-
-def _copies(target: int, peers: Sequence[Sequence[str]], reports: Mapping[str, Report]) -> dict[str, str]:
-    """A source for each member that does not hold `target`; the sending is spread over the holders."""
-    copies: dict[str, str] = {}
-    for workers in peers:
-        holders = [name for name in workers if reports[name]["holds"] >= target]
-        lacking = [name for name in workers if reports[name]["holds"] < target]
-        copies.update({name: holders[index % len(holders)] for index, name in enumerate(lacking)})
-    return copies

@@ -55,6 +55,7 @@ class Reconciliation:
         drop: the gradient of that step's iteration.
         copies: peers that take the reduced gradient, and the peer that each takes it from: those that this worker
             takes part in, in the order that all peers keep to.
+        slices: likewise, a shard's slice of it each (-1: the numbers that belong to it).
         verdict: what to settle the iteration by; None: it is committed here, or to be committed `anew` by all.
         anew: nobody who is left knows the verdict.
         give: peers of this stage come in and take everything.
@@ -66,6 +67,7 @@ class Reconciliation:
     undo: bool = False
     drop: bool = False
     copies: tuple[tuple[Worker, Worker], ...] = ()
+    slices: tuple[tuple[Worker, Worker, int], ...] = ()
     verdict: Verdict | None = None
     anew: bool = False
     give: bool = False
@@ -276,10 +278,14 @@ class Standing:
         pairs = sorted((Process.parse(to), Process.parse(source).worker) for to, source in resume.copies.items())
         copies = tuple((to.worker, source) for to, source in pairs
                        if (to.part or 0) == part and worker in (to.worker, source))
+        among = sorted((Process.parse(to), Process.parse(source).worker, shard) for to, source, shard in resume.slices)
+        slices = tuple((to.worker, source, shard) for to, source, shard in among
+                       if (to.part or 0) == part and worker in (to.worker, source))
         behind = self.committed < target
         verdict = Verdict.from_json(resume.verdict) if behind and resume.verdict is not None else None
         return Reconciliation(
             undo=self.stepped > target, drop=self.held is not None and self.held > target, copies=copies,
+            slices=slices,
             verdict=verdict, anew=behind and verdict is None, give=any(other.stage == worker.stage for other in joined))
 
     def drop(self) -> None:

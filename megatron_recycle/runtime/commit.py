@@ -44,7 +44,9 @@ class Held:
     Attributes:
         iteration: the iteration.
         gradient: flat, (numel,).
-        norm_square, zeros: of this stage's gradient.
+        norm_squares: this stage's squared norm, one number; with shards that of each shard, those that this worker
+            does not speak for 0.
+        zeros: of this stage's gradient.
         loss, weight: as in the verdict.
         digests: CRC-32 of the data of each micro-batch that this worker has read itself. A worker that dies takes its
             own along: a micro-batch that nobody can compare any more is not compared.
@@ -53,7 +55,7 @@ class Held:
 
     iteration: int
     gradient: torch.Tensor
-    norm_square: float
+    norm_squares: tuple[float, ...]
     loss: float
     weight: float
     digests: Mapping[tuple[int, int], int]
@@ -62,7 +64,7 @@ class Held:
 
     def numbers(self) -> torch.Tensor:
         """The numbers that peers have alike, without the gradient, as one float64 vector for a copy to a peer."""
-        alone = torch.tensor([self.norm_square, self.loss, self.weight, self.zeros], dtype=torch.float64)
+        alone = torch.tensor([self.norm_squares[0], self.loss, self.weight, self.zeros], dtype=torch.float64)
         return torch.cat([alone, self.reports.flatten()])
 
     @staticmethod
@@ -73,7 +75,7 @@ class Held:
     @classmethod
     def from_numbers(cls, iteration: int, gradient: torch.Tensor, numbers: torch.Tensor, total: int) -> Held:
         norm_square, loss, weight, zeros = numbers[:4].tolist()
-        return cls(iteration, gradient, norm_square, loss, weight, {}, numbers[4:].view(total, -1), zeros)
+        return cls(iteration, gradient, (norm_square,), loss, weight, {}, numbers[4:].view(total, -1), zeros)
 
 
 class Commit:
@@ -126,15 +128,17 @@ class Commit:
         """
         if self._error is not None:
             raise self._error
-        slots, total, members = self._slots, self._grid.total, self._all.size
+        total, members = self._grid.total, self._all.size
+        alone = len(self._vector) - _ALONE - 2 * total
+        norms = alone - self._slots
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
-        loss, weight, offers, squares, zeros, plans, plan_squares = numbers[2 * slots:2 * slots + _ALONE]
+        loss, weight, offers, squares, zeros, plans, plan_squares = numbers[alone:alone + _ALONE]
         if not _all_have(self.plan, plans, plan_squares, members):
             raise VerificationError(f"iteration {self.iteration}: workers followed different plans, so micro-batches "
                                     "may have been mixed up; it is not committed. This is a bug of megatron-recycle: "
                                     "restart from the last checkpoint with planner_budget 0, and report it")
-        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:slots]), tuple(numbers[slots:2 * slots]), zeros)
+        verdict = Verdict(self.iteration, loss, weight, tuple(numbers[:norms]), tuple(numbers[norms:alone]), zeros)
         return verdict, self.offer > 0 and _all_have(self.offer, offers, squares, members)
 
 
@@ -175,21 +179,24 @@ def _all_have(number: int, total: float, squares: float, members: int) -> bool:
 def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int, plan: int) -> torch.Tensor:
     """[norm squares | guesses | loss, weight, offers, squared, zeros, plans, squared | first stage's digests | last
     stage's digests]"""
-    slots, total, stage = grid.stages * groups.parts, grid.total, groups.me.stage
-    numbers = [0.0] * (2 * slots + _ALONE + 2 * total)
-    numbers[2 * slots + 2], numbers[2 * slots + 3] = offer, offer**2
-    numbers[2 * slots + 5], numbers[2 * slots + 6] = plan, plan**2
-    if groups.peers(stage)[0] == groups.me:
-        slot = stage * groups.parts + groups.part
-        numbers[slot] = held.norm_square
-        numbers[slots + slot] = guess
-        numbers[2 * slots + 4] = held.zeros  # whole numbers add up exactly, too
+    slots, total, stage, each = grid.stages * groups.parts, grid.total, groups.me.stage, len(held.norm_squares)
+    slot, norms = stage * groups.parts + groups.part, slots * each
+    alone = norms + slots
+    numbers = [0.0] * (alone + _ALONE + 2 * total)
+    numbers[alone + 2], numbers[alone + 3] = offer, offer**2
+    numbers[alone + 5], numbers[alone + 6] = plan, plan**2
+    first = groups.peers(stage)[0] == groups.me
+    if first or each > 1:  # of shards each has the numbers that it speaks for
+        numbers[slot * each:(slot + 1) * each] = held.norm_squares
+    if first:
+        numbers[norms + slot] = guess
+        numbers[alone + 4] = held.zeros  # whole numbers add up exactly, too
         if stage == grid.stages - 1 and groups.part == 0:
-            numbers[2 * slots], numbers[2 * slots + 1] = held.loss, held.weight
+            numbers[alone], numbers[alone + 1] = held.loss, held.weight
     # A worker's parts have the same loss and data; they need not all read the data.
     if groups.part == 0 and held.digests:
         index = {place: position for position, place in enumerate(grid.items())}
-        for start in [2 * slots + _ALONE] * (stage == 0) + [2 * slots + _ALONE + total] * (stage == grid.stages - 1):
+        for start in [alone + _ALONE] * (stage == 0) + [alone + _ALONE + total] * (stage == grid.stages - 1):
             for place, value in held.digests.items():
                 numbers[start + index[place]] = value
     return torch.tensor(numbers, dtype=torch.float64)

@@ -32,4 +32,6 @@ def description(site: Site) -> dict[str, Any]:
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
             "emergency": None if site.framework.save_last is None else config.emergency_checkpoint != "none",
             "survivors": site.framework.folder is not None and config.emergency_checkpoint != "none",
-            "poison": config.poison, "guard": config.guard, "backend": place.backend, "torch": torch.__version__}
+            "poison": config.poison, "guard": config.guard,
+            "state_copies": None if stage.shards is None else config.state_copies, "backend": place.backend,
+            "torch": torch.__version__}

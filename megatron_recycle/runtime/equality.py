@@ -20,6 +20,7 @@ from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.shards import digests as digests_of_shards
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 from megatron_recycle.runtime.stepper import Stepper
@@ -46,6 +47,7 @@ def verify_boundary(site: Site, stepper: Stepper, generation: Generation, iterat
 
 
 def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) -> None:
+    _verify_shards(site, stepper, generation)
     digests = _exchange(site, generation.groups)
     if len(set(digests.values())) == 1:
         return
@@ -63,6 +65,28 @@ def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) ->
         "checkpoint on all of them. Later: restart from the last checkpoint that was written before the last "
         "comparison in which they were equal, and check the memory of these hosts")
     raise VerificationError(text)
+
+
+def _verify_shards(site: Site, stepper: Stepper, generation: Generation) -> None:
+    """Compare the twins of each shard. Raises VerificationError, and GenerationOver."""
+    cuts, groups = generation.cuts, generation.groups
+    if cuts is None:
+        return
+    peers = groups.peers(groups.me.stage)
+    found = torch.zeros(len(cuts.holders), len(peers), dtype=torch.float64)
+    with site.phases.working("check"):
+        for shard, value in digests_of_shards(site.stage).items():
+            if shard in cuts.of(groups.me):
+                found[shard, peers.index(groups.me)] = value
+    groups.stage_control.sum(found).wait()
+    for shard, holders in enumerate(cuts.holders):
+        values = {holder: int(found[shard, peers.index(holder)]) for holder in holders}
+        if len(set(values.values())) > 1:
+            told = ", ".join(f"{holder}: {value:08x}" for holder, value in values.items())
+            raise VerificationError(
+                f"the workers that hold shard {shard} of stage {site.place.me.stage}'s optimizer state differ ({told}) "
+                f"after iteration {stepper.standing.committed}: restart from the last checkpoint that was written "
+                "before the last comparison in which they were equal, and check the memory of these hosts")
 
 
 def _exchange(site: Site, groups: Groups) -> dict[Worker, int]:

@@ -18,6 +18,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import Reduction, reduction_of
 from megatron_recycle.runtime.comm.reuse import Rested
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts, ShardedReduction, sharded
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.kept import Carried, Kept
 from megatron_recycle.runtime.stage import Stage
@@ -116,11 +117,16 @@ class Generation:
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,
-           exact: bool, keepers: Mapping[int, Worker] | None = None) -> Generation:
+           exact: bool, keepers: Mapping[int, Worker] | None = None, cuts: Cuts | None = None) -> Generation:
         """A new one, that follows ``plan``."""
         return cls(epoch, prefix, tries, scope, groups, Program.of(plan, groups.me),
-                   reduction_of(exact, plan, groups.me, stage.averaging), Transport(groups, stage.device),
+                   _reduction(exact, plan, groups.me, stage, cuts), Transport(groups, stage.device),
                    keepers or {})
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """Who holds which shard of this stage's optimizer state; None: each peer has all of it."""
+        return self.reduction.cuts if isinstance(self.reduction, ShardedReduction) else None
 
     @property
     def plan(self) -> Plan:
@@ -135,7 +141,7 @@ class Generation:
     def follow(self, plan: Plan, exact: bool, stage: Stage) -> Generation:
         """The same generation with another plan."""
         me = self.groups.me
-        return replace(self, program=Program.of(plan, me), reduction=reduction_of(exact, plan, me, stage.averaging))
+        return replace(self, program=Program.of(plan, me), reduction=_reduction(exact, plan, me, stage, self.cuts))
 
     def renewed(self, epoch: Epoch, groups: Groups, stage: Stage) -> Generation:
         """The same generation on other groups."""
@@ -230,6 +236,11 @@ class Current:
             current = self._in_force
         if current is not None and current.epoch.generation < generation:
             current.groups.abort()
+
+
+def _reduction(exact: bool, plan: Plan, me: Worker, stage: Stage, cuts: Cuts | None) -> Reduction:
+    return reduction_of(exact, plan, me, stage.averaging) if cuts is None else sharded(
+        exact, plan, me, stage.averaging, cuts)
 
 
 def store_prefix(prefix: str, epoch: Epoch) -> str:

@@ -67,6 +67,11 @@ def announce(site: Site, plan: Plan) -> None:
     text = f"{kept['gradient'] / _MIB:.1f} MiB of reduced gradient until each commit"
     if site.exact:
         text += f", {kept['sums'] / _MIB:.1f} MiB of gradients summed apart for the exact reduction"
+    shards = site.stage.shards
+    if shards is not None:
+        masters = nbytes(master for shard in shards.held for master in shards.masters(shard))
+        text += (f", shards {', '.join(map(str, shards.held))} of {shards.count} of its stage's optimizer state "
+                 f"({masters / _MIB:.1f} MiB in fp32, and what the optimizer keeps of it)")
     if site.config.step == "staggered":
         parameters = nbytes(site.trainable.layout.parameters)
         text += f", and a copy of parameters ({parameters / _MIB:.1f} MiB) and optimizer state to undo a step"
@@ -105,6 +110,9 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
     me = site.place.me
     exact = site.exact
     gradient = site.trainable.layout.numel * site.trainable.layout.dtype.itemsize
-    return kept_bytes(site.stage.state().values(), undo, gradient,
+    shards = site.stage.shards
+    of_shards = [] if shards is None else [
+        tensor for shard in shards.held for tensor in shards.tensors(shard).values()]
+    return kept_bytes([*site.stage.state().values(), *of_shards], undo, gradient,
                       pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
                       plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators)

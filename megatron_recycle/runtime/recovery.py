@@ -19,6 +19,7 @@ from megatron_recycle.errors import DataError, GenerationOver, JobEnded, Recycle
 from megatron_recycle.membership import Standing, Verdict, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
+from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import CONNECT, COPY
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
@@ -32,6 +33,7 @@ from megatron_recycle.runtime.held import save_what_is_held
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.shards import cuts
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors
 from megatron_recycle.runtime.stepper import Stepper
@@ -183,7 +185,8 @@ def report(site: Site, standing: Standing) -> Go | None:
 
 def _report(site: Site, standing: Standing) -> dict[str, Any]:
     guard = site.trainable.guard
-    return {**standing.report(), "guard": {**guard.report(), "back": guard.back if site.framework.data.again else None}}
+    return {**standing.report(), "guard": {**guard.report(), "back": guard.back if site.framework.data.again else None},
+            **shards.report(site.stage, site.config.state_copies, standing)}
 
 
 def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
@@ -198,7 +201,8 @@ def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:
     scope = Scope(go.left_out, frozenset(go.without), Carried.read(go.carried) if go.carried else None)
     generation = Generation.of(standing.epoch, go.prefix, go.tries, scope, groups, site.stage,
                                Plan.from_json(go.plan), site.exact,
-                               {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()})
+                               {int(stage): Worker.parse(keeper) for stage, keeper in go.keepers.items()},
+                               cuts(site.stage, groups, go.resume, begun=False))
     if scope.carried is None or site.place.me not in scope.carried.done:
         site.current.let_go()
     install(site, standing, generation)
@@ -247,9 +251,14 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     anything beyond it is undone and forgotten. A worker that comes in gets everything from its peers."""
     groups, standing = generation.groups, stepper.standing
     todo = standing.reconciliation(go.resume)
+    before = cuts(site.stage, groups, go.resume, begun=True)
     if not todo.enter and not todo.back:
-        stepper.reconcile(todo, go.resume.target, groups)
+        stepper.reconcile(todo, go.resume.target, groups, before)
     site.asked.reconcile(groups, _processes(site, groups, go.resume.joined) if go.resume.restored else ())
+    if before is not None and not todo.enter and go.generation > 1:  # some may have stepped, and told nobody
+        left = [peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)]
+        with _copying(site), site.phases.writing():
+            shards.gather(site.stage, groups, before, left)
     if todo.enter:
         _take_in(site, stepper, groups, go)
     elif todo.back:
@@ -261,6 +270,8 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
         site.phases.enter(Phase.JOINING, go.resume.next)
         with _copying(site):
             give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
+    with _copying(site):
+        shards.adopt(site, groups, go.resume)
 
 
 def _processes(site: Site, groups: Groups, names: Sequence[str]) -> list[int]:
@@ -285,6 +296,7 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     stepper.enter(tensors, facts)
     if not new:
         stepper.read = {}
+    shards.forget(site.stage)
     if go.resume.restored:  # the others' scripts are further than their state
         stepper.standing.entered = go.resume.regained
     site.trainable.guard.saved = site.framework.restore is not None

@@ -12,6 +12,7 @@ from torch import nn
 
 from megatron_recycle.membership import Verdict
 from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 
 Averaging = Literal["after", "before", "tokens"]
 """Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it, or not
@@ -76,6 +77,9 @@ class Stage(Protocol):
     settings: Mapping[str, Any]
     """The settings of the framework's loop that all workers must have alike, by the names that its users know, for
     JSON."""
+    shards: ShardedOptimizer | None
+    """The optimizer, if its state is cut into shards: `step` then steps those that this worker has, with gradients
+    that count for these alone, and `state` has the parameters only."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -102,14 +106,16 @@ class Stage(Protocol):
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
         """This stage's share of the squared global gradient norm; 0 if the framework does not count it. With several
-        parts each gives its own share."""
+        parts each gives its own share. Where there are shards, that of one: of each parameter's gradient there is
+        what lies in it, flat, often nothing."""
 
     def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
         """How many elements of this stage's gradient (of this part's share) are zero; 0 if nobody asks for it."""
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
         """The coefficient of all gradients in the step, given each stage's `norm_square` (each part's, stage by stage,
-        where workers have several) and the global batch's ``Verdict.weight``; 1 changes nothing.
+        where workers have several; each shard's in turn, where there are shards) and the global batch's
+        ``Verdict.weight``; 1 changes nothing.
 
         A pure function. A stage that does not know the others' norms yet puts zeros for them."""
 

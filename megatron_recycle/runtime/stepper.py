@@ -22,11 +22,13 @@ from megatron_recycle.errors import RecycleError
 from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.tags import HELD
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts, length_of, read_spans, write_spans
+from megatron_recycle.runtime.comm.tags import HELD, SHARD_HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
+from megatron_recycle.runtime.shards import gather, keep_only, norm_squares
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.undo import Undo
 
@@ -73,6 +75,7 @@ class Stepper:
         Raises GenerationOver if the generation ends before that.
         """
         self.standing.hold(held.iteration)
+        keep_only(self._site.stage, self._site.current.get().cuts, groups.me)
         self.held, early = held, self.standing.early
         self._site.phases.enter(Phase.REDUCED, held.iteration)
         guess, free = self.guess(), groups.way_out()
@@ -111,6 +114,16 @@ class Stepper:
         self.settle(verdict, adopt)
         if self.standing.early and verdict.refutes(self._right(verdict)):
             raise WrongGuess(f"iteration {verdict.iteration}")
+        self._gather()
+
+    def _gather(self) -> None:
+        """Where the optimizer is cut into shards: get the parameters that others have stepped. Raises GenerationOver:
+        the step is final all the same."""
+        generation = self._site.current.get()
+        if generation.cuts is not None:
+            with self._site.phases.waiting("parameters"), self._site.phases.writing():
+                gather(self._site.stage, generation.groups, generation.cuts,
+                       generation.groups.peers(generation.groups.me.stage))
 
     def settle(self, verdict: Verdict, adopt: bool = False) -> None:
         """Make the update of ``verdict.iteration`` what the verdict asks for, and final."""
@@ -161,8 +174,10 @@ class Stepper:
         """The coefficient that this stage's own numbers suggest."""
         assert self.held is not None
         place = self._site.place
-        known = [0.0] * (place.grid.stages * place.parts)
-        known[place.me.stage * place.parts + place.part] = self.held.norm_square
+        own = self.held.norm_squares
+        known = [0.0] * (place.grid.stages * place.parts * len(own))
+        slot = place.me.stage * place.parts + place.part
+        known[slot * len(own):(slot + 1) * len(own)] = own
         return self._site.stage.coefficient(known, self.held.weight)
 
     def _right(self, verdict: Verdict) -> float:
@@ -235,17 +250,21 @@ class Stepper:
         if commit is not None and commit.known:
             self.settle(commit.verdict()[0])
 
-    def reconcile(self, todo: Reconciliation, target: int, groups: Groups) -> None:
+    def reconcile(self, todo: Reconciliation, target: int, groups: Groups, cuts: Cuts | None = None) -> None:
         """Bring this worker to the end of ``target``, committed.
 
         Raises GenerationOver if yet another generation begins.
         """
         self._undo_and_drop(todo)
         self._copy(todo, target, groups)
+        self._copy_slices(todo, target, groups, cuts)
         if todo.verdict is not None:
             self.settle(todo.verdict)
         elif todo.anew:
             assert self.held is not None
+            if cuts is not None:  # who has spoken for a shard may be gone
+                views = self._site.trainable.layout.views(self.held.gradient)
+                self.held.norm_squares = norm_squares(self._site.stage, cuts, groups.me, views)
             commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0,
                             notify=lambda _: None)
             self._committer.start(commit)
@@ -301,6 +320,33 @@ class Stepper:
                 assert self.held is not None and self.held.iteration == target
                 groups.stage.send(self.held.gradient, peers.index(receiver), HELD[0]).wait()
                 groups.stage_control.send(self.held.numbers(), peers.index(receiver), HELD[1]).wait()
+
+    def _copy_slices(self, todo: Reconciliation, target: int, groups: Groups, cuts: Cuts | None) -> None:
+        """Likewise with the slices of shards, and the numbers."""
+        if cuts is None or not todo.slices:
+            return
+        me, layout, total = groups.me, self._site.trainable.layout, self._site.grids.of(target).total
+        peers, gradient, numbers = groups.peers(me.stage), layout.empty(), None
+        for receiver, giver, shard in todo.slices:
+            spans = [] if shard < 0 else cuts.spans(shard, layout)
+            if receiver == me and shard < 0:
+                numbers = torch.empty(Held.count(total, self._site.stage.report_width), dtype=torch.float64)
+                groups.stage_control.receive(numbers, peers.index(giver), HELD[1]).wait()
+            elif receiver == me and spans:
+                values = torch.empty(length_of(spans), dtype=layout.dtype, device=layout.device)
+                groups.stage.receive(values, peers.index(giver), SHARD_HELD[shard]).wait()
+                write_spans(gradient, spans, values)
+            elif giver == me:
+                assert self.held is not None and self.held.iteration == target
+                if shard < 0:
+                    groups.stage_control.send(self.held.numbers(), peers.index(receiver), HELD[1]).wait()
+                elif spans:
+                    groups.stage.send(read_spans(self.held.gradient, spans), peers.index(receiver),
+                                      SHARD_HELD[shard]).wait()
+        if numbers is not None:
+            self.held = Held.from_numbers(target, gradient, numbers, total)
+            self.held.norm_squares = (0.0,) * len(cuts.holders)
+            self.standing.receive(target)
 
 
 def _announce(verdict: Verdict, seen: Sequence[bool], mode: StepMode) -> None:

@@ -26,6 +26,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call
 from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.draining import drain
 from megatron_recycle.runtime.equality import verify_boundary
@@ -38,6 +39,7 @@ from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Observer, Phase, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Write, save
+from megatron_recycle.runtime.shards import check as check_shards
 from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.trainable import Trainable
@@ -78,6 +80,7 @@ class StageWorker:
                               "stage has none: leave guard out, and give `recycle run --restarts N` for the loss of "
                               "the last worker")
         _check_policy(place, config)
+        check_shards(framework.stage, place, config)
         me = Process(place.me, place.part if place.parts > 1 else None)
         self.standing = Standing(me, StepMode.of(config.step == "staggered"))
         phases = Phases(self.standing, agent, Activity(config.stall_floor), observer)
@@ -281,6 +284,11 @@ class StageWorker:
         """The live workers, in the order of their ranks; between two generations, those of the last one."""
         last = self.site.current.last
         return () if last is None else last.groups.members
+
+    @property
+    def cuts(self) -> Cuts | None:
+        """Who holds which shard of this stage's optimizer state; None if it is not cut."""
+        return self.site.current.get().cuts
 
     def current_groups(self) -> Groups:
         """The groups of the generation in force."""

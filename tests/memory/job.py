@@ -26,6 +26,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import agent as agents
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership import Process as Position
+from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.memory import Killed as Gone
 from megatron_recycle.runtime.comm.memory import MemoryNetwork
@@ -68,6 +69,9 @@ class Shape:
     clipping: float = 0.0
     scale: float = 0.0
     tied: bool = False
+    sharded: bool = False
+    hosts: tuple[tuple[str, str], ...] = ()
+    """By worker, if not each is on the same."""
     overflows: tuple[tuple[int, int], ...] = ()
     evaluate: tuple[int, ...] = ()
     save: tuple[int, ...] = ()
@@ -99,6 +103,7 @@ class Result:
     evaluated: list[list[float]] = field(default_factory=list)
     collected: list[list[float]] = field(default_factory=list)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     counters: Any = None
     checkpoints: Mapping[int, Any] = field(default_factory=dict)
     """What is on disk at its end, as `Disk.named`."""
@@ -268,7 +273,9 @@ class Job:
                                   "verify": "peers", **dict(shape.settings)})
         stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
-                           tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts)
+                           tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts,
+                           shards=to_begin_with(place.me.pipeline, shape.pipelines, config.state_copies)
+                           if shape.sharded else None)
         worker: list[StageWorker] = []
 
         def abort(generation: int) -> None:
@@ -278,8 +285,8 @@ class Job:
 
         agent = agents.Agent("127.0.0.1:1", "token", place.name, process.rank, uuid.uuid4().hex[:12],
                              on_stop=lambda stop: abort(stop.generation), on_end=lambda ended: abort(sys.maxsize),
-                             patience=LIMIT, pid=process.pid, host="host", joining=joining,
-                             link=self.control.link)
+                             patience=LIMIT, pid=process.pid, host=dict(shape.hosts).get(place.name, "host"),
+                             joining=joining, link=self.control.link)
         process.worker = made = StageWorker(
             place=place, agent=agent, config=config, observer=_Observer(self, process), network=process.network,
             framework=Framework(stage, Splitter(stage.module), Data(), _Own(CPU),
@@ -301,6 +308,8 @@ class Job:
                 result.collected.append(collect(made, place, iteration, result.losses[-1]))
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
+        for shard in () if stage.shards is None else stage.shards.held:
+            result.shards[shard] = {name: tensor.clone() for name, tensor in stage.shards.tensors(shard).items()}
         result.counters = stage.counters()["own"]
         result.checkpoints = self.disk.named
         result.memory = profile(made.site, made.plan, made.stepper.undo.nbytes)
@@ -409,6 +418,8 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
         assert well, f"{name} has ended with {result.status}: {result.error}\n{job.where()}"
         found = differences(result, reference[rank], within)
         found -= {"losses", "evaluated", "collected"} if name in came else set()
+        found |= _other_shards(result, [reference[of] for of in reference if of // job.shape.pipelines == rank
+                                        // job.shape.pipelines], within)
         assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
     noted = [event["place"] for event in job.control.events if event["event"] == "checkpoint"]
     assert [*dict.fromkeys(noted)] == [f"iteration {iteration}" for iteration in job.shape.save], noted
@@ -424,6 +435,13 @@ def differences(one: Result, other: Result, within: float = 0.0) -> set[str]:
     found |= one.state.keys() ^ other.state.keys()
     return found | {name for name in one.state.keys() & other.state.keys()
                     if not _alike(one.state[name], other.state[name], within)}
+
+
+def _other_shards(one: Result, peers: Sequence[Result], within: float) -> set[str]:
+    """What differs of the shards of one worker from those of its ``peers``."""
+    theirs = {shard: tensors for peer in peers for shard, tensors in peer.shards.items()}
+    return {f"shard {shard}: {name}" for shard, tensors in one.shards.items() for name, tensor in tensors.items()
+            if not _alike(tensor, theirs[shard][name], within)}
 
 
 def _alike_checkpoints(job: Job, reference: Mapping[int, Result], within: float) -> bool:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 2, 3
@@ -142,6 +143,7 @@ class SmallStage:
         tied: whether the embedding and the head are one parameter.
         overflows: (stage, step) whose gradient overflows.
         part, parts: which part of the stage this is, and of how many.
+        shards: of the optimizer, to begin with; it is cut into as many as there are pipelines; None: it is whole.
     """
 
     averaging: Averaging = "after"
@@ -153,7 +155,7 @@ class SmallStage:
 
     def __init__(self, *, stages: int, stage: int, pipelines: int, microbatches: int, clipping: float = 0.0,
                  scale: float = 0.0, tied: bool = False, overflows: Collection[tuple[int, int]] = (),
-                 part: int = 0, parts: int = 1) -> None:
+                 part: int = 0, parts: int = 1, shards: Collection[int] | None = None) -> None:
         with _ONE_BY_ONE:
             blocks = [Part(part, parts) if parts > 1 else Block() for _ in range(max(1, stages - 2))]
             layers: list[nn.Module] = [Embedding(), *blocks, Head()]
@@ -166,6 +168,7 @@ class SmallStage:
         self.steps = self.skipped = 0
         self.parameters = list(self.module.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2, foreach=False)
+        self.shards = None if shards is None else ShardedOptimizer(self.optimizer, pipelines, shards)
         self._kept = OptimizerState(self.module, self.optimizer)
         self._kept.train(self.parameters)
         self.model = fingerprint(self.parameters)
@@ -220,6 +223,12 @@ class SmallStage:
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         if math.isnan(coefficient):
             self.scale, self.skipped = self.scale / 2, self.skipped + 1
+            return
+        if self.shards is not None:
+            self.shards.load({id(parameter): gradient for parameter, gradient in zip(self.parameters, gradients)},
+                             coefficient)
+            self.shards.step()
+            self.steps += 1
             return
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             gradient = gradient if coefficient == 1.0 else gradient.mul_(coefficient)

@@ -30,7 +30,7 @@ def test_data_that_only_a_dead_worker_has_read_is_not_compared():
 
 
 def held(iteration: int) -> Held:
-    return Held(iteration, torch.ones(3), 2.5, 0.75, 6.0, {}, torch.zeros(GRID.total, 0, dtype=torch.float64))
+    return Held(iteration, torch.ones(3), (2.5,), 0.75, 6.0, {}, torch.zeros(GRID.total, 0, dtype=torch.float64))
 
 
 def commits(me: Worker, groups: Groups) -> Commit:
@@ -68,10 +68,11 @@ def test_a_verdict_survives_the_wire_bit_for_bit():
 
 
 def test_what_a_peer_holds_can_be_copied_whole_but_for_what_it_has_read_itself():
-    held = Held(4, torch.ones(3), 2.5, 0.75, 6.0, {(0, 1): 77}, torch.arange(8.0, dtype=torch.float64).view(4, 2), 9.0)
+    reports = torch.arange(8.0, dtype=torch.float64).view(4, 2)
+    held = Held(4, torch.ones(3), (2.5,), 0.75, 6.0, {(0, 1): 77}, reports, 9.0)
     assert held.numbers().numel() == Held.count(4, 2)
     copy = Held.from_numbers(4, torch.ones(3), held.numbers(), 4)
-    assert (copy.norm_square, copy.loss, copy.weight, copy.zeros) == (2.5, 0.75, 6.0, 9.0)
+    assert (copy.norm_squares, copy.loss, copy.weight, copy.zeros) == ((2.5,), 0.75, 6.0, 9.0)
     assert torch.equal(copy.reports, held.reports)
     assert copy.digests == {}, "the one that it is copied from tells its own"
 

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -114,7 +115,23 @@ class Checkpoints:
         with _as_writer(engine, peers.index(groups.me), len(peers)), _checked(engine.checkpoint_engine, check):
             engine._save_checkpoint(str(folder), os.path.relpath(hidden, folder), client_state=client_state or {},
                                     exclude_frozen_parameters=exclude_frozen_parameters)
+            self._write_shards(groups, folder, os.path.relpath(hidden, folder))
         engine.checkpoint_engine.commit(commit)
+
+    def _write_shards(self, groups: Groups, folder: Any, tag: str) -> None:
+        """Those of the optimizer's state that this worker speaks for, each in the file of the rank that it is named
+        after: a twin writes for the dead."""
+        engine = self._engine
+        cuts = engine.session.worker.cuts
+        if cuts is None:
+            return
+        for shard in cuts.spoken_for(groups.me):
+            name = engine._get_rank_zero_ckpt_name(str(folder), tag, engine.checkpoint_mp_rank, shard,
+                                                   engine.bfloat16_enabled())
+            engine.checkpoint_engine.save({"optimizer_state_dict": engine.optimizer.state_dict(shard),
+                                           "ds_config": engine.config, "ds_version": deepspeed.__version__}, name)
+        if groups.me == groups.members[0] and groups.part == 0:
+            engine._copy_recovery_script(str(folder))
 
 
 def _hidden(place: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ without failures have stock's bits.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -17,6 +18,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -50,6 +52,7 @@ from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
 from megatron_recycle.backends.deepspeed.timers import Timers
 from megatron_recycle.backends.deepspeed.topology import check_not_too_late, place
+from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
@@ -113,14 +116,20 @@ class RecyclePipelineEngine(PipelineEngine):
         self._given: Any = None  # an iterator that the script has set for the next train_batch()
         self.masters: MasterWeightOptimizer | None = None
         """The optimizer, if it has fp32 copies of 16-bit parameters."""
+        self._copies = settings.state_copies
+        self.sharded: ZeroOptimizer | None = None
+        """The optimizer, if its state is cut into shards (ZeRO-1)."""
         super().__init__(*args, **keywords)
         check_supported(self)
+        if self.sharded is not None and "step" not in settings.sources:
+            # Steps that may be undone would need the gradients of all shards for longer.
+            settings = dataclasses.replace(settings, step="barrier")
         # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         if self.wall_clock_breakdown():
             self.timers: Any = Timers()
         self._options = options
-        self._stage = DeepSpeedStage(self, self.masters, settings, speaks=self.speaks,
+        self._stage = DeepSpeedStage(self, self.sharded or self.masters, settings, speaks=self.speaks,
                                      read_with=(self._dataset, options.data))
         layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
         self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
@@ -199,7 +208,25 @@ class RecyclePipelineEngine(PipelineEngine):
         return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in found.items()
                 if value is not None]
 
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """Shards that the runtime lays on several workers. What is not supported is refused once the engine stands."""
+        if optimizer is None or self.zero_optimization_stage() != 1:
+            return optimizer
+        group = self.seq_data_parallel_group
+        self.sharded = ZeroOptimizer(optimizer, group, dist.get_rank(group), dist.get_world_size(group),
+                                     self._copies, self.param_names, self.gradient_clipping())
+        return self.sharded
+
+    def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:
+        """As stock, of all shards that this worker begins with."""
+        if self.sharded is None:
+            return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
+        return [self.checkpoint_engine.load(name, map_location="cpu")["optimizer_state_dict"]
+                if shard in self.sharded.shards.held else None for shard, name in enumerate(zero_ckpt_names)]
+
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        if self.zero_optimization_stage() == 1:
+            return self._configure_zero_optimizer(optimizer)
         return self._configure_fp16_optimizer(optimizer, torch.bfloat16)
 
     def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
@@ -235,7 +262,7 @@ class RecyclePipelineEngine(PipelineEngine):
         """As stock: in 16 bits that of the last iteration, for whose verdict this waits; None in fp32."""
         self.settle()
         verdict = self.session.worker.standing.verdict if self.session.started else None
-        if self.masters is None or verdict is None:
+        if (self.masters is None and self.sharded is None) or verdict is None:
             return super().get_global_grad_norm()
         return math.sqrt(self._stage.passed if self.session.catches_up else sum(verdict.norm_squares))
 

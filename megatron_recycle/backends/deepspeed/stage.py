@@ -30,6 +30,7 @@ from megatron_recycle.backends.deepspeed.optimizer import (
 )
 from megatron_recycle.backends.deepspeed.support import torch_optimizer
 from megatron_recycle.backends.deepspeed.timers import Timers
+from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer, clipping_coefficient
 from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
@@ -54,7 +55,7 @@ class DeepSpeedStage:
 
     Args:
         engine: DeepSpeed's, built.
-        masters: its optimizer, if that has fp32 copies of 16-bit parameters.
+        keeper: its optimizer, if that has fp32 copies of 16-bit parameters, or shards.
         settings: of the job.
         speaks: whether this worker says what is said once in a job.
         read_with: the script's, that micro-batches are read with (datasets, functions).
@@ -64,12 +65,16 @@ class DeepSpeedStage:
     report_width = 0
     settings: Mapping[str, Any] = {}
 
-    def __init__(self, engine: PipelineEngine, masters: MasterWeightOptimizer | None, settings: RecycleConfig,
+    def __init__(self, engine: PipelineEngine, keeper: MasterWeightOptimizer | ZeroOptimizer | None,
+                 settings: RecycleConfig,
                  speaks: Callable[[], bool], read_with: Sequence[Any]) -> None:
+        masters = keeper if isinstance(keeper, MasterWeightOptimizer) else None
+        self._zero = keeper if isinstance(keeper, ZeroOptimizer) else None
+        self.shards = self._zero.shards if self._zero is not None else None
         self._engine = engine
         self._optimizer = masters
         self._staggered = settings.step == "staggered"
-        self._global_norm = settings.clip_norm == "global" or masters is not None
+        self._global_norm = settings.clip_norm == "global" or keeper is not None
         self._speaks = speaks
         self._read_with = read_with
         self.device = engine.device
@@ -109,6 +114,10 @@ class DeepSpeedStage:
             refuse_hooks(torch_optimizer(engine))
         found = self._found()
         changed = list(map(id, found.values())) != list(map(id, self.parameters))
+        if changed and self.shards is not None:
+            raise UnsupportedError(f"iteration {engine.global_steps}: the script has frozen, unfrozen or replaced "
+                                   "parameters, and ZeRO-1's shards were cut of those that there were when the engine "
+                                   "was made: do so before deepspeed.initialize(), or set zero_optimization.stage to 0")
         if changed:
             self._use(found)
         for name, parameter in found.items():
@@ -180,10 +189,10 @@ class DeepSpeedStage:
         """Stock's way of counting (`_counts`). Infinite if losses are scaled and a gradient has overflowed."""
         if self._scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
             return math.inf
-        if self._clipping <= 0.0 and self._optimizer is None:
+        if self._clipping <= 0.0 and self._optimizer is None and self.shards is None:
             return 0.0
         counted = [gradient.detach().float() for parameter, gradient in zip(self.parameters, gradients)
-                   if self._counts(parameter)]
+                   if gradient.numel() and self._counts(parameter)]
         total = torch.stack(torch._foreach_norm(counted, 2.0)).pow(2.0).sum().float().item() if counted else 0.0
         return total if self._scaled is None else total / self._scaled.loss_scale**2
 
@@ -205,6 +214,8 @@ class DeepSpeedStage:
         engine = self._engine
         if self._scaled is not None and not math.isfinite(sum(norm_squares)):
             return math.nan
+        if self.shards is not None:
+            return clipping_coefficient(norm_squares, engine.num_stages, self._clipping)
         if self._clipping <= 0.0:
             return 1.0
         if self._scaled is not None:
@@ -223,7 +234,14 @@ class DeepSpeedStage:
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         masters = self._scaled
-        if masters is None:
+        if self._zero is not None:
+            self._zero.overflow = math.isnan(coefficient)
+            if self._zero.overflow and self._speaks():
+                get_logger().warning("megatron-recycle: gradients are not finite: the step of iteration %d is left out",
+                                     self._engine.global_steps)
+            elif not self._zero.overflow:
+                self._zero.shards.load(dict(zip(map(id, self.parameters), gradients)), coefficient)
+        elif masters is None:
             for parameter, gradient in zip(self._stepped, gradients, strict=True):
                 if parameter is not None:
                     parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)

@@ -31,13 +31,23 @@ def torch_optimizer(engine: PipelineEngine) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
+def _zero_features(engine: PipelineEngine) -> list[tuple[bool, str]]:
+    """What goes with ZeRO-1 in stock, and not here."""
+    zero, sharded = engine._config.zero_config, engine.zero_optimization_stage() == 1
+    names = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint", "offload_optimizer", "zenflow")
+    found = [(sharded and bool(getattr(zero, name, None)), f"zero_optimization.{name}: leave it out") for name in names]
+    return [*found, (sharded and engine.fp16_enabled(), "fp16 with ZeRO-1: use bf16, or set zero_optimization.stage to "
+                     "0")]
+
+
 def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
     optimizer = torch_optimizer(engine)
     return [
         (engine.fp16_enabled() and (engine.fp16_auto_cast() or engine.fp16_master_weights_and_gradients()),
          "fp16.auto_cast and fp16.fp16_master_weights_and_grads: leave them out"),
         (engine.torch_autocast_enabled(), "torch_autocast: remove the section, use bf16 or fp32"),
-        (engine.zero_optimization_stage() > 0, "ZeRO: set zero_optimization.stage to 0"),
+        (engine.zero_optimization_stage() > 1, "ZeRO 2 and 3: set zero_optimization.stage to 1 or 0"),
+        *_zero_features(engine),
         (not isinstance(optimizer, torch.optim.Optimizer) or type(optimizer).__name__ in _COMMUNICATING_OPTIMIZERS,
          f"optimizer {type(optimizer).__name__}: use one of torch.optim, for instance "
          '{"type": "Adam", "params": {"torch_adam": true}}'),

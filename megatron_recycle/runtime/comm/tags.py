@@ -93,6 +93,12 @@ PIECES = STAGE.take("pieces of the gradient", 2**28)
 SLICES = STAGE.take("a slice of the reduced gradient", 1)
 HELD = STAGE.take("the reduced gradient of a peer", 2)
 """The gradient, and the numbers that belong to it."""
+SHARD_SLICES = STAGE.take("a shard's slice of the reduced gradient", 2**20)
+SHARD_HELD = STAGE.take("a peer's slice of the reduced gradient", 2**20)
+SHARD_PARAMETERS = STAGE.take("a shard's parameters", 2**20)
+"""By the shard's number."""
+SHARD_STATE = STAGE.take("a shard's state", 2**26)
+"""Its description (size and text), and its tensors."""
 STATE_FACTS = STAGE.take("what describes a stage's state", 2)
 """Its size, and the text."""
 FIRST_IN_STAGE = STAGE.take("the first transfer of two peers", 1)

@@ -7,7 +7,7 @@ them (promise P3). A piece's first contribution is copied, not added to zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 
@@ -44,6 +44,11 @@ class Layout:
         # By identity, here and below: a tensor's own hash is a function call in Python.
         self._range = {id(parameter): (end - parameter.numel(), end)
                        for parameter, end in zip(self.parameters, ends)}
+
+    @property
+    def starts(self) -> Mapping[int, int]:
+        """Where each parameter begins, by its `id`."""
+        return {number: start for number, (start, _) in self._range.items()}
 
     def empty(self) -> torch.Tensor:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)

@@ -1,0 +1,170 @@
+"""ZeRO-1: DeepSpeed's optimizer in shards, as the runtime drives it.
+
+Stock's `DeepSpeedZeroOptimizer` and `BF16_Optimizer` tie a shard to a data-parallel rank, so that a dead worker takes
+its shard along. Here a shard is where the runtime's table says, on several workers; the cuts, the arithmetic of a step
+and the form of checkpoints are stock's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.membership.shards import to_begin_with
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
+
+_BASE, _MASTERS = "base_optimizer_state", "single_partition_of_fp32_groups"
+
+
+class ZeroOptimizer(DeepSpeedOptimizer):
+    """`ShardedOptimizer` as an engine's optimizer.
+
+    Args:
+        optimizer: over the model's parameters.
+        group: the data-parallel group, whose ranks name shards in checkpoints.
+        rank, size: this worker's there, and how many there are.
+        copies: of each shard.
+        names: of the parameters.
+        clipping: limit on the gradient's norm; 0: none.
+    """
+
+    loss_scale = cur_scale = 1.0
+
+    def __init__(self, optimizer: torch.optim.Optimizer, group: Any, rank: int, size: int, copies: int,
+                 names: Mapping[nn.Parameter, str], clipping: float) -> None:
+        self.shards = ShardedOptimizer(optimizer, size, to_begin_with(rank, size, copies))
+        self.optimizer = optimizer
+        self.dp_process_group = group
+        self._rank = rank
+        self._names = names
+        self._clipping = clipping
+        self.overflow = False
+        """Whether the next `step` does nothing, since gradients are not finite."""
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @property
+    def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters by group, by the name that stock asks for when it writes their shapes."""
+        return self.shards.groups
+
+    def step(self, closure: None = None) -> None:
+        """One update of this worker's shards, with the gradients that they were given."""
+        if not self.overflow:
+            self.shards.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the model's gradients."""
+        for parameter in self.shards.parameters:
+            parameter.grad = None
+
+    # ---- checkpoints
+
+    def state_dict(self, shard: int | None = None) -> dict[str, Any]:
+        """Stock's, of the rank whose shard that is; of this worker's own place if none is given."""
+        shard, shards = self._rank if shard is None else shard, self.shards
+        inner, held = self.optimizer.state_dict(), shards.held
+        if shard not in held:
+            raise UnsupportedError(f"this worker does not hold shard {shard} of the optimizer's state by now, but "
+                                   f"{', '.join(map(str, held))}: use engine.save_checkpoint(), which finds all")
+        place, each = held.index(shard), len(held)
+        paddings = [self._padding(number, shard) for number in range(len(shards.groups))]
+        return {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False,
+                "clip_grad": self._clipping,
+                _BASE: {"state": {number: inner["state"][number * each + place] for number in range(len(shards.groups))
+                                  if number * each + place in inner["state"]},
+                        "param_groups": [{**group, "params": [number]}
+                                         for number, group in enumerate(inner["param_groups"])]},
+                _MASTERS: [master.detach()[:master.numel() - padding]
+                           for master, padding in zip(shards.masters(shard), paddings)],
+                "zero_stage": 1, "group_paddings": paddings,
+                "param_alignment_paddings": [[0] * len(group) for group in shards.groups],
+                "partition_count": [shards.count] * len(shards.groups), "ds_version": deepspeed.__version__,
+                "param_slice_mappings": self._mappings(shard)}
+
+    def load_state_dict(self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True,
+                        load_from_fp32_weights: bool = False, checkpoint_folder: Any = None, **_: Any) -> None:
+        """Take over this worker's shards of a checkpoint, stock's or ours."""
+        if checkpoint_folder is not None:
+            raise UnsupportedError("checkpoint.load_universal is not supported with ZeRO-1 yet: load it once without "
+                                   "the plugin, and save")
+        for shard in self.shards.held:
+            self._load(shard, state_dict_list[shard], load_optimizer_states, load_from_fp32_weights)
+        if not load_from_fp32_weights:
+            self.refresh_fp32_params()
+
+    def _load(self, shard: int, saved: Mapping[str, Any], optimizer: bool, masters: bool) -> None:
+        shards = self.shards
+        if optimizer:
+            inner = saved[_BASE]
+            if not isinstance(inner, Mapping):
+                raise UnsupportedError("this checkpoint was written with zero_optimization.elastic_checkpoint, which "
+                                       "is not supported yet: load it without the plugin, and save with it off")
+            tensors, numbers = shards.tensors(shard), list[dict[str, Any]]()
+            for number, size in enumerate(shards.sizes):
+                state = inner["state"].get(number, {})
+                found = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+                wrong = [key for key, value in found.items() if value.dim() and value.numel() != size]
+                if wrong:
+                    raise UnsupportedError(f"the checkpoint's {wrong[0]} of parameter group {number} has not {size} "
+                                           "numbers: it was written for another model, or with other zero_optimization "
+                                           "settings")
+                tensors.update({f"{key} {number}": value.to(shards.masters(shard)[number].device if value.dim() else
+                                                            value.device, copy=True) for key, value in found.items()})
+                numbers.append({key: value for key, value in state.items() if key not in found})
+            shards.take(shard, tensors, numbers)
+            for group, values in zip(self.param_groups, inner["param_groups"], strict=True):
+                group.update({key: value for key, value in values.items() if key != "params"})
+        if masters:
+            for master, values in zip(shards.masters(shard), saved[_MASTERS], strict=True):
+                master.data[:values.numel()].copy_(values)
+
+    def refresh_fp32_params(self) -> None:
+        """Make the masters what the model's parameters are: only those were loaded."""
+        for shard in self.shards.held:
+            self.shards.refresh(shard)
+
+    def _padding(self, number: int, shard: int) -> int:
+        size = self.shards.sizes[number]
+        whole = sum(parameter.numel() for parameter in self.shards.groups[number])
+        return min(size, max(0, (shard + 1) * size - whole))
+
+    def _mappings(self, shard: int) -> list[OrderedDict[str, fragment_address]]:
+        """Where parameters lie in a shard, by group: for `ds_to_universal`."""
+        return [OrderedDict((self._names[piece.parameter], fragment_address(numel=piece.end - piece.start,
+                                                                            start=piece.offset)) for piece in group)
+                for group in self.shards.by_group(shard)]
+
+
+def clipping_coefficient(norm_squares: Sequence[float], stages: int, limit: float) -> float:
+    """Stock's clipping of ZeRO-1, operation by operation: shards add up inside of a stage, then stages do. Not a number
+    if some gradient is not finite: the step is left out. ``limit`` 0: gradients stay as they are."""
+    each = len(norm_squares) // stages
+    total = torch.zeros(1)
+    for stage in range(stages):
+        of_stage = torch.zeros(1)
+        for value in norm_squares[stage * each:(stage + 1) * each]:
+            of_stage += value
+        total += of_stage
+    norm = total.pow(1.0 / 2.0)
+    if not math.isfinite(norm.item()):
+        return math.nan
+    if limit <= 0.0:
+        return 1.0
+    return (1.0 / torch.clamp((norm + 1e-6) / limit, min=1.0)).item()

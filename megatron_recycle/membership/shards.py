@@ -1,0 +1,155 @@
+"""Who holds which shard of a stage's optimizer state: pure, and the same wherever it is asked.
+
+A stage's optimizer state is cut into shards once, where the framework cuts it, and the cuts stay for the job's life. A
+shard is held by `copies` workers of its stage, its twins, which step it alike; so the death of one loses nothing, and
+another peer adopts the shard in the same recovery. Who adopts what follows from what the survivors have, and on which
+hosts they are, by `assign` alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.membership.names import Process, in_order, workers_of
+
+Holders = tuple[tuple[str, ...], ...]
+"""By shard, the processes that hold it."""
+
+
+@dataclass(frozen=True)
+class ShardTable:
+    """The shards of part ``part`` of stage ``stage``: who ``had`` them when the generation began, and who is to hold
+    them in it (`holders`), the first of which speaks for the shard."""
+
+    stage: int
+    part: int
+    had: Holders
+    holders: Holders
+
+    @property
+    def moves(self) -> list[tuple[int, str, str]]:
+        """(shard, giver, taker) for each copy that is to be made, in an order that all keep to; the giving is spread
+        over those that have the shard."""
+        return [(shard, had[number % len(had)], taker)
+                for shard, (had, holders) in enumerate(zip(self.had, self.holders))
+                for number, taker in enumerate(name for name in holders if name not in had)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"stage": self.stage, "part": self.part, "had": [list(names) for names in self.had],
+                "holders": [list(names) for names in self.holders]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ShardTable:
+        had, holders = (tuple(map(tuple, data[key])) for key in ("had", "holders"))
+        return cls(data["stage"], data["part"], had, holders)
+
+
+def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[str, str], copies: int) -> Holders:
+    """Holders of each shard among ``members``: ``copies`` of them, or all if there are fewer; twins on different hosts
+    where that can be; no worker with two shards more than another unless hosts ask for it; and no copy that none of
+    these asks for. Every shard must be ``had`` by some member."""
+    names = in_order(members)
+    wanted = min(copies, len(names))
+    found = [[name for name in of if name in names] for of in had]
+    load = Counter({name: sum(name in of for of in found) for name in names})
+
+    def apart(of: Sequence[str], name: str) -> bool:
+        return all(hosts.get(name) != hosts.get(other) for other in of if other != name)
+
+    def give_up(shard: int, name: str) -> None:
+        found[shard].remove(name)
+        load[name] -= 1
+
+    def take(shard: int, name: str) -> None:
+        found[shard].append(name)
+        load[name] += 1
+
+    for shard, of in enumerate(found):
+        while len(of) > wanted:  # a twin on the same host first, then whoever has most
+            give_up(shard, max(of, key=lambda name: (not apart(of, name), load[name], Process.parse(name))))
+    for shard, of in enumerate(found):
+        while len(of) < wanted:
+            free = [name for name in names if name not in of]
+            take(shard, min(free, key=lambda name: (not apart(of, name), load[name],
+                                                    (names.index(name) - shard) % len(names))))
+        if wanted > 1 and len({hosts.get(name) for name in of}) == 1:
+            others = [name for name in names if hosts.get(name) != hosts.get(of[0])]
+            if others:  # a host has come back
+                give_up(shard, max(of, key=lambda name: (load[name], Process.parse(name))))
+                take(shard, min(others, key=lambda name: (load[name], Process.parse(name))))
+    while (move := _relief(found, had, load, names, apart)) is not None:
+        shard, giver, taker = move
+        give_up(shard, giver)
+        take(shard, taker)
+    return tuple(tuple(in_order(of)) for of in found)
+
+
+def to_begin_with(place: int, count: int, copies: int) -> list[int]:
+    """The shards that the worker at ``place`` among its stage's ``count`` makes when it builds its model: those that
+    `assign` lets it have if each worker has a host of its own."""
+    return sorted((place - number) % count for number in range(min(copies, count)))
+
+
+def _relief(found: Sequence[Sequence[str]], had: Sequence[Sequence[str]], load: Counter[str], names: Sequence[str],
+            apart: Callable[[Sequence[str], str], bool]) -> tuple[int, str, str] | None:
+    """A shard of a worker that has two more than another, which can take it without lying beside a twin that it did
+    not lie beside before: one that is yet to be copied, if there is such, and never the last that is not, beside
+    others."""
+    for giver in sorted(names, key=lambda name: -load[name]):
+        for taker in sorted(names, key=lambda name: load[name]):
+            if load[giver] < load[taker] + 2:
+                break
+            by_cost = sorted(range(len(found)), key=lambda shard: giver in had[shard])
+            for shard in by_cost:
+                rest = [name for name in found[shard] if name != giver]
+                kept = not rest or {*rest} & {*had[shard]}
+                if giver in found[shard] and taker not in rest and kept and (
+                        apart(rest, taker) or not apart(rest, giver)):
+                    return shard, giver, taker
+    return None
+
+
+def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str]) -> list[str]:
+    """Those of ``wanted`` that can leave together so that a shard of several holders keeps one; all parts of a worker
+    or none."""
+    going: list[str] = []
+    for worker in workers_of(wanted):
+        parts = [name for name in wanted if Process.parse(name).worker == worker]
+        if not any(len(of) > 1 and {*of} <= {*going, *parts} for table in tables for of in table.holders):
+            going += parts
+    return going
+
+
+# What reports say
+
+
+def of_report(report: Mapping[str, Any]) -> Mapping[int, int]:
+    """The shards that a process has, and the last iteration whose gradient it holds of each."""
+    return {int(shard): holds for shard, holds in report.get("shards", {}).get("held", {}).items()}
+
+
+def count_of(names: Iterable[str], reports: Mapping[str, Mapping[str, Any]]) -> int:
+    """How many shards the state of these processes is cut into; 0 if each holds all of it."""
+    return max((reports[name].get("shards", {}).get("of", 0) for name in names), default=0)
+
+
+def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, Any]], joined: Iterable[str],
+           hosts: Mapping[str, str]) -> tuple[ShardTable, ...]:
+    """The table of each of ``parts``, processes that have the same parameters and report; ``joined`` come in and have
+    nothing yet. Every shard must have a holder."""
+    found = []
+    for names in parts:
+        count = count_of(names, reports)
+        if not count:
+            continue
+        first = Process.parse(names[0])
+        had = tuple(tuple(name for name in names if shard in of_report(reports[name])) for shard in range(count))
+        new = [name for name in joined if (Process.parse(name).worker.stage, Process.parse(name).part)
+               == (first.worker.stage, first.part)]
+        copies = reports[names[0]]["shards"]["copies"]
+        found.append(ShardTable(first.worker.stage, first.part or 0, had,
+                                assign(had, [*names, *new], hosts, copies)))
+    return tuple(found)

@@ -1,0 +1,218 @@
+"""An optimizer whose state is cut into shards, of which this worker has some.
+
+The cuts are ZeRO-1's: the parameters of each group, laid end to end and padded, in as many equal pieces as there are
+pipelines; shard k is piece k of every group. They stay where they are for the job's life. Each shard that the worker
+has is one flat fp32 parameter for each group, which the framework's own optimizer steps in the place of the model's
+parameters: element by element, so that twins have the same bits. The model gets the stepped values of the worker's own
+shards; those of others come from their holders.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+
+MASTER = "master"
+ALIGNMENT = 2
+"""Padding makes a group's length a multiple of this and the number of shards, as DeepSpeed's does."""
+ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Lion", "FusedAdam", "FusedLion")
+"""Optimizers whose step of an element takes no notice of others."""
+
+
+class Piece(NamedTuple):
+    """Elements ``start`` to ``end`` of ``parameter``, ``offset`` into a group's part of the shard."""
+
+    parameter: nn.Parameter
+    start: int
+    end: int
+    offset: int
+
+
+class ShardedOptimizer:
+    """Takes an optimizer over a model's parameters, and lets it step flat fp32 shards of them instead.
+
+    Args:
+        optimizer: a torch optimizer that has not stepped yet.
+        count: number of shards.
+        own: the shards that this worker has to begin with.
+
+    Attributes:
+        count: number of shards.
+        parameters: the model's, in the order of the groups.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, count: int, own: Iterable[int]) -> None:
+        if type(optimizer).__name__ not in ELEMENTWISE:
+            raise UnsupportedError(
+                f"optimizer {type(optimizer).__name__} is not known to step each element by itself, so that its state "
+                f"cannot be cut into shards: use one of {', '.join(ELEMENTWISE)}, or leave out "
+                "zero_optimization.stage 1")
+        self.optimizer = optimizer
+        self.count = count
+        self.groups: list[list[nn.Parameter]] = [[parameter for parameter in group["params"] if parameter.requires_grad]
+                                                 for group in optimizer.param_groups]
+        self.parameters: list[nn.Parameter] = [parameter for group in self.groups for parameter in group]
+        self.sizes = [_padded(sum(parameter.numel() for parameter in group), ALIGNMENT * count) // count
+                      for group in self.groups]
+        """Numbers of each group in a shard."""
+        self._masters: dict[int, list[nn.Parameter]] = {}
+        self._pieces = self._cut()
+        for shard in own:
+            self._make(shard)
+            self.refresh(shard)
+        self._point()
+
+    def _cut(self) -> list[list[list[Piece]]]:
+        """By shard and group, what of which parameters is in it."""
+        found: list[list[list[Piece]]] = [[[] for _ in self.groups] for _ in range(self.count)]
+        for number, (group, size) in enumerate(zip(self.groups, self.sizes)):
+            begin = 0
+            for parameter in group:
+                end = begin + parameter.numel()
+                for shard in range(begin // size, -(-end // size)):
+                    first, last = max(begin, shard * size), min(end, (shard + 1) * size)
+                    found[shard][number].append(Piece(parameter, first - begin, last - begin, first - shard * size))
+                begin = end
+        return found
+
+    # ---- what a shard is
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """The shards that this worker has."""
+        return tuple(sorted(self._masters))
+
+    def masters(self, shard: int) -> Sequence[nn.Parameter]:
+        """The flat fp32 parameters of a shard that this worker has, by group; the last ones end in padding."""
+        return self._masters[shard]
+
+    def pieces(self, shard: int) -> list[Piece]:
+        """The parts of parameters in a shard, in order."""
+        return [piece for group in self._pieces[shard] for piece in group]
+
+    def spans(self, shard: int, start_of: Mapping[int, int]) -> list[tuple[int, int]]:
+        """The ranges of a flat buffer that belong to a shard, if a parameter begins at ``start_of`` its `id` there."""
+        spans: list[tuple[int, int]] = []
+        for piece in self.pieces(shard):
+            begin = start_of[id(piece.parameter)] + piece.start
+            end = begin + piece.end - piece.start
+            if spans and spans[-1][1] == begin:
+                spans[-1] = spans[-1][0], end
+            else:
+                spans.append((begin, end))
+        return spans
+
+    def values(self, shard: int) -> torch.Tensor:
+        """The model's parameters in a shard, flat, in their own type."""
+        parts = [_flat(piece) for piece in self.pieces(shard)]
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def length(self, shard: int) -> int:
+        """How many `values` there are."""
+        return sum(piece.end - piece.start for piece in self.pieces(shard))
+
+    def set_values(self, shard: int, values: torch.Tensor) -> None:
+        """Put the `values` of a shard into the model."""
+        begin = 0
+        for piece in self.pieces(shard):
+            end = begin + piece.end - piece.start
+            _flat(piece).copy_(values[begin:end])
+            begin = end
+
+    def by_group(self, shard: int) -> Sequence[Sequence[Piece]]:
+        """`pieces` of each group."""
+        return self._pieces[shard]
+
+    @torch.no_grad()
+    def refresh(self, shard: int) -> None:
+        """Make the masters of a shard what the model's parameters are."""
+        for group, master in zip(self._pieces[shard], self._masters[shard], strict=True):
+            for piece in group:
+                master.data[piece.offset:][:piece.end - piece.start] = _flat(piece)
+
+    # ---- a step
+
+    def load(self, gradients: Mapping[int, torch.Tensor], factor: float) -> None:
+        """Give the shards that this worker has their part of the ``gradients`` (by `id` of their parameter), times
+        ``factor``. Of the others nothing is read."""
+        for shard, masters in self._masters.items():
+            for group, master in zip(self._pieces[shard], masters, strict=True):
+                flat = torch.zeros_like(master.data)
+                for piece in group:
+                    flat[piece.offset:][:piece.end - piece.start] = gradients[id(piece.parameter)].reshape(-1)[
+                        piece.start:piece.end]
+                master.grad = flat.mul_(factor) if factor != 1.0 else flat
+
+    def step(self) -> None:
+        """One update of the shards that this worker has, with what `load` has given, and of their part of the model."""
+        self.optimizer.step()
+        for shard in self.held:
+            self.copy_to_model(shard)
+            for master in self._masters[shard]:
+                master.grad = None
+
+    @torch.no_grad()
+    def copy_to_model(self, shard: int) -> None:
+        """Make the model's parameters what this worker's masters are."""
+        for group, master in zip(self._pieces[shard], self._masters[shard], strict=True):
+            for piece in group:
+                _flat(piece).copy_(master.data[piece.offset:][:piece.end - piece.start])
+
+    # ---- shards come and go
+
+    def tensors(self, shard: int) -> dict[str, torch.Tensor]:
+        """The state of a shard: ``master N`` and the optimizer's own (``exp_avg N``), for each group N."""
+        found = {}
+        for number, master in enumerate(self._masters[shard]):
+            found[f"{MASTER} {number}"] = master.data
+            found.update({f"{key} {number}": value for key, value in self.optimizer.state.get(master, {}).items()
+                          if isinstance(value, torch.Tensor)})
+        return found
+
+    def numbers(self, shard: int) -> list[dict[str, Any]]:
+        """By group, what else the optimizer keeps of a shard."""
+        return [copy.deepcopy({key: value for key, value in self.optimizer.state.get(master, {}).items()
+                        if not isinstance(value, torch.Tensor)}) for master in self._masters[shard]]
+
+    def take(self, shard: int, tensors: Mapping[str, torch.Tensor], numbers: Sequence[Mapping[str, Any]]) -> None:
+        """Have a shard from now on, with a twin's state; the tensors may be kept."""
+        if shard not in self._masters:
+            self._make(shard)
+        for number, (master, own) in enumerate(zip(self._masters[shard], numbers, strict=True)):
+            master.data.copy_(tensors[f"{MASTER} {number}"])
+            state = {key: tensors[f"{key} {number}"] for key in
+                     (name.split(" ")[0] for name in tensors if name.endswith(f" {number}")) if key != MASTER}
+            self.optimizer.state.pop(master, None)
+            if state or own:
+                self.optimizer.state[master].update({**state, **own})
+        self._point()
+
+    def drop(self, shard: int) -> None:
+        """Have a shard no longer."""
+        for master in self._masters.pop(shard):
+            self.optimizer.state.pop(master, None)
+        self._point()
+
+    def _make(self, shard: int) -> None:
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        self._masters[shard] = [nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
+                                for size in self.sizes]
+
+    def _point(self) -> None:
+        """Let the optimizer step what is there."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["params"] = [self._masters[shard][number] for shard in self.held]
+
+
+def _flat(piece: Piece) -> torch.Tensor:
+    return piece.parameter.data.view(-1)[piece.start:piece.end]
+
+
+def _padded(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple

@@ -1,0 +1,220 @@
+"""What workers do with the shards of their stage's optimizer state: gather parameters, adopt what the dead have held.
+
+A step changes on each worker the part of the model that belongs to its own shards; the others' parts come from those
+that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`); a copy
+counts when it is whole. Whoever has given one away keeps it until the next gradient is held, of which it gets nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import ConfigError, TransferError
+from megatron_recycle.membership import Resume, Standing
+from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.shards import ShardTable
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts, exchange
+from megatron_recycle.runtime.comm.tags import SHARD_PARAMETERS, SHARD_STATE
+from megatron_recycle.runtime.compute.data import digest
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stage import Stage
+from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, read, written
+
+_MIB = 2**20
+
+
+def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
+    """Raises ConfigError for what cannot be had where the optimizer's state is cut into shards."""
+    if stage.shards is None:
+        return
+    if config.step == "staggered":
+        raise ConfigError('step staggered cannot undo a step of an optimizer that is cut into shards (ZeRO-1) yet: set '
+                          '"recycle": {"step": "barrier"}')
+    if config.policy != "reroute":
+        raise ConfigError(f"policy {config.policy} is not there yet where the optimizer is cut into shards (ZeRO-1): "
+                          "leave policy out")
+    if config.guard == "memory":
+        raise ConfigError("guard memory keeps copies of whole stages, and the optimizer is cut into shards (ZeRO-1): "
+                          "leave guard out, and give a larger state_copies")
+    if config.moves:
+        raise ConfigError("moves cannot take shards of an optimizer (ZeRO-1) along yet: leave moves out")
+    if config.state_copies > place.grid.pipelines:
+        raise ConfigError(f"state_copies {config.state_copies} asks for more workers than the {place.grid.pipelines} "
+                          f"that a stage has: give at most {place.grid.pipelines}")
+    if config.state_copies == 1 and place.grid.pipelines > 1 and place.me.pipeline == 0:
+        get_logger().warning("megatron-recycle: state_copies 1: with any worker that fails a shard of the optimizer's "
+                             "state is lost, and the job ends; 2 lets it go on")
+
+
+def report(stage: Stage, copies: int, standing: Standing) -> dict[str, Any]:
+    """For the coordinator: the shards that this worker has whole; nothing where it has all of the state."""
+    shards = stage.shards
+    if shards is None:
+        return {}
+    return {"shards": {"of": shards.count, "copies": copies,
+                       "held": {str(shard): standing.holds for shard in shards.held}}}
+
+
+def cuts(stage: Stage, groups: Groups, resume: Resume, begun: bool) -> Cuts | None:
+    """Who holds which shard of this stage: when the generation had ``begun``, or from the end of the recovery on; None
+    if its state is not cut."""
+    shards, table = stage.shards, _table(groups, resume)
+    if shards is None or table is None:
+        return None
+    return Cuts(tuple(tuple(Process.parse(name).worker for name in names)
+                      for names in (table.had if begun else table.holders)),
+                lambda shard, layout: shards.spans(shard, layout.starts))
+
+
+def _table(groups: Groups, resume: Resume) -> ShardTable | None:
+    mine = groups.me.stage, groups.part
+    return next((table for table in resume.shards if (table.stage, table.part) == mine), None)
+
+
+def norm_squares(stage: Stage, cut: Cuts | None, me: Worker, views: Sequence[torch.Tensor]) -> tuple[float, ...]:
+    """This worker's numbers for the verdict: its stage's squared norm, or those of the shards that it speaks for."""
+    if cut is None:
+        return (stage.norm_square(views),)
+    own = cut.spoken_for(me)
+    return tuple(stage.norm_square(_parts(stage, shard, views)) if shard in own else 0.0
+                 for shard in range(len(cut.holders)))
+
+
+def _parts(stage: Stage, shard: int, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What lies in a shard of each parameter's gradient."""
+    assert stage.shards is not None
+    of = {id(piece.parameter): piece for piece in stage.shards.pieces(shard)}
+    found = []
+    for parameter, view in zip(stage.parameters, views, strict=True):
+        piece = of.get(id(parameter))
+        found.append(view.reshape(-1)[piece.start:piece.end] if piece is not None else view.reshape(-1)[:0])
+    return found
+
+
+def keep_only(stage: Stage, cut: Cuts | None, me: Worker) -> None:
+    """Drop what this worker has given away."""
+    if cut is not None and stage.shards is not None:
+        for shard in set(stage.shards.held) - set(cut.of(me)):
+            stage.shards.drop(shard)
+
+
+def forget(stage: Stage) -> None:
+    """Drop all shards: they are of another life."""
+    shards = stage.shards
+    for shard in () if shards is None else shards.held:
+        assert shards is not None
+        shards.drop(shard)
+
+
+def gather(stage: Stage, groups: Groups, cut: Cuts, peers: Sequence[Worker]) -> None:
+    """Those of ``peers`` that do not hold a shard get its part of the model from one that does; all of them take part.
+    Raises GenerationOver."""
+    shards = stage.shards
+    assert shards is not None
+    ranks = groups.peers(groups.me.stage)
+    moves = [(shard, holders[0], peer, shards.length(shard)) for shard, holders in enumerate(cut.holders)
+             for peer in peers if peer not in holders and shards.length(shard)]
+    like = shards.parameters[0].data if shards.parameters else torch.empty(0)
+    with torch.no_grad():
+        exchange(groups.stage, ranks, groups.me, SHARD_PARAMETERS, moves, read=lambda shard, _: shards.values(shard),
+                 write=shards.set_values, like=like)
+
+
+def adopt(site: Site, groups: Groups, resume: Resume) -> None:
+    """Copy shards to those that are to hold them. Raises GenerationOver, and TransferError if one arrives damaged."""
+    shards, table = site.stage.shards, _table(groups, resume)
+    if shards is None or table is None:
+        return
+    peers, me = groups.peers(groups.me.stage), groups.me
+    moves = [(shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in table.moves]
+    sending: list[Pending] = []
+    for number, (shard, giver, taker) in enumerate(moves):
+        if giver == me:
+            sending += _describe(groups.stage_control, peers.index(taker), number, shards, shard)
+    told = {number: _told(groups.stage_control, peers.index(giver), number)
+            for number, (_, giver, taker) in enumerate(moves) if taker == me}
+    arriving: dict[int, dict[str, tuple[torch.Tensor, Pending]]] = {}
+    with groups.stage.batch():
+        for number, (shard, giver, taker) in enumerate(moves):
+            if giver == me:
+                sending += _send(groups, peers.index(taker), number, shards.tensors(shard))
+            elif taker == me:
+                arriving[number] = _receive(groups, peers.index(giver), number, told[number]["tensors"],
+                                            site.stage.device)
+    for number, coming in arriving.items():
+        for _, pending in coming.values():
+            pending.wait()
+        tensors = {name: tensor for name, (tensor, _) in coming.items()}
+        if [checksum(bytes_of(tensor)) for tensor in tensors.values()] != told[number]["sums"]:
+            raise TransferError(f"shard {moves[number][0]} of stage {me.stage} arrived damaged: its checksums differ "
+                                "from the sender's. Check the network and this host's memory")
+        shards.take(moves[number][0], tensors, read(told[number]["numbers"], {}))
+    for each in sending:
+        each.wait()
+    _tell(site, [moves[number][0] for number in arriving], shards)
+
+
+def _tell(site: Site, adopted: Sequence[int], shards: ShardedOptimizer) -> None:
+    if adopted:
+        size = sum(tensor.nbytes for shard in adopted for tensor in shards.tensors(shard).values())
+        get_logger().info("megatron-recycle: worker %s holds shards %s of its stage's optimizer state; %s came from "
+                          "peers (%.1f MiB)", site.place.name, ", ".join(map(str, shards.held)),
+                          ", ".join(map(str, adopted)), size / _MIB)
+
+
+def digests(stage: Stage) -> dict[int, int]:
+    """A checksum of each shard that this worker has."""
+    return {} if stage.shards is None else {shard: digest(stage.shards.tensors(shard)) for shard in stage.shards.held}
+
+
+# How a shard travels: a move takes as many tags as a shard has tensors, and three.
+
+_TAGS = 64
+
+
+def _describe(comm: Comm, to: int, number: int, shards: ShardedOptimizer, shard: int) -> list[Pending]:
+    tensors = shards.tensors(shard)
+    text = json.dumps({"tensors": [described(name, tensor) for name, tensor in tensors.items()],
+                       "numbers": written(shards.numbers(shard), {}),
+                       "sums": [checksum(bytes_of(tensor)) for tensor in tensors.values()]})
+    data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [comm.send(torch.tensor([data.numel()]), to, SHARD_STATE[_TAGS * number]),
+            comm.send(data, to, SHARD_STATE[_TAGS * number + 1])]
+
+
+def _told(comm: Comm, source: int, number: int) -> Mapping[str, Any]:
+    size = torch.zeros(1, dtype=torch.int64)
+    comm.receive(size, source, SHARD_STATE[_TAGS * number]).wait()
+    data = torch.empty(int(size), dtype=torch.uint8)
+    comm.receive(data, source, SHARD_STATE[_TAGS * number + 1]).wait()
+    return json.loads(data.numpy().tobytes())
+
+
+def _send(groups: Groups, to: int, number: int, tensors: Mapping[str, torch.Tensor]) -> list[Pending]:
+    return [_comm(groups, tensor).send(bytes_of(tensor), to, SHARD_STATE[_TAGS * number + 2 + place])
+            for place, tensor in enumerate(tensors.values())]
+
+
+def _receive(groups: Groups, source: int, number: int, told: Sequence[Any],
+             device: torch.device) -> dict[str, tuple[torch.Tensor, Pending]]:
+    found = {}
+    for place, (name, kind, shape, on_cpu) in enumerate(told):
+        tensor = torch.empty(shape, dtype=getattr(torch, kind), device="cpu" if on_cpu else device)
+        found[name] = tensor, _comm(groups, tensor).receive(bytes_of(tensor), source,
+                                                            SHARD_STATE[_TAGS * number + 2 + place])
+    return found
+
+
+def _comm(groups: Groups, tensor: torch.Tensor) -> Comm:
+    return groups.stage_control if tensor.device.type == "cpu" else groups.stage
