@@ -122,8 +122,9 @@ class RecyclePipelineEngine(PipelineEngine):
         super().__init__(*args, **keywords)
         check_supported(self)
         if self.sharded is not None and "step" not in settings.sources:
-            # Steps that may be undone would need the gradients of all shards for longer.
             settings = dataclasses.replace(settings, step="barrier")
+            if self.global_rank == 0:
+                get_logger().info("megatron-recycle: ZeRO-1: stages step when the iteration is committed (barrier)")
         # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         if self.wall_clock_breakdown():
