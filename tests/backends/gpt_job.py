@@ -303,6 +303,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if plugin:
         engine.settle()
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    norm = engine.get_global_grad_norm()  # a tensor under stock's ZeRO
     result = {"losses": losses, "evaluated": evaluated,
               "stage": engine.stage_id, "pipeline": engine.grid.get_data_parallel_id(),
               "parameters": {name: value.detach().float().numpy().copy()
@@ -310,7 +311,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()
                          if value is not None} for _, state in sorted(inner.state_dict()["state"].items())],
               "counters": {"steps": engine.global_steps, "skipped": engine.skipped_steps, "rate": engine.get_lr()[0],
-                           "scale": engine._get_optimizer_loss_scale(), "norm": engine.get_global_grad_norm()},
+                           "scale": engine._get_optimizer_loss_scale(), "norm": None if norm is None else float(norm)},
               "members": None}
     if inner is not engine.optimizer:
         result["state"].append({str(index): master.detach().numpy().copy() for index, master in enumerate(
