@@ -16,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
@@ -93,7 +94,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                                          for number, group in enumerate(inner["param_groups"])]},
                 _MASTERS: [master.detach()[:master.numel() - padding]
                            for master, padding in zip(shards.masters(shard), paddings)],
-                "zero_stage": 1, "group_paddings": paddings,
+                "zero_stage": ZeroStageEnum.optimizer_states, "group_paddings": paddings,
                 "param_alignment_paddings": [[0] * len(group) for group in shards.groups],
                 "partition_count": [shards.count] * len(shards.groups), "ds_version": deepspeed.__version__,
                 "param_slice_mappings": self._mappings(shard)}
