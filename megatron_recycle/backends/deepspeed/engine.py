@@ -166,7 +166,8 @@ class RecyclePipelineEngine(PipelineEngine):
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
                                save_last=lambda groups, _: self._checkpoints.write_last(groups),
-                               restore=lambda _, place, name: self._load(whole_at(Path(place), name)),
+                               restore=None if self.sharded is not None
+                               else lambda _, place, name: self._load(whole_at(Path(place), name)),
                                folder=lambda: self._checkpoints.folder)
             if isinstance(self.timers, Timers):
                 self.session.worker.site.meters.watch.beside = self.timers.beside
