@@ -5,10 +5,12 @@ The job is in memory, see `tests.memory.job`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.memory.job import Shape, undisturbed
-from tests.memory.scenes import PER_MICROBATCH, PHASES, Scene
+from tests.memory.job import Job, Shape, check, undisturbed
+from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw, Scene
 from tests.moments import Moment
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
@@ -37,6 +39,7 @@ def test_each_worker_killed_at_each_moment(phase):
 CLIPPED = Shape(4, 2, 2, 4, sharded=True, clipping=0.05, evaluate=(1, 2), save=(2,)).with_settings(step="barrier")
 TIED = Shape(3, 2, 2, 3, sharded=True, tied=True).with_settings(step="barrier", state_copies=3)
 HOSTS = tuple((f"{pipeline}:{stage}", str(pipeline // 2)) for pipeline in range(4) for stage in range(2))
+"""Two pipelines on each."""
 
 
 @pytest.mark.parametrize("turn", range(4))
@@ -52,3 +55,35 @@ def test_two_that_die_one_after_the_other(turn):
 def test_a_shared_parameter(seed):
     for worker in TIED.workers:
         Scene("tied", TIED, [Moment(worker, PHASES[seed + 3], 1)], out={worker}, sure=True).run(seed=seed)
+
+
+@pytest.mark.parametrize("pipelines", [(0, 1), (2, 3)])
+def test_a_host_with_half_of_all_copies_dies(pipelines):
+    """Twins lie on different hosts: what one host has, the other has too."""
+    out = {f"{pipeline}:{stage}" for pipeline in pipelines for stage in range(2)}
+    with Job(replace(CLIPPED, hosts=HOSTS), holds=[Moment(worker, "forward", 1) for worker in out]) as job:
+        _die_together(job)
+        check(job, job.wait(), out)
+
+
+def test_twins_that_die_at_once_end_the_job_by_name():
+    """Nobody can adopt what nobody has."""
+    with Job(CLIPPED, holds=[Moment("1:0", "forward", 1), Moment("2:0", "forward", 1)]) as job:
+        _die_together(job)
+        results = job.wait()
+    told = {result.error for result in results.values() if result.status == 1}
+    assert len(told) == 1 and "stage 0 has lost shard 1 of its optimizer state" in told.pop()
+
+
+def test_one_that_comes_back_gets_shards_again():
+    """Its peers, which had adopted them, let go of theirs."""
+    job = Draw(3).comes_back(CLIPPED).run(seed=4)
+    assert all(process.result.shards for process in job.processes.values())
+
+
+def _die_together(job: Job) -> None:
+    """All that the job holds die where they stand, and do nothing any more."""
+    job.wait_held()
+    job.kills.update(job.holds)
+    for hold in job.holds:
+        job.release(hold)
