@@ -180,7 +180,7 @@ def digests(stage: Stage) -> dict[int, int]:
 
 # How a shard travels: a move takes as many tags as a shard has tensors, and three.
 
-_TAGS = 64
+_TAGS = 2**14
 
 
 def _describe(comm: Comm, to: int, number: int, shards: ShardedOptimizer, shard: int) -> list[Pending]:

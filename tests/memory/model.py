@@ -15,7 +15,7 @@ from torch.nn import functional
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
-from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, even
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 2, 3
@@ -168,7 +168,8 @@ class SmallStage:
         self.steps = self.skipped = 0
         self.parameters = list(self.module.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2, foreach=False)
-        self.shards = None if shards is None else ShardedOptimizer(self.optimizer, pipelines, shards)
+        self.shards = None if shards is None else ShardedOptimizer(
+            self.optimizer, even([self.parameters], pipelines), shards)
         self._kept = OptimizerState(self.module, self.optimizer)
         self._kept.train(self.parameters)
         self.model = fingerprint(self.parameters)

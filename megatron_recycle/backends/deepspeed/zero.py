@@ -22,7 +22,7 @@ from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership.shards import to_begin_with
-from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, even, trained
 
 _BASE, _MASTERS = "base_optimizer_state", "single_partition_of_fp32_groups"
 
@@ -43,7 +43,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, group: Any, rank: int, size: int, copies: int,
                  names: Mapping[nn.Parameter, str], clipping: float) -> None:
-        self.shards = ShardedOptimizer(optimizer, size, to_begin_with(rank, size, copies))
+        self._groups = trained(optimizer)
+        self.shards = ShardedOptimizer(optimizer, even(self._groups, size), to_begin_with(rank, size, copies))
         self.optimizer = optimizer
         self.dp_process_group = group
         self._rank = rank
@@ -63,7 +64,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     @property
     def round_robin_bit16_groups(self) -> list[list[nn.Parameter]]:
         """The model's parameters by group, by the name that stock asks for when it writes their shapes."""
-        return self.shards.groups
+        return self._groups
 
     def step(self, closure: None = None) -> None:
         """One update of this worker's shards, with the gradients that they were given."""
@@ -85,18 +86,18 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             raise UnsupportedError(f"this worker does not hold shard {shard} of the optimizer's state by now, but "
                                    f"{', '.join(map(str, held))}: use engine.save_checkpoint(), which finds all")
         place, each = held.index(shard), len(held)
-        paddings = [self._padding(number, shard) for number in range(len(shards.groups))]
+        paddings = [self._padding(number, shard) for number in range(len(self._groups))]
         return {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False,
                 "clip_grad": self._clipping,
-                _BASE: {"state": {number: inner["state"][number * each + place] for number in range(len(shards.groups))
+                _BASE: {"state": {number: inner["state"][number * each + place] for number in range(len(self._groups))
                                   if number * each + place in inner["state"]},
                         "param_groups": [{**group, "params": [number]}
                                          for number, group in enumerate(inner["param_groups"])]},
                 _MASTERS: [master.detach()[:master.numel() - padding]
                            for master, padding in zip(shards.masters(shard), paddings)],
                 "zero_stage": ZeroStageEnum.optimizer_states, "group_paddings": paddings,
-                "param_alignment_paddings": [[0] * len(group) for group in shards.groups],
-                "partition_count": [shards.count] * len(shards.groups), "ds_version": deepspeed.__version__,
+                "param_alignment_paddings": [[0] * len(group) for group in self._groups],
+                "partition_count": [shards.count] * len(self._groups), "ds_version": deepspeed.__version__,
                 "param_slice_mappings": self._mappings(shard)}
 
     def load_state_dict(self, state_dict_list: Sequence[Mapping[str, Any]], load_optimizer_states: bool = True,
@@ -118,7 +119,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 raise UnsupportedError("this checkpoint was written with zero_optimization.elastic_checkpoint, which "
                                        "is not supported yet: load it without the plugin, and save with it off")
             tensors, numbers = shards.tensors(shard), list[dict[str, Any]]()
-            for number, size in enumerate(shards.sizes):
+            for number, (_, size, _) in enumerate(shards.slots(shard)):
                 state = inner["state"].get(number, {})
                 found = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
                 wrong = [key for key, value in found.items() if value.dim() and value.numel() != size]
@@ -142,15 +143,16 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             self.shards.refresh(shard)
 
     def _padding(self, number: int, shard: int) -> int:
-        size = self.shards.sizes[number]
-        whole = sum(parameter.numel() for parameter in self.shards.groups[number])
+        size = self.shards.slots(shard)[number].size
+        whole = sum(parameter.numel() for parameter in self._groups[number])
         return min(size, max(0, (shard + 1) * size - whole))
 
     def _mappings(self, shard: int) -> list[OrderedDict[str, fragment_address]]:
         """Where parameters lie in a shard, by group: for `ds_to_universal`."""
-        return [OrderedDict((self._names[piece.parameter], fragment_address(numel=piece.end - piece.start,
-                                                                            start=piece.offset)) for piece in group)
-                for group in self.shards.by_group(shard)]
+        return [OrderedDict((self._names[piece.parameter],
+                             fragment_address(numel=piece.end - piece.start, start=piece.offset))
+                            for piece in slot.pieces)
+                for slot in self.shards.slots(shard)]
 
 
 def clipping_coefficient(norm_squares: Sequence[float], stages: int, limit: float) -> float:

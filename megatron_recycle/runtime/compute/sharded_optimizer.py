@@ -1,10 +1,9 @@
 """An optimizer whose state is cut into shards, of which this worker has some.
 
-The cuts are ZeRO-1's: the parameters of each group, laid end to end and padded, in as many equal pieces as there are
-pipelines; shard k is piece k of every group. They stay where they are for the job's life. Each shard that the worker
-has is one flat fp32 parameter for each group, which the framework's own optimizer steps in the place of the model's
-parameters: element by element, so that twins have the same bits. The model gets the stepped values of the worker's own
-shards; those of others come from their holders.
+The cuts are the framework's, and stay where they are for the job's life. Each shard is one or several slots, flat fp32
+parameters, which the framework's own optimizer steps in the place of the model's: element by element, so that twins
+have the same bits. The model gets the stepped values of the worker's own shards; those of others come from their
+holders.
 """
 
 from __future__ import annotations
@@ -34,52 +33,71 @@ class Piece(NamedTuple):
     offset: int
 
 
+class Slot(NamedTuple):
+    """A flat fp32 parameter of ``size`` numbers in the optimizer's group ``group``; what ``pieces`` leave free is
+    padding."""
+
+    group: int
+    size: int
+    pieces: tuple[Piece, ...]
+
+
+Cut = Sequence[Sequence[Slot]]
+"""By shard, its slots."""
+
+
+def trained(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    """By group, the parameters of ``optimizer`` that get gradients."""
+    return [[parameter for parameter in group["params"] if parameter.requires_grad]
+            for group in optimizer.param_groups]
+
+
+def even(groups: Sequence[Sequence[nn.Parameter]], count: int) -> Cut:
+    """ZeRO-1's: the parameters of each group, laid end to end and padded, in ``count`` equal pieces; shard k is piece k
+    of every group."""
+    sizes = [_padded(sum(parameter.numel() for parameter in group), ALIGNMENT * count) // count for group in groups]
+    found: list[list[list[Piece]]] = [[[] for _ in groups] for _ in range(count)]
+    for number, (group, size) in enumerate(zip(groups, sizes)):
+        begin = 0
+        for parameter in group:
+            end = begin + parameter.numel()
+            for shard in range(begin // size, -(-end // size)):
+                first, last = max(begin, shard * size), min(end, (shard + 1) * size)
+                found[shard][number].append(Piece(parameter, first - begin, last - begin, first - shard * size))
+            begin = end
+    return [[Slot(number, size, tuple(pieces)) for number, (size, pieces) in enumerate(zip(sizes, of_shard))]
+            for of_shard in found]
+
+
 class ShardedOptimizer:
     """Takes an optimizer over a model's parameters, and lets it step flat fp32 shards of them instead.
 
     Args:
         optimizer: a torch optimizer that has not stepped yet.
-        count: number of shards.
+        cut: its shards.
         own: the shards that this worker has to begin with.
 
     Attributes:
         count: number of shards.
-        parameters: the model's, in the order of the groups.
+        parameters: the model's that are in them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, count: int, own: Iterable[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, cut: Cut, own: Iterable[int]) -> None:
         if type(optimizer).__name__ not in ELEMENTWISE:
             raise UnsupportedError(
                 f"optimizer {type(optimizer).__name__} is not known to step each element by itself, so that its state "
-                f"cannot be cut into shards: use one of {', '.join(ELEMENTWISE)}, or leave out "
-                "zero_optimization.stage 1")
+                f"cannot be cut into shards: use one of {', '.join(ELEMENTWISE)}, or leave the sharding out "
+                "(zero_optimization.stage 1, --use-distributed-optimizer)")
         self.optimizer = optimizer
-        self.count = count
-        self.groups: list[list[nn.Parameter]] = [[parameter for parameter in group["params"] if parameter.requires_grad]
-                                                 for group in optimizer.param_groups]
-        self.parameters: list[nn.Parameter] = [parameter for group in self.groups for parameter in group]
-        self.sizes = [_padded(sum(parameter.numel() for parameter in group), ALIGNMENT * count) // count
-                      for group in self.groups]
-        """Numbers of each group in a shard."""
+        self.count = len(cut)
+        self._cut = cut
+        self.parameters: list[nn.Parameter] = list({id(piece.parameter): piece.parameter for shard in range(self.count)
+                                                    for piece in self.pieces(shard)}.values())
         self._masters: dict[int, list[nn.Parameter]] = {}
-        self._pieces = self._cut()
         for shard in own:
             self._make(shard)
             self.refresh(shard)
         self._point()
-
-    def _cut(self) -> list[list[list[Piece]]]:
-        """By shard and group, what of which parameters is in it."""
-        found: list[list[list[Piece]]] = [[[] for _ in self.groups] for _ in range(self.count)]
-        for number, (group, size) in enumerate(zip(self.groups, self.sizes)):
-            begin = 0
-            for parameter in group:
-                end = begin + parameter.numel()
-                for shard in range(begin // size, -(-end // size)):
-                    first, last = max(begin, shard * size), min(end, (shard + 1) * size)
-                    found[shard][number].append(Piece(parameter, first - begin, last - begin, first - shard * size))
-                begin = end
-        return found
 
     # ---- what a shard is
 
@@ -89,12 +107,12 @@ class ShardedOptimizer:
         return tuple(sorted(self._masters))
 
     def masters(self, shard: int) -> Sequence[nn.Parameter]:
-        """The flat fp32 parameters of a shard that this worker has, by group; the last ones end in padding."""
+        """The flat fp32 parameters of a shard that this worker has, by slot; the last ones end in padding."""
         return self._masters[shard]
 
     def pieces(self, shard: int) -> list[Piece]:
         """The parts of parameters in a shard, in order."""
-        return [piece for group in self._pieces[shard] for piece in group]
+        return [piece for slot in self._cut[shard] for piece in slot.pieces]
 
     def spans(self, shard: int, start_of: Mapping[int, int]) -> list[tuple[int, int]]:
         """The ranges of a flat buffer that belong to a shard, if a parameter begins at ``start_of`` its `id` there."""
@@ -125,15 +143,15 @@ class ShardedOptimizer:
             _flat(piece).copy_(values[begin:end])
             begin = end
 
-    def by_group(self, shard: int) -> Sequence[Sequence[Piece]]:
-        """`pieces` of each group."""
-        return self._pieces[shard]
+    def slots(self, shard: int) -> Sequence[Slot]:
+        """The slots of a shard, whether this worker has it or not."""
+        return self._cut[shard]
 
     @torch.no_grad()
     def refresh(self, shard: int) -> None:
         """Make the masters of a shard what the model's parameters are."""
-        for group, master in zip(self._pieces[shard], self._masters[shard], strict=True):
-            for piece in group:
+        for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
+            for piece in slot.pieces:
                 master.data[piece.offset:][:piece.end - piece.start] = _flat(piece)
 
     # ---- a step
@@ -142,9 +160,9 @@ class ShardedOptimizer:
         """Give the shards that this worker has their part of the ``gradients`` (by `id` of their parameter), times
         ``factor``. Of the others nothing is read."""
         for shard, masters in self._masters.items():
-            for group, master in zip(self._pieces[shard], masters, strict=True):
+            for slot, master in zip(self._cut[shard], masters, strict=True):
                 flat = torch.zeros_like(master.data)
-                for piece in group:
+                for piece in slot.pieces:
                     flat[piece.offset:][:piece.end - piece.start] = gradients[id(piece.parameter)].reshape(-1)[
                         piece.start:piece.end]
                 master.grad = flat.mul_(factor) if factor != 1.0 else flat
@@ -160,14 +178,14 @@ class ShardedOptimizer:
     @torch.no_grad()
     def copy_to_model(self, shard: int) -> None:
         """Make the model's parameters what this worker's masters are."""
-        for group, master in zip(self._pieces[shard], self._masters[shard], strict=True):
-            for piece in group:
+        for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
+            for piece in slot.pieces:
                 _flat(piece).copy_(master.data[piece.offset:][:piece.end - piece.start])
 
     # ---- shards come and go
 
     def tensors(self, shard: int) -> dict[str, torch.Tensor]:
-        """The state of a shard: ``master N`` and the optimizer's own (``exp_avg N``), for each group N."""
+        """The state of a shard: ``master N`` and the optimizer's own (``exp_avg N``), for each slot N."""
         found = {}
         for number, master in enumerate(self._masters[shard]):
             found[f"{MASTER} {number}"] = master.data
@@ -176,7 +194,7 @@ class ShardedOptimizer:
         return found
 
     def numbers(self, shard: int) -> list[dict[str, Any]]:
-        """By group, what else the optimizer keeps of a shard."""
+        """By slot, what else the optimizer keeps of a shard."""
         return [copy.deepcopy({key: value for key, value in self.optimizer.state.get(master, {}).items()
                         if not isinstance(value, torch.Tensor)}) for master in self._masters[shard]]
 
@@ -184,13 +202,15 @@ class ShardedOptimizer:
         """Have a shard from now on, with a twin's state; the tensors may be kept."""
         if shard not in self._masters:
             self._make(shard)
-        for number, (master, own) in enumerate(zip(self._masters[shard], numbers, strict=True)):
-            master.data.copy_(tensors[f"{MASTER} {number}"])
-            state = {key: tensors[f"{key} {number}"] for key in
-                     (name.split(" ")[0] for name in tensors if name.endswith(f" {number}")) if key != MASTER}
+        states: list[dict[str, Any]] = [dict(own) for own in numbers]
+        for name, tensor in tensors.items():
+            key, number = name.split(" ")
+            states[int(number)][key] = tensor
+        for master, state in zip(self._masters[shard], states, strict=True):
+            master.data.copy_(state.pop(MASTER))
             self.optimizer.state.pop(master, None)
-            if state or own:
-                self.optimizer.state[master].update({**state, **own})
+            if state:
+                self.optimizer.state[master].update(state)
         self._point()
 
     def drop(self, shard: int) -> None:
@@ -201,13 +221,14 @@ class ShardedOptimizer:
 
     def _make(self, shard: int) -> None:
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._masters[shard] = [nn.Parameter(torch.zeros(size, dtype=torch.float32, device=device))
-                                for size in self.sizes]
+        self._masters[shard] = [nn.Parameter(torch.zeros(slot.size, dtype=torch.float32, device=device))
+                                for slot in self._cut[shard]]
 
     def _point(self) -> None:
         """Let the optimizer step what is there."""
         for number, group in enumerate(self.optimizer.param_groups):
-            group["params"] = [self._masters[shard][number] for shard in self.held]
+            group["params"] = [master for shard in self.held for slot, master in
+                               zip(self._cut[shard], self._masters[shard]) if slot.group == number]
 
 
 def _flat(piece: Piece) -> torch.Tensor:
