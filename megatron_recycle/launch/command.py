@@ -16,7 +16,7 @@ from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch import join_request, meeting, slurm
-from megatron_recycle.launch.chaos_script import check_script, hurting
+from megatron_recycle.launch.chaos_script import hurting
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
 from megatron_recycle.launch.meeting import Meeting
@@ -28,6 +28,7 @@ from megatron_recycle.launch.network import (
     interface_towards,
     own_address,
 )
+from megatron_recycle.launch.options import add_arguments, check
 from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
@@ -37,8 +38,7 @@ from megatron_recycle.launch.worker_command import default_nproc, python_command
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.observe.output import spare_output
 
-_HIGHEST_PORT = 65534
-"""The next one is for torch's store."""
+__all__ = ["add_arguments", "launch", "run"]
 _JOIN_SECONDS = 600.0  # --join-timeout
 _PORT_LIMIT, _PAUSE = 60.0, 0.5
 """Seconds that a job which starts again waits for its ports, and between two tries."""
@@ -61,62 +61,6 @@ class Hosts:
     folder: str | None = None
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `recycle run`; arguments after the script are the script's."""
-    parser.add_argument("--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)")
-    parser.add_argument("--nnodes", type=int, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
-    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
-    parser.add_argument(
-        "--master-addr", metavar="HOST", help="address of host 0, the only one that its services listen on"
-    )
-    parser.add_argument(
-        "--master-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="control port on host 0; torch's store takes the next one (default on one host: any)",
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)"
-    )
-    parser.add_argument(
-        "--show",
-        choices=("first", "all", "none"),
-        default="first",
-        help="whose output is shown (default: the first live rank's, and that of the one that writes Megatron's log "
-        "lines); all of it is in RUN_DIR",
-    )
-    parser.add_argument(
-        "--chaos",
-        metavar="FILE",
-        help="let `recycle chaos` hold workers at precise moments, and do what FILE says; `allow`: without a file",
-    )
-    parser.add_argument(
-        "--join",
-        metavar="RUN_DIR|HOST:PORT",
-        help="start workers for empty places of a running job: its run folder, or its control port (with its token)",
-    )
-    parser.add_argument(
-        "--join-timeout",
-        type=float,
-        metavar="SECONDS",
-        help="with --join: how long to wait for a place without a worker (default 600; 0: not at all)",
-    )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="where the job's token stands (default: RECYCLE_TOKEN, or any)"
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=0,
-        metavar="N",
-        help="how often the script is started again, on the hosts that are left, when the grid cannot go on (default: "
-        "0); it must take up its last checkpoint by itself, and the number of pipelines from WORLD_SIZE",
-    )
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the job; returns its exit status.
 
@@ -133,7 +77,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     """Like `run`, with the workers' command given; without `store` no store of torch.distributed is started."""
     spare_output()
     config = RecycleConfig.resolve()
-    _check(args)
+    check(args)
     say = say_to(sys.stderr)
     token = tokens.given(os.environ, args.token_file)
     if args.token_file is not None and tokens.readable_by_others(args.token_file):
@@ -352,29 +296,3 @@ def _tell(launcher: Launcher) -> None:
     lives = sorted(launcher.processes.lives, key=lambda worker: worker.rank)
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]
     print_table(launcher.summary, rows, launcher.message, launcher.informed, late=launcher.job.joining)
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.chaos is not None:
-        check_script(args.chaos)
-    if args.nproc is not None and args.nproc < 1:
-        raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
-    if args.nnodes is not None and args.nnodes < 1:
-        raise ConfigError(f"--nnodes is {args.nnodes}; give 1 or more")
-    if not 0 <= args.node_rank < (args.nnodes or 1):
-        raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes or 1} give 0 to "
-                          f"{(args.nnodes or 1) - 1}")
-    if not 0 <= args.master_port <= _HIGHEST_PORT:
-        raise ConfigError(f"--master-port is {args.master_port}; give a port up to {_HIGHEST_PORT}")
-    if args.join_timeout is not None and not 0 <= args.join_timeout < float("inf"):
-        raise ConfigError(f"--join-timeout is {args.join_timeout:g}; give a number of seconds, 0 or more")
-    if args.join_timeout is not None and args.join is None:
-        raise ConfigError("--join-timeout is how long --join waits for a place: give --join RUN_DIR or HOST:PORT with "
-                          "it, or leave it out")
-    if args.restarts < 0:
-        raise ConfigError(f"--restarts is {args.restarts}; give how often the script may be started again, 0 or more")
-    if args.restarts and args.join is not None:
-        raise ConfigError("--restarts is the job's, and --join takes the job as it is: give it where that was started")
-    several = (args.nnodes or 1) > 1
-    if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
-        raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

@@ -1,0 +1,95 @@
+"""The options of `recycle run`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch.chaos_script import check_script
+
+_HIGHEST_PORT = 65534
+"""The next one is for torch's store."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `recycle run`; arguments after the script are the script's."""
+    parser.add_argument("--nproc", type=int, metavar="N", help="workers on this host (default: its GPUs, or 1)")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
+    parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
+    parser.add_argument(
+        "--master-addr", metavar="HOST", help="address of host 0, the only one that its services listen on"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="control port on host 0; torch's store takes the next one (default on one host: any)",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)"
+    )
+    parser.add_argument(
+        "--show",
+        choices=("first", "all", "none"),
+        default="first",
+        help="whose output is shown (default: the first live rank's, and that of the one that writes Megatron's log "
+        "lines); all of it is in RUN_DIR",
+    )
+    parser.add_argument(
+        "--chaos",
+        metavar="FILE",
+        help="let `recycle chaos` hold workers at precise moments, and do what FILE says; `allow`: without a file",
+    )
+    parser.add_argument(
+        "--join",
+        metavar="RUN_DIR|HOST:PORT",
+        help="start workers for empty places of a running job: its run folder, or its control port (with its token)",
+    )
+    parser.add_argument(
+        "--join-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="with --join: how long to wait for a place without a worker (default 600; 0: not at all)",
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="where the job's token stands (default: RECYCLE_TOKEN, or any)"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="how often the script is started again, on the hosts that are left, when the grid cannot go on (default: "
+        "0); it must take up its last checkpoint by itself, and the number of pipelines from WORLD_SIZE",
+    )
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that contradict each other."""
+    if args.chaos is not None:
+        check_script(args.chaos)
+    if args.nproc is not None and args.nproc < 1:
+        raise ConfigError(f"--nproc is {args.nproc}; give 1 or more")
+    if args.nnodes is not None and args.nnodes < 1:
+        raise ConfigError(f"--nnodes is {args.nnodes}; give 1 or more")
+    if not 0 <= args.node_rank < (args.nnodes or 1):
+        raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes or 1} give 0 to "
+                          f"{(args.nnodes or 1) - 1}")
+    if not 0 <= args.master_port <= _HIGHEST_PORT:
+        raise ConfigError(f"--master-port is {args.master_port}; give a port up to {_HIGHEST_PORT}")
+    if args.join_timeout is not None and not 0 <= args.join_timeout < float("inf"):
+        raise ConfigError(f"--join-timeout is {args.join_timeout:g}; give a number of seconds, 0 or more")
+    if args.join_timeout is not None and args.join is None:
+        raise ConfigError("--join-timeout is how long --join waits for a place: give --join RUN_DIR or HOST:PORT with "
+                          "it, or leave it out")
+    if args.restarts < 0:
+        raise ConfigError(f"--restarts is {args.restarts}; give how often the script may be started again, 0 or more")
+    if args.restarts and args.join is not None:
+        raise ConfigError("--restarts is the job's, and --join takes the job as it is: give it where that was started")
+    several = (args.nnodes or 1) > 1
+    if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
+        raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")
