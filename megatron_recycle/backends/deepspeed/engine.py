@@ -424,6 +424,7 @@ class RecyclePipelineEngine(PipelineEngine):
         if self._load_stock(str(place.parent), tag=place.name)[0] is None:
             raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
                                "checkpoints on a file system that all hosts share")
+        self._stage.native.begin_anew()  # some of those that load it have just been started
 
     def _load_stock(self, *args: Any, **keywords: Any) -> Any:
         found = super().load_checkpoint(*args, **keywords)

@@ -20,6 +20,7 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
+from megatron_recycle.backends.deepspeed.native_adam import NativeAdam
 from megatron_recycle.backends.deepspeed.optimizer import (
     FirstSteps,
     own_data,
@@ -86,6 +87,7 @@ class DeepSpeedStage:
         self._use(self._found())
         self._clipping = float(engine.gradient_clipping())
         optimizer = torch_optimizer(engine)
+        self.native = NativeAdam(optimizer)
         self._first_steps = FirstSteps({"optimizer": optimizer, "lr_scheduler": engine.lr_scheduler})
         # As stock: bf16 gradients are summed in fp32, those of fp16 in their own type, where the scale keeps them.
         self.gradient_dtype = torch.float32 if engine.bfloat16_enabled() else None
@@ -289,6 +291,7 @@ class DeepSpeedStage:
         engine = self._engine
         own = {"schedule": schedule_data(engine.lr_scheduler), "attributes": own_data(torch_optimizer(engine)),
                "scaling": self._optimizer.counters() if self._optimizer is not None else {},
+               "native": self.native.counters(),
                "engine": {name: getattr(engine, name) for name in _COUNTERS}}
         return {"optimizer": self._state.counters(), "own": copied(own)}
 
@@ -303,6 +306,7 @@ class DeepSpeedStage:
         if self._optimizer is not None:
             self._optimizer.set_counters(counters["scaling"])
         put_back(torch_optimizer(engine), counters["attributes"])
+        self.native.set_counters(counters["native"])
         for name, value in counters["engine"].items():
             setattr(engine, name, value)
 
