@@ -23,6 +23,7 @@ COMMANDS = {
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
     "timeline": ("megatron_recycle.observe.command", "draw a plan file as a picture"),
     "chaos": ("megatron_recycle.chaos.command", "hurt a running job on purpose, to see that it survives"),
+    "slurm": ("megatron_recycle.launch.heal", "start hosts in place of those that a job under Slurm has lost"),
     "doctor": ("megatron_recycle.doctor", "check versions, threads, devices and determinism"),
 }
 """Name of a subcommand -> (its module, one line about it)."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_recycle.config import RecycleConfig
+from megatron_recycle.config import RecycleConfig, variable
 from megatron_recycle.control import tokens
 from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
-from megatron_recycle.launch import join_request, meeting, slurm
+from megatron_recycle.launch import join_request, meeting, slurm, slurm_control
 from megatron_recycle.launch.chaos_script import hurting
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
@@ -43,6 +44,8 @@ _JOIN_SECONDS = 600.0  # --join-timeout
 _PORT_LIMIT, _PAUSE = 60.0, 0.5
 """Seconds that a job which starts again waits for its ports, and between two tries."""
 _Led = tuple[Meeting, service.Service, TorchStore | None]
+_TERMINATED = 128 + signal.SIGTERM
+"""The status of a job that a SIGTERM has ended."""
 _START_LIMIT = 600.0
 """Seconds that hosts wait for host 0; it waits as long for their workers."""
 
@@ -52,13 +55,15 @@ class Hosts:
     """The number of hosts, and this host's rank among them.
 
     Hosts with a `name` meet by the file in the run folder (see `meeting`), which is `folder` unless the user names one.
-    Hosts without meet at an address, with a token, both of which the user has given to each.
+    Hosts without meet at an address, with a token, both of which the user has given to each. With `task` each is a
+    launcher of one worker, and one of several on its node.
     """
 
     count: int = 1
     rank: int = 0
     name: str = ""
     folder: str | None = None
+    task: slurm.Task | None = None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,7 +90,9 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     if args.join is not None:
         return _join(args, command, config, token, say)
     hosts = _hosts(args, token)
-    nproc = args.nproc or default_nproc(os.environ)
+    nproc = args.nproc or (1 if hosts.task else default_nproc(os.environ))
+    if hosts.rank == 0:
+        _ask_slurm(args, hosts, say)
     run_dir = _run_dir(args, config, hosts.folder)
     token = token or (tokens.new() if hosts.rank == 0 else None)
     life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
@@ -99,7 +106,18 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
                 say(f"recycle: events, plans, stacks, the ends of all logs and versions are in {folder}")
         if (life := launcher.next_life(life)) is not None:
             say(f"recycle: {life}" + ("" if life.ranks else "; this host stays as a spare"))
+    if args.requeue and hosts.rank == 0 and status == _TERMINATED:
+        say(slurm_control.requeue(os.environ))
     return status
+
+
+def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None]) -> None:
+    """Say what Slurm would end this job for. Raises ConfigError if it could not start the job again."""
+    if args.requeue:
+        slurm_control.check_requeue(os.environ)
+    if hosts.name:
+        for line in slurm_control.unkept(os.environ):
+            say(line)
 
 
 def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
@@ -114,8 +132,9 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
                 lambda: _lead(args, config, hosts, run_dir, token, nproc, store, life), _PORT_LIMIT * bool(life.number))
         else:
             found = _follow(args, hosts, run_dir, token, nproc, say, life)
-        environ = torchrun_environment(not_handed_over(os.environ), found.host, max(found.store_port, 0), life.nodes,
-                                       life.node) | life.variables()
+        nodes, node = (hosts.task.nodes, hosts.task.node) if hosts.task else (life.nodes, life.node)
+        environ = torchrun_environment(not_handed_over(_environ(args)), found.host, max(found.store_port, 0), nodes,
+                                       node) | life.variables()
         environ |= Launched(control=found.control, token=found.token, run_dir=str(run_dir),
                             chaos=args.chaos is not None,
                             microbatches=None if life.shape is None else life.shape.microbatches).variables()
@@ -131,6 +150,8 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             heartbeat_interval=config.heartbeat_interval,
             grace=_grace(config),
             leader=hosts.rank == 0,
+            first_local=slurm.local_rank(os.environ, hosts.task) if hosts.task else 0,
+            local_size=hosts.task.count if hosts.task else None,
             places=nproc,
         )
         say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
@@ -142,11 +163,21 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             meeting.withdraw(run_dir)
 
 
+def _environ(args: argparse.Namespace) -> dict[str, str]:
+    """The environment for workers, coordinator and hosts that join: a job that is to be started again saves first."""
+    return {**({variable("on_leave"): "checkpoint"} if args.requeue else {}), **os.environ}
+
+
 def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
     """The hosts, as the options say, or else as Slurm does. Raises ConfigError."""
     if args.nnodes is None:
-        step = slurm.step_of(os.environ)
-        return Hosts() if step is None else Hosts(step.nodes, step.rank, step.name, step.folder)
+        step = slurm.step_of(os.environ, args.nproc)
+        if step is None:
+            return Hosts()
+        if step.task is not None and args.restarts:
+            raise ConfigError("--restarts needs one launcher per node: srun --ntasks-per-node=1 ... recycle run "
+                              f"--nproc {step.task.count}")
+        return Hosts(step.launchers, step.rank, step.name, step.folder, step.task)
     if args.nnodes > 1:
         missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
         if missing:
@@ -200,13 +231,14 @@ def _lead(
     try:
         if hosts.name:
             given = config.interface if "interface" in config.sources else None
-            host = args.master_addr or given or own_address(slurm.towards(os.environ))
+            alone = "127.0.0.1" if hosts.task is not None and hosts.task.nodes == 1 else None
+            host = args.master_addr or given or alone or own_address(slurm.towards(os.environ))
             if host is None:
                 raise ConfigError("this host has no address but loopback, so that no other host can reach it: give one "
                                   "in --master-addr")
-            check_host(host, several=True)
+            check_host(host, several=alone is None)
             check_listening(host, args.master_port)
-        environ = tokens.without(os.environ)
+        environ = tokens.without(_environ(args))
         if store:
             kept = keep_store(host, args.master_port + 1 if args.master_port else 0, environ, run_dir)
         store_at = -1 if kept is None else kept.port
@@ -219,7 +251,8 @@ def _lead(
         if hosts.name:
             meeting.publish(run_dir, Meeting(_name(hosts, life), refusal=str(error)))
         raise
-    found = Meeting(_name(hosts, life), coordinator.control, token, store_at, nproc)
+    found = Meeting(_name(hosts, life), coordinator.control, token, store_at, nproc,
+                    command=(args.script, *args.arguments), folder=os.getcwd())
     meeting.publish(run_dir, found)
     return found, coordinator, kept
 
@@ -244,7 +277,8 @@ def _follow(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str | 
         make(run_dir)
         return Meeting(hosts.name, control, token, args.master_port + 1, nproc)
     make(run_dir)
-    say(f"recycle: node {hosts.rank} of {hosts.count} waits for the first one, in {run_dir}")
+    kind = "task" if hosts.task else "node"
+    say(f"recycle: {kind} {hosts.rank} of {hosts.count} waits for the first one, in {run_dir}")
     found = meeting.await_first(run_dir, _name(hosts, life), _START_LIMIT, say)
     if found.nproc != nproc:
         why = (f"the first host starts {found.nproc} workers and this one {nproc}: give the same --nproc on every "

@@ -61,7 +61,7 @@ class Launcher:
         self.summary = Summary()
         self._say = lambda line: say(printable(line))
         self.restarts = Restarts(self._say, lambda rank: self._link.send(_stays_out(rank)))
-        starts = Starts({rank: index for index, rank in enumerate(job.ranks)})
+        starts = Starts({rank: index for index, rank in enumerate(job.ranks, job.first_local)})
         self.processes = Processes(job, starts.devices, self._say)
         self.ending = Ending(self.processes, self.restarts, self._say, self._tell)
         self.services = Services(coordinator, store, self.ending, self._say)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class Meeting:
 
     `control` is "host:port" of the coordinator, `store_port` that of torch's store on the same host (-1: there is
     none). `name` tells the job from earlier jobs in the folder. A `refusal` says why the first host has started
-    nothing.
+    nothing. `command` is the script with its arguments, and `folder` where it was started: for hosts that join.
     """
 
     name: str
@@ -37,6 +37,8 @@ class Meeting:
     store_port: int = -1
     nproc: int = 0
     refusal: str = ""
+    command: Sequence[str] = ()
+    folder: str = ""
 
     @property
     def host(self) -> str:
@@ -83,7 +85,7 @@ def read(run_dir: Path) -> Meeting | None:
             content = json.load(file)
             if {key: content.pop(key, None) for key in _FORMAT} != _FORMAT:
                 return None
-            return Meeting(**content)
+            return Meeting(**{**content, "command": tuple(content.get("command", ()))})
         except (ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is damaged ({error})") from error
 

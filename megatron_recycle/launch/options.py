@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how often the script is started again, on the hosts that are left, when the grid cannot go on (default: "
         "0); it must take up its last checkpoint by itself, and the number of pipelines from WORLD_SIZE",
     )
+    parser.add_argument(
+        "--requeue",
+        action="store_true",
+        help="under Slurm: a SIGTERM (sbatch --signal=TERM@120, pre-emption) saves a checkpoint (on_leave), and Slurm "
+        "starts the job again (scontrol requeue); a job that is cancelled stays so",
+    )
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's arguments")
 
@@ -90,6 +96,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--restarts is {args.restarts}; give how often the script may be started again, 0 or more")
     if args.restarts and args.join is not None:
         raise ConfigError("--restarts is the job's, and --join takes the job as it is: give it where that was started")
+    if args.requeue and args.join is not None:
+        raise ConfigError("--requeue is the job's, and --join takes the job as it is: give it where that was started")
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

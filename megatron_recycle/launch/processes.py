@@ -77,6 +77,8 @@ class Job:
     heartbeat_interval: float = 0.5
     grace: Grace = field(default_factory=Grace)
     leader: bool = True
+    first_local: int = 0
+    local_size: int | None = None
     places: int = 0
     """Processes that this host can start in the job's next life."""
 
@@ -112,7 +114,7 @@ class Processes:
             "RANK": str(rank),
             "LOCAL_RANK": str(self.devices[rank]),
             "WORLD_SIZE": str(self.job.size),
-            "LOCAL_WORLD_SIZE": str(len(self.job.ranks)),
+            "LOCAL_WORLD_SIZE": str(self.job.local_size or len(self.job.ranks)),
             HOST: self.host,
         }
         if out is not None:

@@ -1,7 +1,8 @@
-"""The Slurm step that a launcher runs in: the number of its nodes, and this node among them."""
+"""The Slurm step that a launcher runs in: its launchers, and this one among them."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,24 +15,41 @@ _LIMIT = 5.0
 
 
 @dataclass(frozen=True)
+class Task:
+    """A launcher of which a node has several, one per worker, as `srun --ntasks-per-node=8` starts them.
+
+    It is the one number `local` of `count` on the `node`-th of `nodes`.
+    """
+
+    nodes: int
+    node: int
+    local: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Step:
-    """A step of one launcher per node: the number of its `nodes`, and this node's `rank` among them.
+    """A step of this many `launchers`, and this one's `rank` among them: one per node, or with a `task` one per worker.
 
     `name` tells it from every other step, and from this one's life before a requeue. `folder` is its run folder unless
     the user names one.
     """
 
-    nodes: int
+    launchers: int
     rank: int
     name: str
     folder: str
+    task: Task | None = None
 
 
-def step_of(environ: Mapping[str, str]) -> Step | None:
-    """The step of this process, if it has several nodes; None for one node, or without Slurm.
+def step_of(environ: Mapping[str, str], nproc: int | None = None) -> Step | None:
+    """The step of this process, if it has several launchers; None for one, or without Slurm.
+
+    Args:
+        nproc: workers that this launcher is to start, as far as the user has said.
 
     Raises:
-        ConfigError: Slurm has not started one launcher per node.
+        ConfigError: Slurm has started neither one launcher per node nor one per worker.
     """
     job = environ.get("SLURM_JOB_ID")
     if not job:
@@ -46,19 +64,42 @@ def step_of(environ: Mapping[str, str]) -> Step | None:
                               "--nnodes 1")
         return None
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS")
-    if tasks > nodes:
-        raise ConfigError(f"Slurm has started {tasks} tasks on {nodes} node{'s' * (nodes > 1)}; `recycle run` is "
-                          "started once on each and starts the workers there itself: srun --ntasks-per-node=1 ... "
-                          "recycle run --nproc WORKERS_PER_NODE")
     if _number(environ, "SLURM_HET_SIZE", "SLURM_PACK_SIZE") > 1:
         raise ConfigError("the nodes of a heterogeneous Slurm job cannot be told apart: give --nnodes, --node-rank, "
                           "--master-addr, --master-port and a token yourself")
-    if nodes == 1:
+    if tasks == 1:
         return None
     name = f"slurm-{job}.{step}"
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
-    return Step(nodes, int(environ["SLURM_PROCID"]), f"{name}.{restarts}",
-                f"runs/slurm-{job}" if step == "0" else f"runs/{name}")
+    return Step(tasks, int(environ["SLURM_PROCID"]), f"{name}.{restarts}",
+                f"runs/slurm-{job}" if step == "0" else f"runs/{name}",
+                _task(environ, nodes, tasks, nproc) if tasks > nodes else None)
+
+
+def _task(environ: Mapping[str, str], nodes: int, tasks: int, nproc: int | None) -> Task:
+    """This launcher among those of its node. Raises ConfigError."""
+    each = _per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    instead = "start it once on each, and the workers are started there: srun --ntasks-per-node=1 ... recycle run"
+    if (nproc or 1) > 1:
+        raise ConfigError(f"Slurm has started {tasks} tasks on {nodes} node{'s' * (nodes > 1)}, and --nproc asks for "
+                          f"{nproc} workers of each task: {instead} --nproc {nproc}; or leave --nproc out, and "
+                          "each task has one worker")
+    if each is None:
+        given = environ.get("SLURM_STEP_TASKS_PER_NODE", "unknown")
+        raise ConfigError(f"Slurm has started {tasks} tasks on {nodes} nodes, not as many on each ({given}): {instead}")
+    return Task(nodes, int(environ["SLURM_NODEID"]), int(environ["SLURM_LOCALID"]), each)
+
+
+def _per_node(text: str) -> int | None:
+    """Tasks on each node, of "8(x2)" or "8"; None if they differ."""
+    found = re.fullmatch(r"(\d+)(\(x\d+\))?", text)
+    return int(found[1]) if found else None
+
+
+def local_rank(environ: Mapping[str, str], task: Task) -> int:
+    """LOCAL_RANK of the worker of a task: 0 where Slurm lets each task see one device only."""
+    visible = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return 0 if len(visible) == 1 and task.count > 1 else task.local
 
 
 def towards(environ: Mapping[str, str]) -> list[str]:

@@ -121,8 +121,6 @@ def test_slurm_says_how_many_hosts_there_are(environ: Mapping[str, str], step: s
     ({"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}, "3 nodes, and `recycle run` was started on one"),
     ({**STEP, "SLURM_STEP_ID": "4294967290"}, "4 nodes, and `recycle run` was started on one"),
     ({**STEP, "SLURM_PTY_PORT": "9"}, "3 nodes, and `recycle run` was started on one"),
-    ({**STEP, "SLURM_STEP_NUM_TASKS": "12"}, "12 tasks on 3 nodes"),
-    ({**STEP, "SLURM_STEP_NUM_NODES": "1"}, "3 tasks on 1 node;"),
     ({**STEP, "SLURM_HET_SIZE": "2"}, "heterogeneous"),
 ])
 def test_what_is_not_one_launcher_per_node_is_refused(environ: Mapping[str, str], why: str) -> None:

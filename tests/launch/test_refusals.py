@@ -45,7 +45,9 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
         (["--join", "/", SCRIPT], {}, "--join /: no job of `recycle run` runs in that folder"),
         (["--master-addr", "::1", SCRIPT], {}, "nobody can listen on ::1, which has IPv6 addresses only"),
         ([SCRIPT], {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, "Slurm has given this job 3 nodes"),
-        ([SCRIPT], {**TASK, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "8"}, "--ntasks-per-node=1"),
+        (["--nproc", "2", SCRIPT], {**TASK, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "8"},
+         "--ntasks-per-node=1"),
+        (["--requeue", SCRIPT], {}, "--requeue asks Slurm to start the job again, and this is no job of Slurm"),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(
