@@ -29,7 +29,7 @@ from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.kept import Keeping, Kept, read_already, sends
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
-from megatron_recycle.runtime.shards import norm_squares
+from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
 from megatron_recycle.runtime.stepper import Stepper
@@ -282,10 +282,9 @@ class Attempt:
             per_token(gradient, weight)
         elif self._generation.scope.without:
             gradient.mul_(self._generation.share)
-        views = site.trainable.layout.views(gradient)
-        norms = norm_squares(stage, self._generation.cuts, groups.me, views)
-        held = Held(iteration, gradient, norms, loss, weight, self.computed.digests,
-                    self._relay.reports, stage.zeros(views))
+        with site.phases.waiting("gradient norms"):
+            squares, zeros = norms(stage, self._generation.cuts, groups, site.trainable.layout, gradient)
+        held = Held(iteration, gradient, squares, loss, weight, self.computed.digests, self._relay.reports, zeros)
         self._stepper.hold(held, groups, standing.promises.promise(iteration, site.agent.offer), self._program.number)
 
 

@@ -43,9 +43,8 @@ class Held:
 
     Attributes:
         iteration: the iteration.
-        gradient: flat, (numel,).
-        norm_squares: this stage's squared norm, one number; with shards that of each shard, those that this worker
-            does not speak for 0.
+        gradient: flat, (numel,); with shards, what lies in those that this worker holds, which is not equal on peers.
+        norm_squares: this stage's squared norm, one number; with shards that of each shard.
         zeros: of this stage's gradient.
         loss, weight: as in the verdict.
         digests: CRC-32 of the data of each micro-batch that this worker has read itself. A worker that dies takes its
@@ -64,18 +63,20 @@ class Held:
 
     def numbers(self) -> torch.Tensor:
         """The numbers that peers have alike, without the gradient, as one float64 vector for a copy to a peer."""
-        alone = torch.tensor([self.norm_squares[0], self.loss, self.weight, self.zeros], dtype=torch.float64)
+        alone = torch.tensor([*self.norm_squares, self.loss, self.weight, self.zeros], dtype=torch.float64)
         return torch.cat([alone, self.reports.flatten()])
 
     @staticmethod
-    def count(total: int, width: int) -> int:
-        """How many `numbers` there are for ``total`` micro-batches that report ``width`` numbers each."""
-        return 4 + total * width
+    def count(total: int, width: int, norms: int) -> int:
+        """How many `numbers` there are for ``total`` micro-batches that report ``width`` numbers each, and so many
+        ``norms``."""
+        return norms + 3 + total * width
 
     @classmethod
-    def from_numbers(cls, iteration: int, gradient: torch.Tensor, numbers: torch.Tensor, total: int) -> Held:
-        norm_square, loss, weight, zeros = numbers[:4].tolist()
-        return cls(iteration, gradient, (norm_square,), loss, weight, {}, numbers[4:].view(total, -1), zeros)
+    def from_numbers(cls, iteration: int, gradient: torch.Tensor, numbers: torch.Tensor, total: int,
+                     norms: int) -> Held:
+        *squares, loss, weight, zeros = numbers[:norms + 3].tolist()
+        return cls(iteration, gradient, tuple(squares), loss, weight, {}, numbers[norms + 3:].view(total, -1), zeros)
 
 
 class Commit:
@@ -185,10 +186,8 @@ def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: i
     numbers = [0.0] * (alone + _ALONE + 2 * total)
     numbers[alone + 2], numbers[alone + 3] = offer, offer**2
     numbers[alone + 5], numbers[alone + 6] = plan, plan**2
-    first = groups.peers(stage)[0] == groups.me
-    if first or each > 1:  # of shards each has the numbers that it speaks for
+    if groups.peers(stage)[0] == groups.me:
         numbers[slot * each:(slot + 1) * each] = held.norm_squares
-    if first:
         numbers[norms + slot] = guess
         numbers[alone + 4] = held.zeros  # whole numbers add up exactly, too
         if stage == grid.stages - 1 and groups.part == 0:

@@ -24,6 +24,7 @@ from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts, exchange
 from megatron_recycle.runtime.comm.tags import SHARD_PARAMETERS, SHARD_STATE
+from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.place import Place
@@ -38,9 +39,6 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
     """Raises ConfigError for what cannot be had where the optimizer's state is cut into shards."""
     if stage.shards is None:
         return
-    if config.step == "staggered":
-        raise ConfigError('step staggered cannot undo a step of an optimizer that is cut into shards (ZeRO-1) yet: set '
-                          '"recycle": {"step": "barrier"}')
     if config.policy != "reroute":
         raise ConfigError(f"policy {config.policy} is not there yet where the optimizer is cut into shards (ZeRO-1): "
                           "leave policy out")
@@ -74,7 +72,7 @@ def cuts(stage: Stage, groups: Groups, resume: Resume, begun: bool) -> Cuts | No
         return None
     return Cuts(tuple(tuple(Process.parse(name).worker for name in names)
                       for names in (table.had if begun else table.holders)),
-                lambda shard, layout: shards.spans(shard, layout.starts))
+                lambda shard, layout: shards.spans(shard, layout.starts), shards.wire)
 
 
 def _table(groups: Groups, resume: Resume) -> ShardTable | None:
@@ -82,24 +80,38 @@ def _table(groups: Groups, resume: Resume) -> ShardTable | None:
     return next((table for table in resume.shards if (table.stage, table.part) == mine), None)
 
 
-def norm_squares(stage: Stage, cut: Cuts | None, me: Worker, views: Sequence[torch.Tensor]) -> tuple[float, ...]:
-    """This worker's numbers for the verdict: its stage's squared norm, or those of the shards that it speaks for."""
-    if cut is None:
-        return (stage.norm_square(views),)
-    own = cut.spoken_for(me)
-    return tuple(stage.norm_square(_parts(stage, shard, views)) if shard in own else 0.0
-                 for shard in range(len(cut.holders)))
+def norms(stage: Stage, cut: Cuts | None, groups: Groups, layout: Layout,
+          gradient: torch.Tensor) -> tuple[tuple[float, ...], float]:
+    """The stage's squared norm, or that of each shard, and how many zeros its reduced ``gradient`` has, the same bits
+    on all peers; all of them take part. Raises GenerationOver."""
+    shards = stage.shards
+    if cut is None or shards is None:
+        whole = layout.views(gradient)
+        return (stage.norm_square(whole),), stage.zeros(whole)
+    found = torch.zeros(len(cut.holders) + 1, dtype=torch.float64)
+    own, spoken_for = cut.of(groups.me), cut.spoken_for(groups.me)
+    for shard, values in zip(own, gradient.split([shards.length(shard) for shard in own]) if own else ()):
+        if shard in spoken_for:
+            parts = _parts(stage, shard, values)
+            found[shard] = stage.norm_square(parts)
+            found[-1] += stage.zeros(parts)
+    groups.stage_control.sum(found).wait()  # each number comes from one worker, or is whole
+    return tuple(found[:-1].tolist()), float(found[-1])
 
 
-def _parts(stage: Stage, shard: int, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def views(stage: Stage, layout: Layout, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What `Stage.step` takes of a reduced gradient."""
+    return layout.views(gradient) if stage.shards is None else stage.shards.split(gradient)
+
+
+def _parts(stage: Stage, shard: int, values: torch.Tensor) -> list[torch.Tensor]:
     """What lies in a shard of each parameter's gradient."""
     assert stage.shards is not None
-    of = {id(piece.parameter): piece for piece in stage.shards.pieces(shard)}
-    found = []
-    for parameter, view in zip(stage.parameters, views, strict=True):
-        piece = of.get(id(parameter))
-        found.append(view.reshape(-1)[piece.start:piece.end] if piece is not None else view.reshape(-1)[:0])
-    return found
+    of: dict[int, torch.Tensor] = {}
+    for piece, part in zip(stage.shards.pieces(shard), stage.shards.parts(shard, values)):
+        key = id(piece.parameter)
+        of[key] = part if key not in of else torch.cat([of[key], part])
+    return [of.get(id(parameter), values[:0]) for parameter in stage.parameters]
 
 
 def keep_only(stage: Stage, cut: Cuts | None, me: Worker) -> None:

@@ -120,8 +120,8 @@ class Stage(Protocol):
         A pure function. A stage that does not know the others' norms yet puts zeros for them."""
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-        """One optimizer update with the reduced ``gradients``, one per parameter, times ``coefficient``; may change
-        them in place if the coefficient is not 1."""
+        """One optimizer update with the reduced ``gradients``, one per parameter (with shards one, flat, for each that
+        this worker holds), times ``coefficient``; may change them in place if the coefficient is not 1."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """The tensors that `step` changes, by name: parameters and optimizer state."""

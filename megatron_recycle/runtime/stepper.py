@@ -22,13 +22,13 @@ from megatron_recycle.errors import RecycleError
 from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.sharded_reduction import Cuts, length_of, read_spans, write_spans
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.comm.tags import HELD, SHARD_HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
-from megatron_recycle.runtime.shards import gather, keep_only, norm_squares
+from megatron_recycle.runtime.shards import gather, keep_only, views
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.undo import Undo
 
@@ -91,6 +91,7 @@ class Stepper:
         if early:
             self._save()
             self._step(guess)
+            self.gather()
         else:
             self.wait()
 
@@ -109,16 +110,17 @@ class Stepper:
         commit = self.pending
         if commit is None or not commit.done.is_set():
             return
-        verdict, adopt = commit.verdict()
+        (verdict, adopt), early = commit.verdict(), self.standing.early
         self.pending = None
         self.settle(verdict, adopt)
-        if self.standing.early and verdict.refutes(self._right(verdict)):
+        if early and verdict.refutes(self._right(verdict)):
             raise WrongGuess(f"iteration {verdict.iteration}")
-        self._gather()
+        if not early:
+            self.gather()
 
-    def _gather(self) -> None:
+    def gather(self) -> None:
         """Where the optimizer is cut into shards: get the parameters that others have stepped. Raises GenerationOver:
-        the step is final all the same."""
+        the step is made all the same."""
         generation = self._site.current.get()
         if generation.cuts is not None:
             with self._site.phases.waiting("parameters"), self._site.phases.writing():
@@ -204,11 +206,11 @@ class Stepper:
         iteration = self.held.iteration
         with self._stepping(iteration):
             self._site.phases.enter(Phase.STEP, iteration)
-            views = self._site.trainable.layout.views(self.held.gradient)
+            gradients = views(self._site.stage, self._site.trainable.layout, self.held.gradient)
             if coefficient != 1.0 and self.pending is not None and self.standing.early:
-                views = [view.clone() for view in views]  # the raw gradient may be needed again
+                gradients = [view.clone() for view in gradients]  # the raw gradient may be needed again
             with self._site.phases.writing(), torch.no_grad(), self._site.meters.watch.measure("step"):
-                self._site.stage.step(views, coefficient)
+                self._site.stage.step(gradients, coefficient)
             self.standing.step(coefficient)
             self._site.phases.enter(Phase.STEPPED, iteration)
 
@@ -262,9 +264,6 @@ class Stepper:
             self.settle(todo.verdict)
         elif todo.anew:
             assert self.held is not None
-            if cuts is not None:  # who has spoken for a shard may be gone
-                views = self._site.trainable.layout.views(self.held.gradient)
-                self.held.norm_squares = norm_squares(self._site.stage, cuts, groups.me, views)
             commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0,
                             notify=lambda _: None)
             self._committer.start(commit)
@@ -307,14 +306,14 @@ class Stepper:
         A copy lands in a buffer of its own and counts only once it is whole.
         """
         me, total = self._site.place.me, self._site.grids.of(target).total
-        peers = groups.peers(me.stage)
+        peers, width = groups.peers(me.stage), self._site.stage.report_width
         for receiver, giver in todo.copies:
             if receiver == me:
                 gradient = self._site.trainable.layout.empty()
-                numbers = torch.empty(Held.count(total, self._site.stage.report_width), dtype=torch.float64)
+                numbers = torch.empty(Held.count(total, width, 1), dtype=torch.float64)
                 groups.stage.receive(gradient, peers.index(giver), HELD[0]).wait()
                 groups.stage_control.receive(numbers, peers.index(giver), HELD[1]).wait()
-                self.held = Held.from_numbers(target, gradient, numbers, total)
+                self.held = Held.from_numbers(target, gradient, numbers, total, 1)
                 self.standing.receive(target)
             else:
                 assert self.held is not None and self.held.iteration == target
@@ -325,27 +324,27 @@ class Stepper:
         """Likewise with the slices of shards, and the numbers."""
         if cuts is None or not todo.slices:
             return
-        me, layout, total = groups.me, self._site.trainable.layout, self._site.grids.of(target).total
-        peers, gradient, numbers = groups.peers(me.stage), layout.empty(), None
+        shards, layout, total = self._site.stage.shards, self._site.trainable.layout, self._site.grids.of(target).total
+        assert shards is not None
+        me, peers, count = groups.me, groups.peers(groups.me.stage), len(cuts.holders)
+        values = [torch.empty(shards.length(shard), dtype=layout.dtype, device=layout.device) for shard in shards.held]
+        numbers = None
         for receiver, giver, shard in todo.slices:
-            spans = [] if shard < 0 else cuts.spans(shard, layout)
             if receiver == me and shard < 0:
-                numbers = torch.empty(Held.count(total, self._site.stage.report_width), dtype=torch.float64)
+                numbers = torch.empty(Held.count(total, self._site.stage.report_width, count), dtype=torch.float64)
                 groups.stage_control.receive(numbers, peers.index(giver), HELD[1]).wait()
-            elif receiver == me and spans:
-                values = torch.empty(length_of(spans), dtype=layout.dtype, device=layout.device)
-                groups.stage.receive(values, peers.index(giver), SHARD_HELD[shard]).wait()
-                write_spans(gradient, spans, values)
+            elif receiver == me and shards.length(shard):
+                groups.stage.receive(values[shards.held.index(shard)], peers.index(giver), SHARD_HELD[shard]).wait()
             elif giver == me:
                 assert self.held is not None and self.held.iteration == target
                 if shard < 0:
                     groups.stage_control.send(self.held.numbers(), peers.index(receiver), HELD[1]).wait()
-                elif spans:
-                    groups.stage.send(read_spans(self.held.gradient, spans), peers.index(receiver),
-                                      SHARD_HELD[shard]).wait()
+                elif shards.length(shard):
+                    groups.stage.send(shards.split(self.held.gradient)[shards.held.index(shard)],
+                                      peers.index(receiver), SHARD_HELD[shard]).wait()
         if numbers is not None:
-            self.held = Held.from_numbers(target, gradient, numbers, total)
-            self.held.norm_squares = (0.0,) * len(cuts.holders)
+            gradient = torch.cat(values) if values else layout.empty()[:0]
+            self.held = Held.from_numbers(target, gradient, numbers, total, count)
             self.standing.receive(target)
 
 

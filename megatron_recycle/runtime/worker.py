@@ -452,6 +452,7 @@ class StageWorker:
                 if not groups.drains or (begun and not drain(generation, committed + 1)):
                     standing.renew()
                     recovery.renew(site, standing, generation)
+            self.stepper.gather()
         except GenerationOver as error:
             self._recover(error)
 

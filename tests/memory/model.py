@@ -226,8 +226,7 @@ class SmallStage:
             self.scale, self.skipped = self.scale / 2, self.skipped + 1
             return
         if self.shards is not None:
-            self.shards.load({id(parameter): gradient for parameter, gradient in zip(self.parameters, gradients)},
-                             coefficient)
+            self.shards.load(gradients, coefficient / (self.scale or 1.0))
             self.shards.step()
             self.steps += 1
             return

@@ -15,12 +15,14 @@ from tests.moments import Moment
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
-SHAPE = Shape(3, 2, 2, 3, sharded=True).with_settings(step="barrier")
+SHAPE = Shape(3, 2, 2, 3, sharded=True, clipping=0.05)
+"""Stages guess, and are wrong: steps are undone."""
+BARRIER = Shape(3, 2, 2, 3, sharded=True).with_settings(step="barrier")
 WHOLE = Shape(3, 2, 2, 3).with_settings(step="barrier")
 
 
 def test_without_failures_the_model_is_the_one_of_a_whole_optimizer():
-    sharded, whole = undisturbed(SHAPE), undisturbed(WHOLE)
+    sharded, whole = undisturbed(BARRIER), undisturbed(WHOLE)
     for rank, result in sharded.items():
         assert result.losses == whole[rank].losses
         for name, tensor in result.state.items():
@@ -31,13 +33,14 @@ def test_without_failures_the_model_is_the_one_of_a_whole_optimizer():
 @pytest.mark.parametrize("phase", PHASES)
 def test_each_worker_killed_at_each_moment(phase):
     for number, worker in enumerate(SHAPE.workers):
-        iteration = (PHASES.index(phase) + number) % SHAPE.iterations
-        nth = number % SHAPE.microbatches if phase in PER_MICROBATCH else 0
-        Scene("shards", SHAPE, [Moment(worker, phase, iteration, nth)], out={worker}, sure=True).run(seed=number)
+        shape = BARRIER if number == PHASES.index(phase) % len(SHAPE.workers) else SHAPE
+        iteration = (PHASES.index(phase) + number) % shape.iterations
+        nth = number % shape.microbatches if phase in PER_MICROBATCH else 0
+        Scene("shards", shape, [Moment(worker, phase, iteration, nth)], out={worker}, sure=True).run(seed=number)
 
 
-CLIPPED = Shape(4, 2, 2, 4, sharded=True, clipping=0.05, evaluate=(1, 2), save=(2,)).with_settings(step="barrier")
-TIED = Shape(3, 2, 2, 3, sharded=True, tied=True).with_settings(step="barrier", state_copies=3)
+CLIPPED = Shape(4, 2, 2, 4, sharded=True, clipping=0.05, evaluate=(1, 2), save=(2,))
+TIED = Shape(3, 2, 2, 3, sharded=True, tied=True, clipping=0.05)
 HOSTS = tuple((f"{pipeline}:{stage}", str(pipeline // 2)) for pipeline in range(4) for stage in range(2))
 """Two pipelines on each."""
 

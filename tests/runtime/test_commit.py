@@ -69,10 +69,10 @@ def test_a_verdict_survives_the_wire_bit_for_bit():
 
 def test_what_a_peer_holds_can_be_copied_whole_but_for_what_it_has_read_itself():
     reports = torch.arange(8.0, dtype=torch.float64).view(4, 2)
-    held = Held(4, torch.ones(3), (2.5,), 0.75, 6.0, {(0, 1): 77}, reports, 9.0)
-    assert held.numbers().numel() == Held.count(4, 2)
-    copy = Held.from_numbers(4, torch.ones(3), held.numbers(), 4)
-    assert (copy.norm_squares, copy.loss, copy.weight, copy.zeros) == ((2.5,), 0.75, 6.0, 9.0)
+    held = Held(4, torch.ones(3), (2.5, 1.5), 0.75, 6.0, {(0, 1): 77}, reports, 9.0)
+    assert held.numbers().numel() == Held.count(4, 2, 2)
+    copy = Held.from_numbers(4, torch.ones(3), held.numbers(), 4, 2)
+    assert (copy.norm_squares, copy.loss, copy.weight, copy.zeros) == ((2.5, 1.5), 0.75, 6.0, 9.0)
     assert torch.equal(copy.reports, held.reports)
     assert copy.digests == {}, "the one that it is copied from tells its own"
 

@@ -242,7 +242,7 @@ class DeepSpeedStage:
                 get_logger().warning("megatron-recycle: gradients are not finite: the step of iteration %d is left out",
                                      self._engine.global_steps)
             elif not self._zero.overflow:
-                self._zero.shards.load(dict(zip(map(id, self.parameters), gradients)), coefficient)
+                self._zero.shards.load(gradients, coefficient)
         elif masters is None:
             for parameter, gradient in zip(self._stepped, gradients, strict=True):
                 if parameter is not None:

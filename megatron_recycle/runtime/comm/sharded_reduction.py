@@ -2,13 +2,13 @@
 
 Raw pieces go to the first holder of each shard, which folds them in logical order and sends the result to the shard's
 other holders: what `ExactReduction` does with slices for everybody. With `fast` a piece is all that a worker has
-summed, and workers are folded in order. A flat buffer of the whole gradient results in which only this worker's shards
-count, and, where stages share a parameter, that parameter's gradient, which all peers need to add up the stages'.
+summed, and workers are folded in order. Nobody has the whole gradient afterwards, but of a parameter that stages share,
+as long as they add it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +17,8 @@ from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import Reduction, fold, reduction_of
-from megatron_recycle.runtime.comm.tags import PIECES, SHARD_SLICES, Tags
-from megatron_recycle.runtime.comm.tied_gradients import fold_ties
+from megatron_recycle.runtime.comm.tags import PIECES, SHARD_SLICES, SHARD_TIES, Tags
+from megatron_recycle.runtime.comm.tied_gradients import fold_ties, pipelines_alike
 from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
 from megatron_recycle.runtime.stage import Averaging, Tie
 
@@ -32,10 +32,12 @@ class Cuts:
     Attributes:
         holders: by shard, the workers that hold it; the first speaks for it.
         spans: how a shard lies in a flat gradient of a layout.
+        wire: the type in which gradients travel and are added up with the fast reduction; None: that of the sums.
     """
 
     holders: tuple[tuple[Worker, ...], ...]
     spans: Callable[[int, Layout], Sequence[Span]]
+    wire: torch.dtype | None = None
 
     def of(self, worker: Worker) -> list[int]:
         """The shards of ``worker``."""
@@ -47,78 +49,124 @@ class Cuts:
 
 
 class ShardedReduction:
-    """`Reduction` for the holders of shards.
+    """`Reduction` for the holders of shards. The gradient that results is *packed*: one shard that this worker holds
+    after the other, the parts of parameters in each end to end.
 
     Args:
         inner: says where a micro-batch belongs, and what losses are.
         pieces: what all workers have summed, in logical order, and who has.
-        factor: of the sum.
+        before: factor of what each has summed, before it is added up.
+        after: factor of the sum.
         cuts: who holds what.
+        exact: whether the bits may not depend on who is left. Then a sum is neither rounded nor multiplied on its way:
+            it would matter how many there are.
     """
 
     def __init__(self, inner: Reduction, pieces: Callable[[Groups], Sequence[tuple[Piece, Piece, Worker]]],
-                 factor: float, cuts: Cuts) -> None:
+                 before: float, after: float, cuts: Cuts, exact: bool) -> None:
         self._inner = inner
         self._pieces = pieces
-        self._factor = factor
+        self._before, self._after = before, after
+        self._exact = exact
+        self._wire = None if exact else cuts.wire
         self.cuts = cuts
         self.place = inner.place
         self.losses = inner.losses
         self.mean_loss = inner.mean_loss
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
-        me, peers, layout, cuts = groups.me, groups.peers(groups.me.stage), sums.layout, self.cuts
-        logical, stage = self._pieces(groups), groups.stage
-        shards = range(len(cuts.holders))
-        spans = [cuts.spans(shard, layout) for shard in shards]
-        filled = [shard for shard in shards if spans[shard]]
-        owners = [holders[0] for holders in cuts.holders]
+        me, layout, cuts = groups.me, sums.layout, self.cuts
+        logical = self._pieces(groups)
         mine = {number: sums.sum(own) for number, (_, own, worker) in enumerate(logical) if worker == me}
+        first = set() if self._exact else {tie.number for tie in ties if tie.first and pipelines_alike(tie, groups)}
+        for flat in mine.values():  # but for `exact` there is one
+            fold_ties([tie for tie in ties if tie.number in first], layout, flat, groups)
+            if self._before != 1.0:
+                flat.mul_(self._before)
+        spans = [cuts.spans(shard, layout) for shard in range(len(cuts.holders))]
+        found = self._fold(mine, logical, spans, groups, layout)
+        self._share(found, spans, groups, layout)
+        self._fold_ties([tie for tie in ties if tie.number not in first], found, spans, groups, layout)
+        parts = [found[shard] for shard in cuts.of(me) if spans[shard]]
+        return torch.cat(parts).to(layout.dtype) if parts else layout.empty()[:0]
+
+    def _fold(self, mine: Mapping[int, torch.Tensor], logical: Sequence[tuple[Piece, Piece, Worker]],
+              spans: Sequence[Sequence[Span]], groups: Groups, layout: Layout) -> dict[int, torch.Tensor]:
+        """The shards that this worker speaks for, added up."""
+        me, stage, peers, shards = groups.me, groups.stage, groups.peers(groups.me.stage), len(spans)
+        wire, owners = self._wire or layout.dtype, [holders[0] for holders in self.cuts.holders]
+        filled = [shard for shard in range(shards) if spans[shard]]
         sending: list[Pending] = []
         arriving: dict[tuple[int, int], tuple[torch.Tensor, Pending]] = {}
         # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
         with stage.batch():
             for number, (_, _, worker) in enumerate(logical):
                 for shard in filled:
-                    tag = PIECES[number * len(shards) + shard]
+                    tag = PIECES[number * shards + shard]
                     if worker == me != owners[shard]:
-                        part = read_spans(mine[number], spans[shard])
+                        part = read_spans(mine[number], spans[shard]).to(wire)
                         sending.append(stage.send(part, peers.index(owners[shard]), tag))
                     elif owners[shard] == me != worker:
-                        buffer = torch.empty(length_of(spans[shard]), dtype=layout.dtype, device=layout.device)
+                        buffer = torch.empty(length_of(spans[shard]), dtype=wire, device=layout.device)
                         arriving[number, shard] = buffer, stage.receive(buffer, peers.index(worker), tag)
-        result = layout.empty()
+        found = {}
         for shard in (shard for shard in filled if owners[shard] == me):
             addends = []
             for number, (piece, _, worker) in enumerate(logical):
                 if worker == me:
-                    addends.append((piece, read_spans(mine[number], spans[shard])))
+                    addends.append((piece, read_spans(mine[number], spans[shard]).to(wire)))
                 else:
                     buffer, pending = arriving.pop((number, shard))
                     pending.wait()
                     addends.append((piece, buffer))
-            write_spans(result, spans[shard], fold(addends).mul_(self._factor))
+            found[shard] = fold(addends).mul_(self._after)
         for pending in sending:
             pending.wait()
-        self._share(result, spans, owners, groups, [_span(layout, tie) for tie in ties if tie.parameter in layout])
-        fold_ties(ties, layout, result, groups)
-        return result
+        return found
 
-    def _share(self, result: torch.Tensor, spans: Sequence[Sequence[Span]], owners: Sequence[Worker], groups: Groups,
-               tied: Sequence[Span]) -> None:
-        """Who speaks for a shard sends it to its other holders, and what is ``tied`` of it to all other peers."""
+    def _share(self, found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]], groups: Groups,
+               layout: Layout) -> None:
+        """Who speaks for a shard sends it to its other holders."""
+        exchange(groups.stage, groups.peers(groups.me.stage), groups.me, SHARD_SLICES, [
+            (shard, holders[0], holder, length_of(spans[shard])) for shard, holders in enumerate(self.cuts.holders)
+            for holder in holders[1:] if spans[shard]],
+            read=lambda shard, _: found[shard], write=found.__setitem__,
+            like=torch.empty(0, dtype=self._wire or layout.dtype, device=layout.device))
+
+    def _fold_ties(self, ties: Sequence[Tie], found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
+                   groups: Groups, layout: Layout) -> None:
+        """Add up the stages' gradients of parameters that they share. All peers take part, each with the whole gradient
+        of such a parameter, so that any can give it to another stage's."""
+        own = Layout([tie.parameter for tie in ties if tie.parameter in layout], layout.dtype)
+        if not own.numel:
+            fold_ties(ties, own, torch.empty(0, device=layout.device), groups)  # refuses what only some stages train
+            return
+        whole, wire = torch.empty(own.numel, dtype=layout.dtype, device=layout.device), self._wire or layout.dtype
+        tied = [(layout.starts[id(parameter)], own.starts[id(parameter)], parameter.numel())
+                for parameter in own.parameters]
+        met = [_met(of_shard, tied) for of_shard in spans]
+
+        def read(shard: int) -> torch.Tensor:
+            return read_spans(found[shard], [inside for inside, _ in met[shard]])
+
+        def write(shard: int, values: torch.Tensor) -> None:
+            write_spans(whole, [there for _, there in met[shard]], values)
+
+        for shard in found:
+            if met[shard]:
+                write(shard, read(shard))
         peers = groups.peers(groups.me.stage)
-
-        def wanted(shard: int, worker: Worker) -> Sequence[Span]:
-            return spans[shard] if worker in self.cuts.holders[shard] else _common(spans[shard], tied)
-
-        parts = [(shard, owner, worker, wanted(shard, worker)) for shard, owner in enumerate(owners)
-                 for worker in peers if worker != owner]
-        exchange(groups.stage, peers, groups.me, SHARD_SLICES, [
-            (shard, owner, worker, length_of(own)) for shard, owner, worker, own in parts if own],
-            read=lambda shard, worker: read_spans(result, wanted(shard, worker)),
-            write=lambda shard, values: write_spans(result, wanted(shard, groups.me), values),
-            like=result)
+        exchange(groups.stage, peers, groups.me, SHARD_TIES, [
+            (shard, holders[0], peer, length_of([there for _, there in met[shard]]))
+            for shard, holders in enumerate(self.cuts.holders) for peer in peers
+            if peer not in holders and met[shard]],
+            read=lambda shard, _: read(shard), write=write, like=torch.empty(0, dtype=wire, device=layout.device))
+        fold_ties(ties, own, whole, groups)
+        for shard in found:
+            if met[shard]:
+                found[shard] = found[shard].to(layout.dtype)  # the sum over stages does not travel any more
+                write_spans(found[shard], [inside for inside, _ in met[shard]],
+                            read_spans(whole, [there for _, there in met[shard]]))
 
 
 def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
@@ -147,14 +195,23 @@ def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
         pending.wait()
 
 
-def _span(layout: Layout, tie: Tie) -> Span:
-    start = layout.starts[id(tie.parameter)]
-    return start, start + tie.parameter.numel()
+def _met(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> list[tuple[Span, Span]]:
+    """Where a shard's slice and the tied gradients have the same numbers: the range in the slice, and that in the
+    latter.
 
-
-def _common(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
-    found = [(max(a, c), min(b, d)) for a, b in one for c, d in other]
-    return [(start, end) for start, end in found if start < end]
+    Args:
+        spans: of the shard, in the layout.
+        tied: of each parameter its start in the layout, its start among the tied ones, and its length.
+    """
+    found, begin = [], 0
+    for start, end in spans:
+        for first, among, length in tied:
+            low, high = max(start, first), min(end, first + length)
+            if low < high:
+                found.append(((begin + low - start, begin + high - start),
+                              (among + low - first, among + high - first)))
+        begin += end - start
+    return found
 
 
 def length_of(spans: Sequence[Span]) -> int:
@@ -178,11 +235,14 @@ def write_spans(flat: torch.Tensor, spans: Sequence[Span], values: torch.Tensor)
 
 def sharded(exact: bool, plan: Plan, me: Worker, averaging: Averaging, cuts: Cuts) -> ShardedReduction:
     """How a stage that follows ``plan`` reduces to the holders of its shards."""
-    factor = 1.0 if averaging == "tokens" else 1.0 / plan.problem.grid.pipelines
+    mean = 1.0 if averaging == "tokens" else 1.0 / plan.problem.grid.pipelines
+    factors = (mean, 1.0) if averaging == "before" and not exact else (1.0, mean)
     inner = reduction_of(exact, plan, me, averaging)
     if not exact:
-        return ShardedReduction(inner, lambda groups: [
-            ((place, 0, 0), WHOLE, worker) for place, worker in enumerate(groups.peers(me.stage))], factor, cuts)
+        def by_worker(groups: Groups) -> list[tuple[Piece, Piece, Worker]]:
+            return [((place, 0, 0), WHOLE, worker) for place, worker in enumerate(groups.peers(me.stage))]
+
+        return ShardedReduction(inner, by_worker, *factors, cuts, False)
     logical = [(piece, piece, worker) for piece, worker in sorted(
         (piece, worker) for worker, own in pieces(plan, me.stage).items() for piece in own)]
-    return ShardedReduction(inner, lambda _: logical, factor, cuts)
+    return ShardedReduction(inner, lambda _: logical, *factors, cuts, True)

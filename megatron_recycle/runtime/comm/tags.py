@@ -94,6 +94,7 @@ SLICES = STAGE.take("a slice of the reduced gradient", 1)
 HELD = STAGE.take("the reduced gradient of a peer", 2)
 """The gradient, and the numbers that belong to it."""
 SHARD_SLICES = STAGE.take("a shard's slice of the reduced gradient", 2**20)
+SHARD_TIES = STAGE.take("a shard's part of a tied parameter's gradient", 2**20)
 SHARD_HELD = STAGE.take("a peer's slice of the reduced gradient", 2**20)
 SHARD_PARAMETERS = STAGE.take("a shard's parameters", 2**20)
 """By the shard's number."""

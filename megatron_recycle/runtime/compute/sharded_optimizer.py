@@ -76,13 +76,15 @@ class ShardedOptimizer:
         optimizer: a torch optimizer that has not stepped yet.
         cut: its shards.
         own: the shards that this worker has to begin with.
+        wire: the type in which gradients travel and are added up; None: that in which they are summed.
 
     Attributes:
         count: number of shards.
         parameters: the model's that are in them.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, cut: Cut, own: Iterable[int]) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, cut: Cut, own: Iterable[int],
+                 wire: torch.dtype | None = None) -> None:
         if type(optimizer).__name__ not in ELEMENTWISE:
             raise UnsupportedError(
                 f"optimizer {type(optimizer).__name__} is not known to step each element by itself, so that its state "
@@ -90,6 +92,7 @@ class ShardedOptimizer:
                 "(zero_optimization.stage 1, --use-distributed-optimizer)")
         self.optimizer = optimizer
         self.count = len(cut)
+        self.wire = wire
         self._cut = cut
         self.parameters: list[nn.Parameter] = list({id(piece.parameter): piece.parameter for shard in range(self.count)
                                                     for piece in self.pieces(shard)}.values())
@@ -156,15 +159,24 @@ class ShardedOptimizer:
 
     # ---- a step
 
-    def load(self, gradients: Mapping[int, torch.Tensor], factor: float) -> None:
-        """Give the shards that this worker has their part of the ``gradients`` (by `id` of their parameter), times
-        ``factor``. Of the others nothing is read."""
-        for shard, masters in self._masters.items():
-            for slot, master in zip(self._cut[shard], masters, strict=True):
+    def split(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """What lies in ``packed`` of each shard that this worker has, in order."""
+        return list(packed.split([self.length(shard) for shard in self.held])) if self.held else []
+
+    def parts(self, shard: int, values: torch.Tensor) -> list[torch.Tensor]:
+        """Those of a shard's ``values`` that are of each of its `pieces`."""
+        return list(values.split([piece.end - piece.start for piece in self.pieces(shard)])) if values.numel() else []
+
+    def load(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
+        """Give each shard that this worker has its gradient, one after the other, times ``factor``."""
+        for shard, values in zip(self.held, gradients, strict=True):
+            begin = 0
+            for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
                 flat = torch.zeros_like(master.data)
                 for piece in slot.pieces:
-                    flat[piece.offset:][:piece.end - piece.start] = gradients[id(piece.parameter)].reshape(-1)[
-                        piece.start:piece.end]
+                    end = begin + piece.end - piece.start
+                    flat[piece.offset:][:end - begin] = values[begin:end]
+                    begin = end
                 master.grad = flat.mul_(factor) if factor != 1.0 else flat
 
     def step(self) -> None:
@@ -212,6 +224,18 @@ class ShardedOptimizer:
             if state:
                 self.optimizer.state[master].update(state)
         self._point()
+
+    @torch.no_grad()
+    def restore(self, shard: int, tensors: Mapping[str, torch.Tensor], numbers: Sequence[Mapping[str, Any]]) -> None:
+        """Put a shard that this worker has back to what `tensors` and `numbers` were, and the model's part of it."""
+        for number, (master, own) in enumerate(zip(self._masters[shard], numbers, strict=True)):
+            master.data.copy_(tensors[f"{MASTER} {number}"])
+            state = self.optimizer.state.pop(master, {})  # optimizers make theirs at the first step
+            kept = {key: value.copy_(tensors[f"{key} {number}"]) for key, value in state.items()
+                    if isinstance(value, torch.Tensor) and f"{key} {number}" in tensors}
+            if kept or own:
+                self.optimizer.state[master].update({**kept, **copy.deepcopy(dict(own))})
+        self.copy_to_model(shard)
 
     def drop(self, shard: int) -> None:
         """Have a shard no longer."""
