@@ -28,7 +28,8 @@ from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, Unsup
 from megatron_recycle.membership import Fault
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.comm import failing_ends
+from megatron_recycle.runtime.comm.handles import Groups, is_broken
 from megatron_recycle.runtime.comm.living.script_groups import ScriptGroups
 from megatron_recycle.runtime.comm.network import TorchNetwork
 from megatron_recycle.runtime.comm.standalone import is_joining
@@ -144,7 +145,7 @@ class Session:
                 folder=lambda: folder() or Launched.read().run_dir))
 
     def _restore(self, restore: Restore, place: str, name: str) -> None:
-        with self.worker.among_those_left():
+        with self.worker.among_those_left(), failing_ends("the way back to a checkpoint", means=is_broken):
             restore(self.worker.current_groups(), place, name)
 
     @property
@@ -252,9 +253,9 @@ class Session:
         if not self.in_script:
             return self.together(what, otherwise, False)
 
-        def among(save: Save) -> None:
+        def among(save: Save) -> bool:
             with self.worker.among_those_left():
-                write(save)
+                return write(save)
 
         with self.call():
             self.worker.save(self.iteration + 1, among)

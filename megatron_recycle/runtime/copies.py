@@ -21,6 +21,8 @@ from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, p
 _SIZE, _TEXT, _SUMS, _FIRST_PIECE = GUARD[0], GUARD[1], GUARD[2], 3
 _KEPT = 2
 """Copies of one stage: all workers have the one before as long as some make the next."""
+_SAVED = 3
+"""Checkpoints that training may go back to (`State.checkpoints`): where the newest cannot be read, an older one."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,15 @@ class Guard:
     Attributes:
         own: of its own stage, by the iteration after which they were made.
         of: of other stages, by stage, likewise.
-        saved: whether there is, or may be, a checkpoint to go back to.
+        saved: the iterations after which the latest checkpoints were written that training can go back to.
+        watched: whether there may be one, of which this worker does not know.
         back: the script has changed something since the end of the iteration before this one: to go back further would
             lose that.
     """
 
     def __init__(self) -> None:
-        self.saved = False
+        self.saved: tuple[int, ...] = ()
+        self.watched = False
         self.back = -1
         self.own: dict[int, StateCopy] = {}
         self.of: dict[int, dict[int, StateCopy]] = {}
@@ -120,6 +124,10 @@ class Guard:
         self.own = _latest({**self.own, iteration - 1: own})
         self.of = {stage: _latest({**self.of.get(stage, {}), iteration - 1: copy}) for stage, copy in of.items()}
 
+    def save(self, iteration: int) -> None:
+        """A checkpoint of the state after ``iteration`` was written."""
+        self.saved = (*self.saved, iteration)[-_SAVED:]
+
     def go_back(self, iteration: int) -> None:
         """Training goes on from the end of ``iteration``: what was copied after it is made again, perhaps with other
         rounding."""
@@ -140,12 +148,12 @@ class Guard:
     @property
     def returns(self) -> bool:
         """Whether training may go back to a state from before what the script does now."""
-        return self.saved or bool(self.own)
+        return self.watched or bool(self.saved or self.own)
 
     @property
     def oldest(self) -> int | None:
         """The earliest iteration after which training can go on; None: it never goes back."""
-        return min(self.own, default=None)
+        return min((*self.own, *self.saved), default=None)
 
     @property
     def nbytes(self) -> int:

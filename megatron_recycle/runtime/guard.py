@@ -89,7 +89,7 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
                          ", ".join(go.resume.restored), target, where)
     if checkpoint is not None:
         tensors, facts = load(site, checkpoint)
-        told = site.asked.told()
+        told = {**site.asked.told(), "saved": list(guard.saved)}
         stepper.enter(tensors, {**facts, **told})
         if me == min(member for member in groups.members if member not in joined):
             for worker in joined:

@@ -299,7 +299,8 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     shards.forget(site.stage)
     if go.resume.restored:  # the others' scripts are further than their state
         stepper.standing.entered = go.resume.regained
-    site.trainable.guard.saved = site.framework.restore is not None
+    site.trainable.guard.watched = site.framework.restore is not None
+    site.trainable.guard.saved = tuple(facts["saved"])
     site.trainable.brought = tensors, facts["counters"]
     site.trainable.lay_out()
     site.forget_data(go.resume.target)

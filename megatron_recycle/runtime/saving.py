@@ -29,7 +29,14 @@ from megatron_recycle.runtime.state_copy import stage_tensors
 class Whole(Protocol):
     """See `Save`."""
 
-    def __call__(self, place: str, of: int | None = None) -> None: ...
+    def __call__(self, place: str, of: Written | None = None) -> None: ...
+
+
+class Written(NamedTuple):
+    """A checkpoint that was written earlier: the iteration it is of, and `Save.facts` of then."""
+
+    iteration: int
+    facts: Mapping[str, Any] | None
 
 
 class Save(NamedTuple):
@@ -39,31 +46,39 @@ class Save(NamedTuple):
         generation: its members write.
         number: of the checkpoint (`Standing.passes`), the same on all of them.
         whole: to be called by the one that names the checkpoint, with its place, once all parts are written and before
-            it is named, and with the iteration it is of, if that is not the last one that has committed. Raises
-            GenerationOver: then it is not to be named.
+            it is named, and with what was ``of`` it, if another try has written it. Raises GenerationOver: then it is
+            not to be named.
         check: to be called between files. Raises GenerationOver if what is written is of no use any more.
+        facts: what a job that goes back to it has to know beside; None: it cannot.
     """
 
     generation: Generation
     number: int
     whole: Whole
     check: Callable[[], None]
+    facts: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
         """A text that no other try has."""
-        return f"{self.generation.store_prefix}.{self.number}"
+        return _name(self.generation, self.number)
 
 
-Write = Callable[[Save], None]
+Write = Callable[[Save], bool]
 """Writes this worker's part, and the checkpoint's name where it is the one to write it; at the same time as all other
-members. Raises GenerationOver, or whatever the script's framework does."""
+members. Returns whether a checkpoint of now was written, or begun. Raises GenerationOver, or whatever the script's
+framework does."""
 
 
-def _facts(site: Site, standing: Standing) -> dict[str, Any] | None:
+def _name(generation: Generation, number: int) -> str:
+    return f"{generation.store_prefix}.{number}"
+
+
+def _facts(site: Site, standing: Standing, name: str) -> dict[str, Any] | None:
     if site.framework.restore is None or site.config.guard == "none" or standing.verdict is None:
         return None
-    return {"verdict": standing.verdict.to_json(), "pace": standing.mode.to_json(), "grids": site.grids.told()}
+    return {"verdict": standing.verdict.to_json(), "pace": standing.mode.to_json(), "grids": site.grids.told(),
+            "name": name}
 
 
 def load(site: Site, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -80,26 +95,27 @@ def load(site: Site, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Ten
 def save(site: Site, standing: Standing, generation: Generation, write: Write) -> None:
     """One try. Returns when everybody's part is written and the checkpoint is named. Raises GenerationOver, and what
     ``write`` raises."""
-    epoch, now, facts = generation.epoch.generation, standing.committed, _facts(site, standing)
+    epoch, now, number = generation.epoch.generation, standing.committed, standing.passes
+    facts = _facts(site, standing, _name(generation, number))
 
     def check() -> None:
         if site.interrupted(standing):
             raise GenerationOver("the generation ended before the checkpoint was written")
 
-    def whole(place: str, of: int | None = None) -> None:
+    def whole(place: str, of: Written | None = None) -> None:
         site.phases.enter(Phase.SAVED, standing.iteration)
-        iteration = now if of is None else of
+        iteration, told = of or (now, facts)
         with site.phases.waiting("the manifest"):
-            told = None if facts is None or iteration != now else {**facts, "name": this.name}
             if not site.agent.written(epoch, iteration, place, told):
                 raise GenerationOver("the generation ended before the checkpoint was noted")
 
-    this = Save(generation, standing.passes, whole, check)
+    this = Save(generation, number, whole, check, facts)
     site.phases.enter(Phase.SAVE, standing.iteration)
     check()
     with site.phases.working(COPY), failing_ends("a checkpoint", means=is_broken):
-        write(this)
+        written = write(this)
     with site.phases.waiting("the checkpoint's end"):
         count(generation.groups.control, True)
-    site.trainable.guard.saved = facts is not None
+    if written and facts is not None:
+        site.trainable.guard.save(now)
     standing.evaluate()

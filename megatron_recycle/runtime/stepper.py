@@ -291,7 +291,8 @@ class Stepper:
         assert self.pending is None and self.held is None and standing.verdict is not None
         return {"counters": self._site.stage.counters(), "verdict": standing.verdict.to_json(), "reports": self.reports,
                 "pace": standing.mode.to_json(), "grids": self._site.grids.told(),
-                "read": dict(list(self.read.items())[:1]), **self._site.asked.told()}
+                "read": dict(list(self.read.items())[:1]), "saved": list(self._site.trainable.guard.saved),
+                **self._site.asked.told()}
 
     def enter(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Stand where the peer stands that gave ``tensors`` and `facts`."""

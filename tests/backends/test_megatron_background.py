@@ -13,6 +13,7 @@ from megatron_recycle.backends.megatron import background
 from megatron_recycle.backends.megatron.background import Background
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime.saving import Written
 
 SIZE = 3
 
@@ -55,7 +56,7 @@ class Case:
         writer = Writer(busy)
         (self.folder / ".iter_0000004.g1").mkdir()
         (self.folder / ".iter_0000004.g0").mkdir()  # a try before
-        self.background.begin(4, 3, str(self.folder), "g1", writer)
+        self.background.begin(4, Written(3, None), str(self.folder), "g1", writer)
         return writer
 
     def finish(self, wait: bool = False) -> list[int]:

@@ -19,6 +19,7 @@ import numpy
 import pytest
 import torch
 
+from megatron_recycle.control.ports import listen
 from tests.ordered.rules import Rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,6 +264,62 @@ def test_checkpoints_that_are_written_beside_training_are_whole_or_given_up(chec
     for name in names:
         one, other = (loaded(folder / name, "torch_dist") for folder in (calm, saved))
         assert one.keys() == other.keys() and not [key for key in one if not alike(one[key], other[key])]
+
+
+@pytest.mark.parametrize("options", [
+    ("--ckpt-format", "torch"),
+    pytest.param(("--ckpt-format", "torch_dist", "--async-save", "--use-persistent-ckpt-worker"),
+                 marks=pytest.mark.night)])
+def test_a_stage_whose_last_worker_is_lost_comes_back_from_the_newest_checkpoint_in_the_same_job(
+        options, checkout, text, tmp_path, monkeypatch):
+    """The loops of those that are left go on where they are; the iterations since the checkpoint are made again, with
+    the rates that they had, and the process that comes for the stage goes through its own loop."""
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    options = ("--data-path", str(text), *options, "--save-interval", "2", "--attention-dropout", "0.1")
+    calm, saved = tmp_path / "calm-checkpoints", tmp_path / "checkpoints"
+    expected = losses(recycled(tmp_path / "calm", checkout, *options, "--save", str(calm)))
+    script = tmp_path / "script.chaos"
+    script.write_text("kill 0:1 --at-iteration 1 --phase forward\nkill 1:1 --at-iteration 5 --phase backward\n")
+    printed = recycled(tmp_path / "killed", checkout, *options, "--save", str(saved), chaos=script)
+    told = [json.loads(line) for line in (tmp_path / "killed" / "events.jsonl").read_text().splitlines()]
+    (back,) = [event for event in told if event["event"] == "restored"]
+    assert (back["stages"], back["from"]) == ([1], {"1": "checkpoint"}) and back["iteration"] in (1, 3)
+    found = losses(printed)
+    assert found["6"] == expected["6"] and found == {key: expected[key] for key in found}
+    kind = options[3]
+    one, other = (loaded(folder / "iter_0000006", kind) for folder in (calm, saved))
+    assert one.keys() == other.keys() and not [key for key in one if not alike(one[key], other[key])]
+
+
+@pytest.mark.parametrize("kind", ["torch", pytest.param("torch_dist", marks=pytest.mark.night)])
+def test_a_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_from_the_checkpoint(
+        kind, checkout, text, tmp_path, monkeypatch):
+    """On one pipeline in the place of two, with the same batch: losses agree to rounding."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("LOSES", "3 5")  # both copies of stage 1 are on the second host, and after iteration 4 is a save
+    for name, value in {"TOKEN": "a token of two hosts", "PLACEMENT": "framework", "GUARD": "none"}.items():
+        monkeypatch.setenv(f"RECYCLE_{name}", value)
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    saved = ("--save", str(tmp_path / "saved"), "--load", str(tmp_path / "saved"))
+    options = ("--data-path", str(text), "--ckpt-format", kind, "--save-interval", "4", *saved)
+    hosts = [start(("megatron_recycle.cli", "run", "--nproc", "2", "--nnodes", "2", "--node-rank", str(node),
+                    "--master-addr", "127.0.0.1", "--master-port", str(port), "--run-dir", str(tmp_path / "run"),
+                    "--restarts", "1"), checkout, options, [str(Path(__file__).with_name("lost_host_gpt.py"))])
+             for node in (1, 0)]
+    try:
+        told = ended(hosts[1])
+    finally:
+        for host in hosts:
+            host.kill()
+            host.wait()
+    assert "restart 1 of 1: the script starts again with 2 workers (1 pipeline, 8 micro-batches of each)" in told
+    (before,) = (tmp_path / "run").glob("before-*")
+    first, second = (
+        {event["iteration"]: event["loss"] for event in map(json.loads, (folder / "events.jsonl").open())
+         if event["event"] == "committed"} for folder in (before, tmp_path / "run"))
+    assert sorted(first) == [0, 1, 2, 3, 4] and sorted(second) == [0, 1]  # which are counted from the checkpoint on
+    assert second[0] == pytest.approx(first[4], rel=1e-5)
 
 
 def loaded(place: Path, kind: str) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class Disk:
         found = self.named.get(iteration) or self._parts[f"{name} {iteration}"]  # who names it may have died
         stage.load_state({**stage.fixed(), **found[stage.stage]}, self.counters[iteration, stage.stage])
 
-    def write(self, save: Save, iteration: int, stage: SmallStage) -> None:
+    def write(self, save: Save, iteration: int, stage: SmallStage) -> bool:
         """As `runtime.saving.Write`."""
         groups = save.generation.groups
         of_try = self._parts.setdefault(f"{save.name} {iteration}", {})
@@ -154,6 +154,7 @@ class Disk:
         if groups.me == groups.members[0]:
             save.whole(f"iteration {iteration}")
             self.named[iteration] = of_try
+        return True
 
 
 class Job:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_recycle.runtime.copies import Guard, StateCopy
-from megatron_recycle.runtime.saving import Save
+from megatron_recycle.runtime.saving import Save, Written
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Disk, Job, Killed, Shape, differences, undisturbed
 from tests.memory.model import SmallStage
@@ -246,15 +246,15 @@ def test_who_names_a_checkpoint_dies_when_it_is_noted_and_not_yet_named(monkeypa
     """With it its stage: all go back to that one, and not to what had its name before."""
     write, died = Disk.write, []
 
-    def dies(self: Disk, save: Save, iteration: int, stage: SmallStage) -> None:
-        def whole(place: str, of: int | None = None) -> None:
+    def dies(self: Disk, save: Save, iteration: int, stage: SmallStage) -> bool:
+        def whole(place: str, of: Written | None = None) -> None:
             save.whole(place, of)
             if iteration == 4 and not died:
                 died.append(threading.current_thread().name)
                 next(one for one in job.processes.values() if one.thread is threading.current_thread()).network.die()
                 raise Killed
 
-        write(self, save._replace(whole=whole), iteration, stage)
+        return write(self, save._replace(whole=whole), iteration, stage)
 
     monkeypatch.setattr(Disk, "write", dies)
     with Job(CHECKPOINTS, [Moment("1:0", "forward", 1)]) as job:

@@ -59,9 +59,10 @@ class Checkpoints:
         self._saved = None
 
     def write(self, save: Save, save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None,
-              save_latest: bool = True, exclude_frozen_parameters: bool = False) -> None:
+              save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:
         """Write this worker's part of what stock's `save_checkpoint` would, at the same time as all members of
-        ``save``, who are all that torch knows of meanwhile. Raises GenerationOver, and what stock raises."""
+        ``save``, who are all that torch knows of meanwhile. Returns True. Raises GenerationOver, and what stock
+        raises."""
         groups, said = save.generation.groups, [self._tag(tag)]
         self._engine._checkpoint_tag_validation(said[0])
         dist.broadcast_object_list(said)  # one that has the time in it, say: all write into the same folder
@@ -75,6 +76,7 @@ class Checkpoints:
             _name(hidden, place)
             if save_latest:
                 _point(save_dir, said[0])
+        return True
 
     def write_last(self, groups: Groups) -> str:
         """Write this worker's part of a last checkpoint, at the same time as all of ``groups``; returns the

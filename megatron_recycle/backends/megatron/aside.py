@@ -11,16 +11,18 @@ import glob
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 TRACKER = "latest_checkpointed_iteration.txt"
+FOLDER = "iter_"
+"""How the folder of a checkpoint begins; its iteration follows."""
 
 
 def place_of(folder: str, iteration: int) -> Path:
     """The checkpoint of ``iteration`` in ``folder``."""
-    return Path(folder).absolute() / f"iter_{iteration:07d}"
+    return Path(folder).absolute() / f"{FOLDER}{iteration:07d}"
 
 
 @contextmanager
@@ -35,19 +37,13 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
     """
     place = place_of(folder, iteration)
     hidden = place.with_name(f".{place.name}.{name}")
-    name_of, open_file = stock.get_checkpoint_name, stock.open_file
-    succeed = stock.wandb_utils.on_save_checkpoint_success
+    open_file, succeed = stock.open_file, stock.wandb_utils.on_save_checkpoint_success
     remote = "://" in folder  # an object store has no folders that could be renamed
-
-    def get_checkpoint_name(path: str, number: int, *given: Any, **keywords: Any) -> str:
-        found: str = name_of(path, number, *given, **keywords)
-        inside, own = os.path.join(path, place.name), not remote and path == folder and number == iteration
-        return os.path.join(path, hidden.name) + found[len(inside):] if own and found.startswith(inside) else found
 
     def open_(path: Any, mode: str = "r", *given: Any, **keywords: Any) -> Any:
         if "w" not in mode or os.path.basename(path) != TRACKER:
             return open_file(path, mode, *given, **keywords)
-        whole(str(place))
+        whole(f"{folder}/{place.name}" if remote else str(place))
         if remote:
             return open_file(path, mode, *given, **keywords)
         _name(hidden, place)
@@ -56,13 +52,51 @@ def aside(stock: Any, folder: str, iteration: int, name: str, whole: Callable[[s
     def on_save_checkpoint_success(path: str, *given: Any, **keywords: Any) -> Any:
         return succeed(str(path).replace(hidden.name, place.name), *given, **keywords)
 
-    stock.get_checkpoint_name, stock.open_file = get_checkpoint_name, open_
+    stock.open_file = open_
     stock.wandb_utils.on_save_checkpoint_success = on_save_checkpoint_success
+    try:
+        with nullcontext() if remote else _renamed(stock, folder, iteration, hidden.name):
+            yield
+    finally:
+        stock.open_file, stock.wandb_utils.on_save_checkpoint_success = open_file, succeed
+
+
+@contextmanager
+def _renamed(stock: Any, folder: str, iteration: int, to: str) -> Iterator[None]:
+    """Inside the block the checkpoint of ``iteration`` in ``folder`` is under the name ``to`` for stock."""
+    name_of, own = stock.get_checkpoint_name, place_of(folder, iteration).name
+
+    def get_checkpoint_name(path: str, number: int, *given: Any, **keywords: Any) -> str:
+        found: str = name_of(path, number, *given, **keywords)
+        inside = os.path.join(path, own)
+        return os.path.join(path, to) + found[len(inside):] if (
+            (path, number) == (folder, iteration) and found.startswith(inside)) else found
+
+    stock.get_checkpoint_name = get_checkpoint_name
     try:
         yield
     finally:
-        stock.get_checkpoint_name, stock.open_file = name_of, open_file
-        stock.wandb_utils.on_save_checkpoint_success = succeed
+        stock.get_checkpoint_name = name_of
+
+
+def found_at(place: str, name: str) -> str:
+    """The name of the folder in which the checkpoint is that the try ``name`` was to name ``place``, and that all know
+    to be whole: who names it may have died before. What has its name then is none, or an older one."""
+    hidden = Path(place).with_name(f".{Path(place).name}.{name}")
+    return hidden.name if "://" not in place and hidden.exists() else Path(place).name
+
+
+@contextmanager
+def read_from(stock: Any, folder: str, iteration: int, name: str) -> Iterator[None]:
+    """Inside the block stock loads the checkpoint of ``iteration`` from the folder ``name`` in ``folder``, whichever is
+    the newest."""
+    read = stock.read_metadata
+    stock.read_metadata = lambda *given, **keywords: (iteration, False)
+    try:
+        with _renamed(stock, folder, iteration, name):
+            yield
+    finally:
+        stock.read_metadata = read
 
 
 def _name(hidden: Path, place: Path) -> None:

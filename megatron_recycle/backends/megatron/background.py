@@ -22,7 +22,7 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.reduction import count
-from megatron_recycle.runtime.saving import Save
+from megatron_recycle.runtime.saving import Save, Written
 
 _WRITERS = "megatron.core.dist_checkpointing.strategies.filesystem_async"
 _LOOK_SECONDS = 0.1
@@ -34,7 +34,7 @@ class Unfinished:
 
     Attributes:
         iteration: the one that the loop counts.
-        committed: the same as the runtime counts.
+        written: what the runtime knows of it.
         members: those who have prepared it.
         folder: where the loop saves.
         name: of the try, which no other has.
@@ -43,7 +43,7 @@ class Unfinished:
     """
 
     iteration: int
-    committed: int
+    written: Written
     members: Collection[Worker]
     folder: str
     name: str
@@ -79,10 +79,10 @@ class Background:
         finally:
             stock.schedule_async_save = schedule
 
-    def begin(self, iteration: int, committed: int, folder: str, name: str, request: Any) -> None:
+    def begin(self, iteration: int, written: Written, folder: str, name: str, request: Any) -> None:
         """Write this rank's files of ``request`` beside training; the rest is as in `Unfinished`. There is no other
         one."""
-        self._now = Unfinished(iteration, committed, self._members(), folder, name, request, _started(request))
+        self._now = Unfinished(iteration, written, self._members(), folder, name, request, _started(request))
 
     def finish(self, save: Save, name: Callable[[Unfinished], None], wait: bool) -> None:
         """Name the checkpoint, if all have written it; by all members of ``save`` together.

@@ -32,10 +32,14 @@ class Rates:
         self._expected: tuple[int, Any] | None = None
         self.steps = 0
 
-    def set(self, iteration: int) -> str | None:
-        """``iteration`` begins: what is in force now is meant for it. Returns how that differs from what peers have
-        told (`expect`), in words."""
+    def note(self, iteration: int) -> None:
+        """What is in force now is meant for ``iteration``."""
         self._of[iteration] = self._in_force()
+
+    def set(self, iteration: int) -> str | None:
+        """``iteration`` begins, with what is in force now. Returns how that differs from what peers have told
+        (`expect`), in words."""
+        self.note(iteration)
         expected, self._expected = self._expected, None
         if expected is None or expected[0] != iteration or expected[1] == _shown(self._of[iteration]):
             return None
@@ -62,7 +66,8 @@ class Rates:
 
     def forget(self, committed: int) -> None:
         """Iterations up to ``committed`` are final."""
-        self._of = {iteration: values for iteration, values in self._of.items() if iteration > committed}
+        if next(iter(self._of), committed + 1) <= committed:
+            self._of = {iteration: values for iteration, values in self._of.items() if iteration > committed}
 
     def _in_force(self) -> list[dict[str, Any]]:
         return [{key: value for key, value in group.items() if key not in ("params", *SET_BY_STEP)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -56,6 +56,7 @@ class RecycleSchedule:
         """The splitter, which defers weight gradients, from then on."""
         self._stage: MegatronStage
         self._last: LastCheckpoint | None
+        self._back: Callable[[str, str], int] | None
         self._microbatches = 0
         self._late: tuple[LateNumber, ...] = ()
         self._spoke = False
@@ -103,6 +104,8 @@ class RecycleSchedule:
         if session.begin():
             session.follow(microbatches)
             session.train()
+            self._stage.rates.note(session.iteration)  # training may go back behind it
+            self._stage.rates.forget(session.worker.final)
             return self._passed()
         session.follow(microbatches)
         iteration = session.iteration
@@ -175,6 +178,12 @@ class RecycleSchedule:
         """Of ``iteration``'s first micro-batch."""
         return self.session.grids.number(iteration)
 
+    def _go_back(self, groups: Groups, place: str, name: str) -> None:
+        """As `Restore`."""
+        assert self._back is not None
+        with megatron_groups.of_those_left(groups):
+            self._stage.rates.steps = self._back(place, name)
+
     @contextmanager
     def _among_those_left(self, groups: Groups) -> Iterator[None]:
         with self.session.worker.among_those_left(), megatron_groups.of_those_left(groups):
@@ -209,6 +218,7 @@ class RecycleSchedule:
         self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings())
         self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left,
                                                        self._number)
+        self._back = megatron_training.way_back()
         if self._settings.on_leave == "checkpoint" and self._last is not None and self._last.folder is None:
             raise UnsupportedError("on_leave checkpoint has nowhere to save: give --save DIR, or "
                                    "--recycle-emergency-checkpoint DIR")
@@ -219,6 +229,7 @@ class RecycleSchedule:
         self.splitter = MegatronSplitter()
         self.session.start(self._stage, self.splitter, self._data,
                            save_last=None if self._last is None else self._last.write,
+                           restore=None if self._back is None else self._go_back,
                            folder=lambda: None if self._last is None else self._last.folder)
         self._detached = megatron_groups.Detached(place)
         megatron_groups.adapt_timers(self._detached, self.speaks)

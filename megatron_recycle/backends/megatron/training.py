@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_recycle.backends.megatron import back
 from megatron_recycle.backends.megatron.aside import aside
 from megatron_recycle.backends.megatron.background import Background, Unfinished
 from megatron_recycle.backends.megatron.last import LastCheckpoint, what_failed
@@ -23,7 +24,7 @@ from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.saving import Save
+from megatron_recycle.runtime.saving import Save, Written
 
 LOOP = "megatron.training.training"
 _CHECKPOINTS = "megatron.training.checkpointing"
@@ -97,6 +98,18 @@ def last_checkpoint(wanted: str | None,
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
             sys.modules[_CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches)
+
+
+def way_back() -> Callable[[str, str], int] | None:
+    """Loads one of the loop's own checkpoints of this job into what it trains (`back.load`), and returns how many steps
+    the job had made by then; before `take_over`. None: they do not hold all that training needs, or another loop
+    trains."""
+    loop: Any = sys.modules.get(LOOP)
+    beginning = getattr(getattr(loop, "train", None), "beginning", None)
+    if beginning is None or not back.possible(loop.get_args()):
+        return None
+    return lambda place, name: back.load(
+        loop, sys.modules[_CHECKPOINTS], beginning, place, name) - int(beginning.iteration)
 
 
 def _folder(arguments: Any, passing: bool) -> str:
@@ -188,22 +201,24 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
         arguments, passing = loop.get_args(), bool(keywords.get("non_persistent_ckpt", False))
         folder, beside = _folder(arguments, passing), arguments.async_save and not passing
 
-        def write(save: Save) -> None:
+        def write(save: Save) -> bool:
             groups = save.generation.groups
             needs_all = _needs_all(arguments, passing) if groups.control.size < arguments.world_size else None
             if needs_all is not None:
                 get_logger().error("megatron-recycle: no checkpoint of iteration %d: with %s it needs the workers that "
                                    "are missing (%s); training goes on", iteration, needs_all,
                                    ", ".join(session.missing()))
-                return
+                return False
             background.drop()  # of a try that a failure has ended
             with (saving(save, folder, iteration, passing, save.name, save.whole),
                   _set(arguments, async_save=beside), background.collecting(stock) as requests):
                 _forget_old_groups(loop, [*given, *keywords.values()])
                 stock_save(iteration, *given, **keywords)
                 for request in requests:
-                    background.begin(iteration, session.worker.standing.committed, folder, save.name, request)
+                    written = Written(session.worker.standing.committed, save.facts)
+                    background.begin(iteration, written, folder, save.name, request)
             saved.add(iteration)
+            return True
 
         if arguments.async_save:
             maybe_finalize_async_save(blocking=True)
@@ -211,8 +226,9 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
                      otherwise=lambda: stock_save(iteration, *given, **keywords))
 
     def maybe_finalize_async_save(blocking: bool = False, terminate: bool = False) -> None:
-        def finish(save: Save) -> None:
+        def finish(save: Save) -> bool:
             background.finish(save, partial(give_name, save), blocking)
+            return False
 
         if loop.get_args().async_save:
             session.save("what is written beside training", finish, otherwise=lambda: None)
@@ -220,7 +236,7 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     def give_name(save: Save, written: Unfinished) -> None:
         """Of a checkpoint that all have written."""
         with saving(save, written.folder, written.iteration, False, written.name,
-                    lambda place: save.whole(place, written.committed)):
+                    lambda place: save.whole(place, written.written)):
             for finish in written.request.finalize_fns:
                 finish()
 
