@@ -87,6 +87,10 @@ class LivingGroups:
             else:
                 self._session.worker.collective(group, call, self._session.iteration)
 
+    def recall(self, group: Group, call: Call) -> None:
+        """As in `script_groups.Job`."""
+        self._session.worker.recall(group, call, self._session.iteration)
+
     def reach(self, group: Group) -> Reach:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
         if not self._session.shares:

@@ -2,7 +2,9 @@
 
 A worker makes one at a time, in its training thread. Calls of a group are numbered by the iteration that they follow
 and their order after it: so workers that come in agree with the others without being told. After a failure all say
-which call they are in, and whether they have what it takes to end it: see :mod:`..comm.living.exchange`.
+which call they are in, and whether they have what it takes to end it: see :mod:`..comm.living.exchange`. Small results
+are kept, and given to workers that come in, whose scripts make the same calls on their way: see
+:mod:`.missed`.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call, Given
 from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll, pass_over
+from megatron_recycle.runtime.missed import Missed
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.place import Place
 
@@ -66,8 +69,7 @@ class Collectives:
         self._tries: Counter[tuple[int, str]] = Counter()
         """Calls that are given up with the generation: by its number, and the group."""
         self._said: set[str] = set()
-        self._passed: dict[float, float] = {}
-        """By a group's key: the last call that all have made before this worker came in."""
+        self._missed = Missed(place)
 
     def begin(self, group: Group, call: Call, after: int) -> None:
         """The script makes ``call``; ``after``: the last iteration that it has trained."""
@@ -89,7 +91,7 @@ class Collectives:
         assert now is not None
         if now.done:
             return
-        if now.number <= self._passed.get(now.key[0], 0.0):
+        if now.number <= self._missed.passed.get(now.key[0], 0.0):
             self._note(now, groups)
             self.pass_over()
             return
@@ -109,8 +111,14 @@ class Collectives:
             self._ready[now.key[0]] = now.number
             enter(Phase.COLLECTED)
             exchange.confirm()
+        self._finish(now)
+
+    def _finish(self, now: _Made) -> None:
+        """The call has its results, which are kept for workers that come in later."""
+        assert now.exchange is not None
         now.exchange.finish()
         now.done = True
+        self._missed.note(now.group, now.number, now.call)
 
     def _note(self, now: _Made, groups: Groups) -> None:
         """Keep what ``now`` gives, and give it to groups of other pipelines, where this worker answers for one."""
@@ -119,17 +127,24 @@ class Collectives:
             self._log.append(_Made(now.group, Given(now.call, len(now.group.ranks)), now.number))
             self._answer(self._log[-1], groups)
 
-    def _say(self, text: str | None) -> None:
-        """Once."""
-        if text is not None and text not in self._said:
-            self._said.add(text)
+    def _say(self, text: str | None, kind: str = "") -> None:
+        """Once; of a ``kind``, the first."""
+        if text is not None and (kind or text) not in self._said:
+            self._said.add(kind or text)
             get_logger().warning("megatron-recycle: %s", text)
 
     def pass_over(self) -> None:
-        """The others have made the call long ago, while this worker was out."""
-        assert self._now is not None
-        pass_over(self._now.call, self._now.group)
-        self._now.done = True
+        """The others have made the call long ago, while this worker was out: it gets what they got, as far as that is
+        known."""
+        now = self._now
+        assert now is not None
+        now.done = True
+        if why := self._missed.recall(now.group, now.number, now.call):
+            pass_over(now.call, now.group)
+            if now.call.results() != ():
+                self._say(f"the script's {now.call.what}() after iteration {self._after} was over when this worker "
+                          f"came in, and {why}. It brings what it would if all ranks had given the same as this one",
+                          now.call.what + why)
 
     def once(self, group: Group, call: Call, groups: Groups, generation: int) -> None:
         """Make ``call``, or give it up with the ``generation``. Raises GenerationOver, and UnsupportedError."""
@@ -158,32 +173,28 @@ class Collectives:
             if roll.is_empty(group.me) and roll.answers[group.me] == groups.control.rank:
                 self._answers += _exchange(made.call, roll, groups, made.number).answer()
 
-    def reconcile(self, groups: Groups, back: Collection[int] = ()) -> None:
+    def reconcile(self, groups: Groups, joined: Collection[int] = (), back: Collection[int] = ()) -> None:
         """After a failure: find out which of the calls that workers are in can be ended, and answer for those that are
-        gone. ``back``: processes that come in where others are already, and go on from there. Raises GenerationOver."""
+        gone. ``joined``: processes that come in; ``back``: those of them that come in where others are already, and go
+        on from there. Raises GenerationOver."""
         self._find_out(groups, back)
+        if self._now is not None and not self._now.done and self._now.exchange is not None:
+            self._finish(self._now)  # all have what it takes
         if back:
-            self._tell_made(groups, groups.control.rank in back)
+            self._missed.tell_passed(groups, self._begun(), groups.control.rank in back)
+        if joined:
+            self._missed.tell(groups, joined)
         self._answers.clear()
         for made in self._log:
             self._answer(made, groups)
 
-    def _tell_made(self, groups: Groups, comes: bool) -> None:
-        """Tell those that come in which calls are made; whether this one ``comes``. Raises GenerationOver."""
-        comm, now = groups.control, self._now
+    def _begun(self) -> dict[float, float]:
+        """By a group's key, the last call since the last iteration that is made."""
+        now = self._now
         begun = {_key(name): float((self._after + 1) * _CALLS + count) for name, count in self._counts.items()}
-        if now is not None and not now.done and now.exchange is None:
+        if now is not None and not now.done:
             begun[now.key[0]] = float(now.number - 1)
-        made = {key: max(begun.get(key, 0.0), self._passed.get(key, 0.0)) for key in {*begun, *self._passed}}
-        widths = torch.zeros(comm.size, dtype=torch.float64)
-        widths[comm.rank] = len(made)
-        comm.sum(widths).wait()
-        table = torch.zeros(comm.size, int(widths.max()), 2, dtype=torch.float64)
-        if made:
-            table[comm.rank, :len(made)] = torch.tensor([*made.items()], dtype=torch.float64)
-        comm.sum(table).wait()
-        for key, number in table.flatten(0, 1).tolist() if comes else ():
-            self._passed[key] = max(self._passed.get(key, 0.0), number)
+        return begun
 
     def _find_out(self, groups: Groups, back: Collection[int]) -> None:
         comm, now = groups.control, self._now

@@ -34,8 +34,23 @@ class History:
         self._numbers.append(number)
         self._rows += row
         self._ends.append(len(self._rows))
-        if len(self._rows) + 16 * len(self._ends) > self._most:
-            self._keep(1 + len(self._numbers) // _AT_ONCE, len(self._numbers))
+        if self.nbytes > self._most:
+            self.let_go()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return len(self._rows) + 16 * len(self._ends)
+
+    def let_go(self) -> None:
+        """Forget the oldest part."""
+        self._keep(1 + len(self._numbers) // _AT_ONCE, len(self._numbers))
+
+    def exactly(self, number: int) -> bytes | None:
+        """What was told of ``number`` itself; None if it is not known."""
+        index = bisect_left(self._numbers, number)
+        known = index < len(self._numbers) and self._numbers[index] == number
+        return bytes(self._rows[self._start(index):self._ends[index]]) if known else None
 
     def of(self, number: int) -> bytes | None:
         """What was told of ``number``; where that was let go, of the first one that is known after it, and where there

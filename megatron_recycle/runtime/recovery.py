@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 from megatron_recycle.config import RecycleConfig
@@ -254,7 +254,9 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     before = cuts(site.stage, groups, go.resume, begun=True)
     if not todo.enter and not todo.back:
         stepper.reconcile(todo, go.resume.target, groups, before)
-    site.asked.reconcile(groups, _processes(site, groups, go.resume.joined) if go.resume.restored else ())
+    joined = _processes(site, groups, go.resume.joined)
+    with _copying(site) if joined else nullcontext():
+        site.asked.reconcile(groups, joined, joined if go.resume.restored else ())
     if before is not None and not todo.enter and go.generation > 1:  # some may have stepped, and told nobody
         left = [peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)]
         with _copying(site), site.phases.writing():

@@ -103,11 +103,12 @@ class Asked(NamedTuple):
         """What iterations and evaluations have told so far, for a worker that comes in."""
         return {"history": self.iterations.told(), "evaluated": self.evaluations.history.told()}
 
-    def reconcile(self, groups: Groups, back: Collection[int] = ()) -> None:
-        """After a failure: bring level what some have seen the end of. ``back``: processes that come in while others
-        are between two iterations, where the scripts of these are further. Raises GenerationOver."""
+    def reconcile(self, groups: Groups, joined: Collection[int] = (), back: Collection[int] = ()) -> None:
+        """After a failure: bring level what some have seen the end of. ``joined``: processes that come in; ``back``:
+        those that do so while others are between two iterations, where the scripts of these are further. Raises
+        GenerationOver."""
         self.evaluations.reconcile(groups)
-        self.collectives.reconcile(groups, back)
+        self.collectives.reconcile(groups, joined, back)
 
 
 @dataclass(frozen=True)

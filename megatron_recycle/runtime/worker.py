@@ -203,6 +203,14 @@ class StageWorker:
             self._apart(run)
         collectives.end()
 
+    def recall(self, group: Group, call: Call, after: int) -> None:
+        """As `collective`, where the others have made the ``call`` before this worker came in."""
+        collectives = self.site.asked.collectives
+        with self._inside():
+            collectives.begin(group, call, after)
+            collectives.pass_over()
+        collectives.end()
+
     def collective_once(self, group: Group, call: Call) -> None:
         """Make a ``call`` that is given up with the generation. Raises GenerationOver, and UnsupportedError."""
         with self._inside(), self.site.phases.waiting(f"the script's {call.what}()"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +26,14 @@ class Script:
         self._peers = [dist.new_group(list(range(each, size, stages))) for each in range(stages)][stage]
         self._line = dist.new_subgroups(stages)[0]
         self._size = size
+        self.secrets: list[Any] = []
+        """What only rank 0 knew before it told all, after each iteration."""
 
     def after(self, iteration: int, loss: float) -> list[Any]:
         """What the calls after ``iteration`` have brought, as bits or as they are."""
+        secret = [os.urandom(8).hex()]
+        dist.broadcast_object_list(secret, src=0)
+        self.secrets += secret
         mine = torch.tensor([loss, self._stage + iteration / 3])
         total, mean, biggest, told, again, line = (mine.clone() for _ in range(6))
         dist.barrier()
@@ -55,7 +61,8 @@ class Script:
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, after: Sequence[int] = (1, 2, 5), **arguments: Any) -> Any:
-    """`toy.train`, with the script's collectives ``after`` some iterations; ``called``: what they brought."""
+    """`toy.train`, with the script's collectives ``after`` some iterations; ``called``: what they brought;
+    ``secrets``: `Script.secrets`."""
     called: list[Any] = []
     script: list[Script] = []
 
@@ -66,4 +73,5 @@ def train(observer_of: Callable[[str], Any], rank: int, *, after: Sequence[int] 
         if iteration in after:
             called.append(script[0].after(iteration, loss))
 
-    return {**toy.train(observer_of, rank, begun=begun, trained=trained, **arguments), "called": called}
+    return {**toy.train(observer_of, rank, begun=begun, trained=trained, **arguments), "called": called,
+            "secrets": script[0].secrets}

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_recycle.runtime.comm.living.calls import AllGather, AllReduce, Broadcast, Call, adding
-from megatron_recycle.runtime.comm.living.exchange import Group, pass_over
+from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.worker import StageWorker
 
@@ -29,7 +29,7 @@ def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> l
     def make(group: Group, call: Call) -> None:
         entered = worker.standing.entered
         if entered is not None and entered >= iteration:
-            pass_over(call, group)
+            worker.recall(group, call, iteration)
         else:
             worker.collective(group, call, iteration)
 

@@ -61,7 +61,7 @@ def test_two_die(seed):
     Scene("collects", SHAPE, moments, out={first, second}, slow=0.2 * (seed % 2)).run(seed)
 
 
-def test_a_worker_that_comes_in_passes_over_what_it_did_not_see():
+def test_a_worker_that_comes_in_is_told_what_the_calls_brought_that_it_did_not_see():
     shape, late = replace(SHAPE, iterations=6, collect=(0, 1, 4, 5)), Moment("0:0", "collective", 1)
     for seed in range(2):  # gloo's rules, and NCCL's
         job = Job(shape, [Moment("1:1", "collected", 0, 3)], holds=[late], seed=seed)
@@ -70,7 +70,7 @@ def test_a_worker_that_comes_in_passes_over_what_it_did_not_see():
             check(job, job.wait(), came={"1:1"})
 
 
-def test_a_part_that_was_in_a_call_when_it_lost_another_passes_over_it_when_both_come_in():
+def test_a_part_that_was_in_a_call_when_it_lost_another_is_told_what_it_brought_when_both_come_in():
     """The others have ended that call long ago."""
     shape, late = Shape(2, 2, 2, 6, collect=(0, 1, 5), parts=2), Moment("0:0.0", "collective", 1)
     job = Job(shape, [Moment("1:1.0", "collective", 0, 3)], holds=[late])

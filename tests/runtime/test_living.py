@@ -20,6 +20,7 @@ from megatron_recycle.runtime.comm.living import calls as living_calls
 from megatron_recycle.runtime.comm.living import shares
 from megatron_recycle.runtime.comm.living.calls import AllGather, AllReduce, Broadcast, Call, Objects, Scatter
 from megatron_recycle.runtime.comm.living.exchange import Exchange, Group, Roll, pass_over
+from megatron_recycle.runtime.comm.living.results import Results, as_row, recall
 from megatron_recycle.runtime.comm.living.torch_calls import METHODS
 from megatron_recycle.runtime.comm.memory import Fabric
 from megatron_recycle.runtime.place import Place
@@ -252,3 +253,47 @@ def test_one_that_passes_over_a_call_has_what_it_would_have_had_if_all_had_given
     pass_over(Broadcast([told], 0), group)
     pass_over(Scatter(piece, [], 0), group)
     assert (total.item(), told.item(), piece.item()) == (3.0, 1.0, 5.0)
+
+
+def summed(value: float, call: str = "allreduce", count: int = 1) -> Call:
+    return METHODS[call](2, [[torch.full((count,), value)]])
+
+
+def test_what_calls_brought_is_told_by_group_and_number_of_the_same_kind_only():
+    kept, late = Results(), Results()
+    kept.note("all", 3, as_row(summed(3.0)))
+    kept.note("all", 5, as_row(summed(5.0, count=2000)))
+    kept.note("others", 3, as_row(summed(7.0)))
+    objects = Objects("all_gather_object", b"")
+    objects.take([[torch.tensor([1, 2], dtype=torch.uint8)], []])
+    kept.note("all", 6, as_row(objects))
+    late.take(kept.told({"all": "ours"}))
+    assert late.groups == ["ours"] and late.of("ours", 4) is None
+    found, large, other = summed(0.0), summed(0.0, count=2000), summed(0.0, "broadcast")
+    assert recall(found, late.of("ours", 3)) and found.results()[0].item() == 3.0
+    assert recall(large, late.of("ours", 5)) and large.results()[0].sum().item() == 10000.0
+    assert not recall(other, late.of("ours", 3)) and not recall(large, late.of("ours", 3))
+    told = Objects("all_gather_object", b"own")
+    assert recall(told, late.of("ours", 6)) and told.found == [b"\1\2", b""]
+
+
+def test_of_too_many_results_the_oldest_of_whoever_has_most_go_and_large_ones_are_not_kept():
+    kept = Results(most=100_000)
+    kept.note("seldom", 1, as_row(summed(1.0)))
+    kept.note("often", 1, as_row(summed(2.0)))
+    for number in range(2, 4000):
+        kept.note("often", number, as_row(summed(0.0)))
+        kept.note("often", number + 5000, as_row(summed(0.0, count=5000)))
+    assert kept.of("seldom", 1) and kept.of("often", 3999) and not kept.of("often", 1)
+    assert not as_row(summed(0.0, count=living_calls.LARGE)) and not as_row(Scatter(torch.zeros(1), [], 0))
+
+
+def test_whoever_stays_first_in_a_group_tells_and_of_a_pipeline_that_is_gone_a_peer():
+    grid = Grid(2, (2, 2, 2))  # rank: 3 * stage + pipeline
+    place = place_of(Worker(0, 0), grid)
+    everyone, line = Group(tuple(range(6)), 2), Group((2, 5), 0)
+    assert everyone.told_to(1, [2, 3, 4, 5], place) == everyone and everyone.told_to(1, [0, 2], place) is None
+    assert line.told_to(5, [2, 0], place) == line
+    assert line.told_to(1, [2, 5, 4], place) is None, "4 tells"
+    assert line.told_to(1, [2, 5], place) == Group((1, 4), 0) and line.told_to(1, [0, 3, 2, 5], place) is None
+    assert line.told_to(4, [2, 5], place) is None, "5 tells"

@@ -47,6 +47,15 @@ class Call:
         """Write the results. ``given``: what has come, by position; nothing from those that are no source. Not called
         where this member is no sink."""
 
+    def results(self) -> Tensors | None:
+        """What all members have got, and got alike, after `take`; None: each gets its own."""
+        return ()
+
+    def recall(self, results: Tensors) -> None:
+        """Write what was another member's `results` of the same call."""
+        for tensor, known in zip(self.results() or (), results, strict=True):
+            tensor.copy_(known.view(tensor.shape))
+
 
 class AllReduce(Call):
     """``all_reduce``; with a ``sink``, ``reduce``. ``add`` makes one tensor of all positions'."""
@@ -66,6 +75,9 @@ class AllReduce(Call):
     def take(self, given: Sequence[Tensors]) -> None:
         for index, tensor in enumerate(self._tensors):
             tensor.copy_(self.add([tensors[index] for tensors in given]))
+
+    def results(self) -> Tensors | None:
+        return self._tensors if self.sink is None else None
 
     def put(self, results: Tensors) -> None:
         """Write what has been added up by shares: each tensor's result, flat."""
@@ -89,6 +101,9 @@ class Broadcast(Call):
         for tensor, brought in zip(self._tensors, given[self._root]):
             tensor.copy_(brought)
 
+    def results(self) -> Tensors | None:
+        return self._tensors
+
 
 class AllGather(Call):
     """``all_gather``; with a ``sink``, ``gather``. ``outputs``: of each input, a tensor for each position."""
@@ -108,6 +123,9 @@ class AllGather(Call):
         for index, slots in enumerate(self._outputs):
             for slot, tensors in zip(slots, given, strict=True):
                 slot.copy_(tensors[index].view(slot.shape))
+
+    def results(self) -> Tensors | None:
+        return [slot for slots in self._outputs for slot in slots] if self.sink is None else None
 
 
 class Scatter(Call):
@@ -130,6 +148,9 @@ class Scatter(Call):
         for tensor in given[self._root]:
             self._output.copy_(tensor)
 
+    def results(self) -> Tensors | None:
+        return None
+
 
 class ReduceScatter(Call):
     """``reduce_scatter``; ``inputs``: of each output, a tensor for each position."""
@@ -150,6 +171,9 @@ class ReduceScatter(Call):
         for index, output in enumerate(self._outputs):
             output.copy_(self._add([tensors[index] for tensors in given]).view(output.shape))
 
+    def results(self) -> Tensors | None:
+        return None
+
 
 class AllToAll(Call):
     """``all_to_all``: a tensor from each position, and one for each."""
@@ -169,6 +193,9 @@ class AllToAll(Call):
     def take(self, given: Sequence[Tensors]) -> None:
         for output, (tensor,) in zip(self._outputs, given, strict=True):
             output.copy_(tensor.view(output.shape))
+
+    def results(self) -> Tensors | None:
+        return None
 
 
 class Given(Call):
@@ -191,7 +218,10 @@ class Given(Call):
 
 
 class Objects(Call):
-    """``broadcast_object_list``, ``all_gather_object`` and ``gather_object``: bytes.
+    """``broadcast_object_list``, ``all_gather_object``, ``gather_object`` and ``scatter_object_list``: bytes.
+
+    Args:
+        own: those that this member gives, to all or, by position, to each.
 
     Attributes:
         found: those of each position, as far as they came; none before `take`.
@@ -199,17 +229,28 @@ class Objects(Call):
 
     measured = True
 
-    def __init__(self, what: str, own: bytes, source: int | None = None, sink: int | None = None) -> None:
+    def __init__(self, what: str, own: bytes | Sequence[bytes], source: int | None = None,
+                 sink: int | None = None) -> None:
         super().__init__(source, sink)
-        self.what = what
+        self.what, self.by_itself = what, not isinstance(own, bytes)
         self.found: list[bytes] = []
-        self._own = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+        self._own = [_bytes(each) for each in ([own] if isinstance(own, bytes) else own)]
 
     def gives(self, to: int) -> Tensors:
-        return [self._own]
+        return self._own[to:to + 1] if self.by_itself else self._own
 
     def take(self, given: Sequence[Tensors]) -> None:
         self.found = [b"".join(tensor.numpy().tobytes() for tensor in tensors) for tensors in given]
+
+    def results(self) -> Tensors | None:
+        return None if self.by_itself or self.sink is not None else [_bytes(each) for each in self.found]
+
+    def recall(self, results: Tensors) -> None:
+        self.found = [tensor.numpy().tobytes() for tensor in results]
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
 Add = Callable[[Tensors], torch.Tensor]

@@ -60,6 +60,23 @@ class Group:
                       for rank in self.ranks)
         return Group(ranks, self.me, self.number)
 
+    def told_to(self, rank: int, stay: Collection[int], place: Place) -> Group | None:
+        """The group of ``rank``, which comes in, that this process tells of what was called in this one: the first of
+        the members that ``stay``. If none does of a group that lies in one pipeline, the lowest peer tells of its own
+        pipeline's. None: another process tells of it, or there is nothing to tell."""
+        me, own = self.ranks[self.me], self
+        if rank not in own.ranks:
+            home, mine = _homes(place)[rank], self.pipeline(place)
+            if mine is None or mine == home.worker.pipeline:
+                return None
+            own = self.of_pipeline(home.worker.pipeline, place)
+            if rank not in own.ranks or own.ranks.index(rank) != self.me or any(one in stay for one in own.ranks):
+                return None
+            peers = [place.ranks[worker][home.part or 0] for worker in sorted(place.ranks)
+                     if worker.stage == home.worker.stage]
+            return own if me == next((peer for peer in peers if peer in stay), None) else None
+        return own if me == next((one for one in sorted(own.ranks) if one in stay), None) else None
+
 
 @dataclass(frozen=True)
 class Roll:

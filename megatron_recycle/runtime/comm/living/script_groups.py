@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_recycle.errors import GenerationOver, UnsupportedError
 from megatron_recycle.runtime.comm.comm import Comm, Pending
 from megatron_recycle.runtime.comm.living.calls import Call, Objects
-from megatron_recycle.runtime.comm.living.exchange import Group, Roll, pass_over
+from megatron_recycle.runtime.comm.living.exchange import Group, Roll
 from megatron_recycle.runtime.comm.living.torch_calls import METHODS
 from megatron_recycle.runtime.comm.tags import CONTROL
 from megatron_recycle.runtime.setup_record import Alone, done
@@ -94,6 +94,9 @@ class Job(Protocol):
 
     def make(self, group: Group, call: Call) -> None:
         """Carry ``call`` out. Raises JobEnded, UnsupportedError, and, in what is given up, GenerationOver."""
+
+    def recall(self, group: Group, call: Call) -> None:
+        """Give ``call`` the results that the others had of it before this worker came in, as far as they are known."""
 
     def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
         """The ranks of this worker's tensor-parallel parts, and their group of now; None if it has one part."""
@@ -195,7 +198,7 @@ class ScriptGroups:
 
     def _carry_out(self, asks: Asks, group: Group, call: Call) -> None:
         if asks is Asks.LATE:
-            pass_over(call, group)
+            self._job.recall(group, call)
         else:
             self._job.make(group, call)
 
@@ -251,12 +254,12 @@ class ScriptGroups:
         asks, where = self._asks(group)
         if where is None:
             stock(object_list, src=src, group=group, device=device, group_src=group_src, **keywords)
-        elif asks is not Asks.LATE:
-            root = _position(where, src, group_src)
-            call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
-            self._job.make(where, call)
-            if where.me != root:
-                object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
+            return
+        root = _position(where, src, group_src)
+        call = Objects("broadcast_object_list", pickle.dumps(list(object_list)), source=root)
+        self._carry_out(asks, where, call)
+        if call.found and (where.me != root or asks is Asks.LATE):  # then another one has told in its place
+            object_list[:] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
     def _all_gather_objects(self, stock: Stock, object_list: list[Any], obj: Any, group: Any = None) -> None:
         asks, where = self._asks(group)
@@ -278,9 +281,19 @@ class ScriptGroups:
         if object_gather_list is not None and call.found:
             object_gather_list[:len(where.ranks)] = map(pickle.loads, call.found)
 
-    def _scatter_objects(self, stock: Stock, *given: Any, **keywords: Any) -> None:
-        if self._job.asks() is not Asks.LATE:
-            stock(*given, **keywords)
+    def _scatter_objects(self, stock: Stock, scatter_object_output_list: list[Any],
+                         scatter_object_input_list: list[Any] | None = None, src: int | None = None,
+                         group: Any = None, group_src: int | None = None) -> None:
+        asks, where = self._asks(group)
+        if where is None:
+            stock(scatter_object_output_list, scatter_object_input_list, src=src, group=group, group_src=group_src)
+            return
+        root = _position(where, src, group_src)
+        given = [pickle.dumps(each) for each in scatter_object_input_list or ()] if where.me == root else []
+        call = Objects("scatter_object_list", given, source=root)
+        self._carry_out(asks, where, call)
+        if call.found and call.found[root]:
+            scatter_object_output_list[0] = pickle.loads(call.found[root])  # noqa: S301 - as torch does
 
     def _asks(self, group: Any) -> tuple[Asks, Group | None]:
         """Who asks, and for which living group; None: it is torch's own."""
