@@ -71,9 +71,10 @@ def step_of(environ: Mapping[str, str], nproc: int | None = None) -> Step | None
         return None
     name = f"slurm-{job}.{step}"
     restarts = environ.get("SLURM_RESTART_COUNT", "0")
-    return Step(tasks, int(environ["SLURM_PROCID"]), f"{name}.{restarts}",
-                f"runs/slurm-{job}" if step == "0" else f"runs/{name}",
-                _task(environ, nodes, tasks, nproc) if tasks > nodes else None)
+    task = _task(environ, nodes, tasks, nproc) if tasks > nodes else None
+    # A node's workers have consecutive ranks, as under torchrun, whatever srun's --distribution is.
+    rank = int(environ["SLURM_PROCID"]) if task is None else task.node * task.count + task.local
+    return Step(tasks, rank, f"{name}.{restarts}", f"runs/slurm-{job}" if step == "0" else f"runs/{name}", task)
 
 
 def _task(environ: Mapping[str, str], nodes: int, tasks: int, nproc: int | None) -> Task:

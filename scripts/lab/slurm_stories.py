@@ -1,0 +1,300 @@
+#!/usr/bin/env python3
+"""The stories of scripts/lab/slurm.sh: what becomes of jobs on a real slurmctld and slurmd when things fail.
+
+Each prints what it has seen, and how long it took; report.json in the lab's folder has the same. Exit status: 0 if
+every story went as it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = ROOT / ".venv" / "bin"
+SBATCH, SCRIPT = ROOT / "scripts/slurm/deepspeed.sbatch", ROOT / "scripts/gpt_deepspeed.py"
+LIMIT = 300.0
+"""Seconds that any one thing may take."""
+Event = dict[str, Any]
+
+
+class StoryFailed(Exception):
+    """Something did not come, or was not as it should be."""
+
+
+def slurm(*command: str, check: bool = True) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT)
+    if check and done.returncode:
+        raise StoryFailed(f"{' '.join(command)}: {done.stderr}")
+    return done.stdout + done.stderr
+
+
+def until(what: str, found: Callable[[], Any], limit: float = LIMIT) -> Any:
+    """What ``found`` gives once it gives something."""
+    deadline = time.monotonic() + limit
+    while not (result := found()):
+        if time.monotonic() > deadline:
+            raise StoryFailed(f"no {what} within {limit:.0f} s")
+        time.sleep(0.1)
+    return result
+
+
+@dataclass
+class Job:
+    """A job of Slurm's; its folder is where it was submitted."""
+
+    number: str
+    folder: Path
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / f"runs/slurm-{self.number}"
+
+    @property
+    def output(self) -> str:
+        path = self.folder / "out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def state(self, name: str = "JobState") -> str:
+        found = re.search(rf"\b{name}=(\S+)", slurm("scontrol", "show", "job", "-o", self.number, check=False))
+        return found[1] if found else "gone"
+
+    def events(self, name: str) -> list[Event]:
+        path = self.run_dir / "events.jsonl"
+        if not path.exists():
+            return []
+        records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        return [record for record in records if record["event"] == name]
+
+    def event(self, name: str, after: float = 0.0, **fields: Any) -> Event:
+        def found() -> Event | None:
+            return next((one for one in self.events(name) if one["t"] >= after
+                         and all(one.get(key) == value for key, value in fields.items())), None)
+
+        try:
+            return until(f"event {name} {fields or ''}", found)
+        except StoryFailed as error:
+            raise StoryFailed(f"{error}\n{self.output[-3000:]}") from None
+
+    def committed(self, more: int = 5) -> int:
+        """Wait for some more iterations; returns the last."""
+        before = len(self.events("committed"))
+        return int(until(f"{more} more iterations", lambda: (self.events("committed")[before + more:] or [None])[-1]
+                         )["iteration"])
+
+
+def submit(lab: Path, name: str, nodes: str, *arguments: str, options: tuple[str, ...] = (), nproc: int = 2,
+           iterations: int = 10**6, **environ: str) -> Job:
+    """The quickstart's model on these nodes, by the sbatch script that users have."""
+    folder = lab / name
+    folder.mkdir()
+    count = len(nodes.split(","))
+    number = subprocess.run(
+        ["sbatch", "--parsable", f"--nodes={count}", f"--nodelist={nodes}", f"--output={folder}/out", *options,
+         str(SBATCH), str(SCRIPT), "--stages", "2", "--iterations", str(iterations), *arguments],
+        check=True, capture_output=True, text=True, cwd=folder, timeout=LIMIT,
+        env={**os.environ, "NPROC": str(nproc), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
+             "PATH": f"{BIN}:{os.environ['PATH']}", **environ}).stdout.strip()
+    return Job(number, folder)
+
+
+def processes(node: int, text: str) -> list[int]:
+    """Processes on a node whose command line has this text."""
+    found = []
+    for pid in slurm("ip", "netns", "pids", f"rclab{node}").split():
+        try:
+            line = Path("/proc", pid, "cmdline").read_bytes()
+        except OSError:
+            continue
+        if text.encode() in line:
+            found.append(int(pid))
+    return found
+
+
+def kill(pids: list[int]) -> float:
+    """SIGKILL to all; returns when."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    return time.time()
+
+
+def cancel(*jobs: Job) -> None:
+    for job in jobs:
+        slurm("scancel", job.number, check=False)
+    for job in jobs:
+        until(f"end of job {job.number}", lambda job=job: job.state() not in ("RUNNING", "COMPLETING"))
+
+
+def check(what: str, true: bool, detail: object = "") -> None:
+    if not true:
+        raise StoryFailed(f"{what}: {detail}")
+
+
+# Stories. Each returns its figures.
+
+
+def losses(lab: Path) -> Event:
+    """A worker is killed, a step, a node is set DOWN; two hosts are healed; the job is told to go, and goes on."""
+    job = submit(lab, "losses", "n1,n2,n3", "--checkpoints", str(lab / "ckpt"), "--save-every", "20", REQUEUE="1",
+                 RECYCLE_EMERGENCY_CHECKPOINT=str(lab / "ckpt"))
+    began = time.time()
+    started = job.event("started")
+    figures: Event = {"start_s": started["t"] - began}
+    check("no warning of a job with all options", "recycle: warning" not in job.output, job.output)
+    job.committed()
+    t = kill([job.event("started")["pids"]["1:0"]])
+    figures["worker_resumed_s"] = job.event("resumed", after=t)["t"] - t
+    job.committed()
+    t = kill(processes(3, "megatron_recycle") + processes(3, "recycle run"))
+    figures["step_resumed_s"] = job.event("resumed", after=t + 0.5)["t"] - t
+    check("Slurm keeps the job", job.state() == "RUNNING" and job.state("NodeList") == "n[1-3]", job.state())
+    job.committed()
+    t = time.time()
+    healer = subprocess.Popen([BIN / "recycle", "slurm", "heal", job.number], stdout=(lab / "heal.out").open("w"),
+                              stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1",
+                                                             "DS_ACCELERATOR": "cpu"})
+    figures["healed_by_a_step_s"] = until("two that joined", lambda: job.events("joined")[1:])[0]["t"] - t
+    job.committed()
+    t = time.time()
+    slurm("scontrol", "update", "NodeName=n3", "State=DOWN", "Reason=lab")
+    figures["node_down_resumed_s"] = job.event("resumed", after=t)["t"] - t
+    check("the allocation shrinks", until("shrunk", lambda: job.state("NodeList") == "n[1-2]"))
+    healer.wait(LIMIT)
+    t, before = time.time(), len(job.events("joined"))
+    healed = slurm(str(BIN / "recycle"), "slurm", "heal", job.number)
+    other = Job(re.search(r"Submitted batch job (\d+)", healed)[1], lab / "losses")  # type: ignore[index]
+    until("a new host", lambda: len(job.events("joined")) > before)
+    figures["healed_by_a_job_s"] = time.time() - t
+    last = job.committed()
+    t = time.time()
+    slurm("scancel", "--signal=TERM", job.number)
+    until("saved", lambda: "The state after iteration" in job.output)
+    figures["saved_s"] = time.time() - t
+    saved = int(re.findall(r"The state after iteration (\d+)", job.output)[-1])
+    check("saved what was committed", saved >= last, (saved, last))
+    until("requeue", lambda: job.state("Restarts") == "1")
+    job.seen["saved"] = saved
+    slurm("scontrol", "update", "NodeName=n3", "State=RESUME", check=False)
+    first = until("second life", lambda: [one for one in job.events("committed") if one["t"] > t + 1])[0]
+    figures["goes_on_after_s"] = first["t"] - t
+    check("goes on from the checkpoint", first["iteration"] == 0 and f"global_step{saved + 1}" in
+          Path(lab / "ckpt/latest").read_text(), (first["iteration"], saved))
+    cancel(job, other)
+    check("scancel does not requeue", job.state() == "CANCELLED" and "is not requeued" in job.output, job.state())
+    return figures
+
+
+def neighbours(lab: Path) -> Event:
+    """Two jobs with consecutive numbers share their nodes."""
+    jobs = [submit(lab, f"neighbour{index}", "n4,n5", nproc=1, iterations=10,
+                   options=("--oversubscribe", "--exclusive=user")) for index in range(2)]
+    for job in jobs:
+        until(f"end of job {job.number}", lambda job=job: job.state() not in ("PENDING", "RUNNING", "COMPLETING"))
+        check("ended well", job.state() == "COMPLETED", job.output[-3000:])
+    check("consecutive", int(jobs[1].number) == int(jobs[0].number) + 1)
+    began = [job.events("started")[0]["t"] for job in jobs]
+    return {"began_within_s": abs(began[0] - began[1])}
+
+
+def first_host(lab: Path) -> Event:
+    """All processes on the first host are killed; later the first node is set DOWN and Slurm starts the job again."""
+    job = submit(lab, "first", "n1,n2,n3", "--checkpoints", str(lab / "first-ckpt"), "--save-every", "5")
+    job.event("started")
+    job.committed(12)
+    t = kill(processes(1, "megatron_recycle") + processes(1, "recycle run"))
+    until("end", lambda: job.state() not in ("RUNNING", "COMPLETING"))
+    figures: Event = {"killed_ended_s": time.time() - t, "killed_state": job.state()}
+    again = submit(lab, "down", "n1,n2,n3", "--checkpoints", str(lab / "first-ckpt"), "--save-every", "5")
+    again.event("started")
+    again.committed(12)
+    t = time.time()
+    slurm("scontrol", "update", "NodeName=n1", "State=DOWN", "Reason=lab")
+    until("requeue", lambda: again.state("Restarts") == "1")
+    slurm("scontrol", "update", "NodeName=n1", "State=RESUME", check=False)
+    first = until("second life", lambda: [one for one in again.events("committed") if one["t"] > t + 15])[0]
+    figures["down_goes_on_after_s"] = first["t"] - t
+    cancel(again)
+    return figures
+
+
+def time_limit(lab: Path) -> Event:
+    """A job reaches its time limit, saves, and is started again."""
+    job = submit(lab, "limit", "n4,n5", "--checkpoints", str(lab / "limit-ckpt"), "--save-every", "50", nproc=1,
+                 options=("--time=2", "--signal=TERM@60"), REQUEUE="1",
+                 RECYCLE_EMERGENCY_CHECKPOINT=str(lab / "limit-ckpt"))
+    began = job.event("started")["t"]
+    until("SIGTERM", lambda: "The state after iteration" in job.output)
+    figures: Event = {"told_after_s": time.time() - began}
+    saved = int(re.findall(r"The state after iteration (\d+)", job.output)[-1])
+    until("requeue", lambda: job.state("Restarts") == "1")
+    t = time.time()
+    until("second life", lambda: [one for one in job.events("committed") if one["t"] > t])
+    figures |= {"goes_on_after_s": time.time() - t, "saved_iteration": saved}
+    check("loaded it", (lab / f"limit-ckpt/global_step{saved + 1}").is_dir() or
+          (lab / f"limit-ckpt/global_step{saved + 1}_emergency").is_dir())
+    cancel(job)
+    return figures
+
+
+def told(lab: Path) -> Event:
+    """What is started in another way: without options, once per worker, on several nodes without srun."""
+    bare = subprocess.run(
+        ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=2", "--nodelist=n4,n5", "--wait",
+         f"--output={lab}/bare.out",
+         f"--wrap=srun --ntasks=2 --ntasks-per-node=1 {BIN}/recycle run --nproc 1 {SCRIPT} --stages 2 --iterations 3; "
+         f"{BIN}/recycle run --nproc 1 {SCRIPT}; "
+         f"srun --no-kill --ntasks=4 {BIN}/recycle run {SCRIPT} --stages 2 --iterations 3"],
+        check=False, capture_output=True, text=True, cwd=lab, timeout=LIMIT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"})
+    text = (lab / "bare.out").read_text()
+    check("bare srun", "srun was started without --no-kill" in text, text)
+    check("bare sbatch", "the batch script has no `#SBATCH --no-kill`" in text, text)
+    check("no srun", "`recycle run` was started on one of them" in text, text)
+    check("one per worker", "hosts=[n4/0,n5/1]" in text and text.count("the job has finished") == 6, text)
+    return {"status": bare.returncode}
+
+
+STORIES = {"told": told, "neighbours": neighbours, "losses": losses, "time_limit": time_limit,
+           "first_host": first_host}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--list", action="store_true", help="name the stories")
+    parser.add_argument("stories", nargs="*", choices=[[], *STORIES], help="default: all")
+    args = parser.parse_args()
+    if args.list or args.folder is None:
+        print("\n".join(f"{name:<12} {story.__doc__}" for name, story in STORIES.items()))
+        return 0
+    report, failed = {}, False
+    for name in args.stories or STORIES:
+        lab = args.folder / name
+        shutil.rmtree(lab, ignore_errors=True)
+        lab.mkdir()
+        try:
+            report[name] = {key: round(value, 2) if isinstance(value, float) else value
+                            for key, value in STORIES[name](lab).items()}
+            print(f"ok      {name:<12} {json.dumps(report[name])}", flush=True)
+        except (StoryFailed, subprocess.SubprocessError) as error:
+            failed = True
+            print(f"FAILED  {name:<12} {error}", flush=True)
+            slurm("scancel", f"--user={os.environ.get('USER', 'root')}", check=False)
+    (args.folder / "report.json").write_text(json.dumps(report, indent=1))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
