@@ -47,6 +47,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "runtime.compute": frozenset({"plan", "runtime"}),
     "backends": frozenset({"plan", "membership", "control", "runtime"}),
     "launch": frozenset({"plan", "measure", "planner", "membership", "control", "observe", "chaos"}),
+    "simulate": frozenset({"plan", "planner", "membership", "control", "checkpoint_period"}),
     "chaos": frozenset({"plan", "membership", "runtime", "observe"}),
 }
 """Package (or a module or a part of it that differs: a command is a front end) -> packages it may import beside itself
@@ -57,7 +58,7 @@ THIRD_PARTY: dict[str, frozenset[str]] = {
     "deepspeed": frozenset({"backends"}),
     "megatron": frozenset({"backends"}),
     "ortools": frozenset({"planner.cpsat"}),
-    "matplotlib": frozenset({"observe.timeline"}),
+    "matplotlib": frozenset({"observe.timeline", "simulate.pictures"}),
 }
 """Third-party package -> packages or modules that may import it."""
 
