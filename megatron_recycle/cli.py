@@ -21,6 +21,7 @@ from megatron_recycle.streams import open_standard_streams
 COMMANDS = {
     "run": ("megatron_recycle.launch.command", "start a training script so that it survives failed workers"),
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
+    "simulate": ("megatron_recycle.simulate.command", "what a job would have done through a failure trace"),
     "timeline": ("megatron_recycle.observe.command", "draw a plan file as a picture"),
     "chaos": ("megatron_recycle.chaos.command", "hurt a running job on purpose, to see that it survives"),
     "slurm": ("megatron_recycle.launch.heal", "start hosts in place of those that a job under Slurm has lost"),

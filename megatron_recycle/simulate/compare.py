@@ -1,0 +1,52 @@
+"""Several policies through the same traces, with the two marks that they are measured by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron_recycle.simulate.cluster import Cluster, changes
+from megatron_recycle.simulate.job import Job
+from megatron_recycle.simulate.plans import Plans
+from megatron_recycle.simulate.policies.base import Policy, Setting
+from megatron_recycle.simulate.policies.ideals import FaultScaled, Ideal
+from megatron_recycle.simulate.report import Row
+from megatron_recycle.simulate.run import Outcome, simulate
+from megatron_recycle.simulate.trace import Trace
+
+Progress = Callable[[str, int, float], None]
+"""(policy, number of the trace, share of it)."""
+
+
+def compare(makers: Mapping[str, Callable[[], Policy]], job: Job, cluster: Cluster, traces: Sequence[Trace], *,
+            technique: str = "staggered", shapes: str = "auto", work: int | None = None,
+            progress: Progress = lambda name, number, share: None) -> tuple[list[Row], tuple[str, ...]]:
+    """A row for each policy, and what was left out of the traces, in sentences.
+
+    Plans of a policy are kept from one trace to the next. Raises TraceError if the job does not fit the cluster.
+    """
+    cluster.seats(job.pipelines, job.stages)
+    notes: dict[str, None] = {}
+    found: dict[str, list[Outcome]] = {name: [] for name in makers}
+    free: list[float] = []
+    scaled: list[float] = []
+    plans = {name: Plans(job, technique, shapes, work) for name in makers}
+    marks = Plans(job, technique, shapes, work)
+    for number, trace in enumerate(traces):
+        happened, told = changes(trace, cluster)
+        notes.update(dict.fromkeys((*trace.cleaned, *told)))
+        at_start = {unit for change in happened if change.at == 0 for unit in change.lost}
+        units = [unit for unit in cluster.units() if unit not in at_start]
+        mtbf = trace.duration / max(1, sum(bool(change.lost) and change.at > 0 for change in happened))
+        one = Setting(job, cluster, marks, units, mtbf)
+        free.append(simulate(Ideal(), one, happened, trace.duration).throughput)
+        scaled.append(simulate(FaultScaled(), one, happened, trace.duration).throughput)
+        for name, make in makers.items():
+            setting = Setting(job, cluster, plans[name], units, mtbf)
+            end = trace.duration
+
+            def told_of(now: float, name: str = name, number: int = number, end: float = end) -> None:
+                progress(name, number, now / end)
+
+            found[name].append(simulate(make(), setting, happened, trace.duration, told_of))
+            progress(name, number, 1.0)
+    return [Row(name, outcomes, free, scaled) for name, outcomes in found.items()], tuple(notes)

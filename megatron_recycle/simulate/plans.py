@@ -1,0 +1,173 @@
+"""Plans for the simulation: the planner's own, each made once for all memberships that need the same one.
+
+Workers of a stage are interchangeable, so a plan depends on how many workers each stage has lost (`planner.canonical`).
+On large grids the stages' places are left out as well: the same numbers of losses in another order count as one
+(``shapes="multiset"``). On the grids tried that changes a period by up to 5 % where micro-batches are few (less than
+three times the stages), and about 1 % where they are many.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
+from megatron_recycle.planner import plan_for
+from megatron_recycle.planner.alignment import natural
+from megatron_recycle.planner.api import TWICE
+from megatron_recycle.planner.baselines import drop, one_f_one_b, shaped
+from megatron_recycle.planner.instance import Schedule, build
+from megatron_recycle.planner.portfolio import TEMPLATES, goal, run
+from megatron_recycle.simulate.job import Job
+
+SEARCHED = 5_000
+"""Plans of at most so many actions are searched for, as a job's background search would; larger ones are the quick
+plan's."""
+WORK = 60_000
+"""Actions that such a search schedules per cap level."""
+EXACT = 60_000
+"""Up to so many actions stages keep their places in a shape."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of a plan, in seconds: each iteration when they follow one another, and one alone."""
+
+    period: float
+    makespan: float
+
+
+class Plans:
+    """Figures by shape of the membership.
+
+    Args:
+        technique: of the paper's ablation: adaptive, decoupled or staggered.
+        shapes: "exact", "multiset", or "auto": by the size of the plan.
+        work: actions that a search may schedule; None: as a real job's, on small plans.
+    """
+
+    def __init__(self, job: Job, technique: str = "staggered", shapes: str = "auto", work: int | None = None) -> None:
+        self.job = job
+        self.technique = technique
+        actions = 3 * job.stages * job.pipelines * job.microbatches
+        self.exact = actions <= EXACT if shapes == "auto" else shapes == "exact"
+        self.work = (WORK if actions <= SEARCHED else 0) if work is None else work
+        self._known: dict[object, Figures] = {}
+
+    def __len__(self) -> int:
+        """Distinct plans that were made."""
+        return len(self._known)
+
+    def rerouted(self, failed: Collection[Worker], microbatches: tuple[int, ...] | None = None) -> Figures:
+        """Peers take over, as the planner plans it. Raises PlanError if a stage has nobody left."""
+        lost = Counter(worker.stage for worker in failed)
+        shape = tuple(lost[stage] for stage in range(self.job.stages))
+        if not self.exact:  # most losses in the middle, where a hit stage costs neither least nor most
+            middle = self.job.stages // 2
+            order = sorted(range(self.job.stages), key=lambda stage: abs(stage - middle))
+            shape = tuple(count for _, count in sorted(zip(order, sorted(shape, reverse=True))))
+        return self._once(("reroute", shape, microbatches), lambda: self._planned(self._lost(shape, microbatches)))
+
+    def natural(self, failed: Collection[Worker]) -> Figures:
+        """The same without alignment: every worker stands for its own pipeline, failed ones for themselves."""
+        by: dict[int, list[int]] = {}
+        for worker in sorted(failed):
+            by.setdefault(worker.pipeline, []).append(worker.stage)
+        shape = tuple(sorted(map(tuple, by.values())))
+        gone = tuple(Worker(pipeline, stage) for pipeline, row in enumerate(shape) for stage in row)
+        return self._once(("natural", shape), lambda: self._natural(self.job.problem(failed=gone)))
+
+    def dropped(self, hit: int, microbatches: tuple[int, ...] | None = None) -> Figures:
+        """``hit`` pipelines are left out, the others take their micro-batches. Raises PlanError if none is left."""
+        def made() -> Figures:
+            gone = tuple(Worker(pipeline, 0) for pipeline in range(hit))
+            problem = shaped(self.job.problem(microbatches, gone), "staggered")
+            plan = drop(problem)
+            return self._figures(plan.period, plan.makespan)
+
+        return self._once(("drop", hit, microbatches), made)
+
+    def stock(self, microbatches: tuple[int, ...] | None = None) -> Figures:
+        """1F1B of whole pipelines with so many micro-batches each (default: the job's), which step together."""
+        dealt = microbatches or (self.job.microbatches,) * self.job.pipelines
+        most = max(dealt)
+
+        def made() -> Figures:
+            problem = replace(self.job.problem((most,)), split_backward=False, objective="makespan")
+            plan = one_f_one_b(problem)  # pipelines do not wait for each other before their step
+            return self._figures(plan.makespan, plan.makespan)
+
+        return self._once(("1f1b", most), made)
+
+    def recut(self, shares: tuple[int, ...], layers: int, counts: tuple[int, ...]) -> Figures:
+        """Stages have ``shares`` of their pipelines' ``layers * stages`` layers, and ``counts`` workers are lost."""
+        def made() -> Figures:
+            costs = self.job.costs
+            rows = [tuple(round(value * share / layers) for value, share in zip(row, shares)) for row in _rows(costs)]
+            problem = self._lost(counts, None)
+            return self._planned(replace(problem, costs=_costs(rows, costs.hop)))
+
+        return self._once(("recut", shares, counts), made)
+
+    def template(self, length: int, microbatches: int) -> float:
+        """Seconds of 1F1B in a pipeline of ``length`` workers, its layers dealt as evenly as they can be."""
+        def made() -> Figures:
+            costs, layers = self.job.costs, self.job.layers
+            cut = [self.job.all_layers * part // length for part in range(length + 1)]
+            rows = [tuple(round(sum(row[layer // layers] for layer in range(*ends)) / layers) for ends in pairwise(cut))
+                    for row in _rows(costs)]
+            grid = Grid(length, (microbatches,))
+            problem = Problem(grid, _costs(rows, costs.hop), cap=dict.fromkeys(grid.workers(), 2 * length),
+                              split_backward=False, objective="makespan")
+            plan = one_f_one_b(problem)
+            return self._figures(plan.makespan, plan.makespan)
+
+        return self._once(("template", length, microbatches), made).period
+
+    def _once(self, key: object, make: Callable[[], Figures]) -> Figures:
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = make()
+        return found
+
+    def _lost(self, shape: tuple[int, ...], microbatches: tuple[int, ...] | None) -> Problem:
+        gone = tuple(Worker(pipeline, stage) for stage, count in enumerate(shape) for pipeline in range(count))
+        return self.job.problem(microbatches, gone)
+
+    def _planned(self, problem: Problem) -> Figures:
+        asked = shaped(problem, self.technique)
+        plan: Plan | Schedule = plan_for(asked, None, work=self.work) if self.work else _quickly(asked)
+        if self.technique == "staggered":
+            return self._figures(plan.period, plan.makespan)
+        return self._figures(plan.makespan, plan.makespan)
+
+    def _natural(self, problem: Problem) -> Figures:
+        instance = build(shaped(problem, "staggered"))
+        alignment = natural(instance)
+        found = [run(instance, template, alignment) for template in TEMPLATES[:4 if self.work else 2]]
+        best = min(found, key=lambda one: goal(instance.problem, one))
+        return self._figures(best.period, best.makespan)
+
+    def _figures(self, period: float, makespan: float) -> Figures:
+        return Figures(period * self.job.unit, makespan * self.job.unit)
+
+
+
+
+def _rows(costs: Costs) -> tuple[tuple[int, ...], ...]:
+    """Forward, input gradient, weight gradient and step of each stage."""
+    return costs.forward, costs.backward_input, costs.backward_weight, costs.step
+
+
+def _costs(rows: list[tuple[int, ...]], hop: int) -> Costs:
+    forward, backward, weight, step = rows
+    return Costs(forward, backward, weight, hop, step)
+
+
+def _quickly(problem: Problem) -> Schedule:
+    """What the planner's quick plan takes, without the plan."""
+    instance = build(problem)
+    found = [run(instance, each) for each in TEMPLATES[:2 if problem.failed and instance.actions <= TWICE else 1]]
+    return min(found, key=lambda one: goal(problem, one))

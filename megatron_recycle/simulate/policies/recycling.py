@@ -1,0 +1,344 @@
+"""megatron-recycle itself: the real membership machine and the real planner, for each of the product's policies.
+
+Stalls are those of the recovery benchmark (`scripts/bench/recovery.py`: medians, from the event to the last
+survivor's first action). A stage that has lost its last worker ends the life of a job, as without `guard`; the next
+one starts from the last checkpoint on the hosts that are left (`recycle run --restarts`), with the same global batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron_recycle.checkpoint_period import young_daly
+from megatron_recycle.control.moves import moves_of
+from megatron_recycle.control.planning import problem_of
+from megatron_recycle.control.searches import Plans as Callables
+from megatron_recycle.membership.policies import LEAVE_OUT, WHOLE, left_out
+from megatron_recycle.plan import Worker
+from megatron_recycle.simulate.cluster import Change, Unit
+from megatron_recycle.simulate.crowd import Crowd
+from megatron_recycle.simulate.plans import Figures
+from megatron_recycle.simulate.policies.base import (
+    CHECKPOINT,
+    NEVER,
+    RECOVERY,
+    REJOIN,
+    RESTART,
+    STANDS,
+    Answer,
+    Course,
+    Setting,
+)
+from megatron_recycle.simulate.seats import Seats, packed
+from megatron_recycle.simulate.trace import TraceError
+
+GROW_AFTER = 600.0
+"""Seconds that a job with fewer pipelines than it could have trains before it is started again with more."""
+
+
+@dataclass(frozen=True)
+class Stalls:
+    """Seconds in which nobody computes.
+
+    ``exit``, ``host``: after a process's or a host's end, with its detection. ``rejoin``: for a worker that comes in,
+    without the copy of its state. ``start``: of a process, while the others train. ``save``: of a checkpoint.
+    ``restart``: of the whole job, with loading.
+    """
+
+    exit: float = 0.120
+    host: float = 2.36
+    rejoin: float = 0.158
+    start: float = 30.0
+    save: float = 30.0
+    restart: float = 300.0
+    save_every: float = 3600.0
+
+    @classmethod
+    def measured(cls, path: str | Path) -> Stalls:
+        """With the medians of a file that the recovery benchmark has written. Raises TraceError."""
+        try:
+            kinds = json.loads(Path(path).read_text(encoding="utf-8"))["kinds"]
+            medians = {name: kinds[kind]["median_ms"] / 1000
+                       for name, kind in (("exit", "exit"), ("host", "unreachable"), ("rejoin", "rejoin"))
+                       if kind in kinds}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TraceError(f"{path} is no file of the recovery benchmark: {error!r}") from None
+        return cls(**medians)
+
+
+class Recycling:
+    """The product, by its policy `reroute`; subclasses are its other policies.
+
+    Attributes:
+        product: the setting `policy`.
+        moves: whether healthy workers change their stage where that pays off.
+        anew: whether the iteration in flight is begun anew after a loss.
+        same_batch: whether a life with fewer pipelines has the same global batch.
+    """
+
+    name: ClassVar[str] = "ours"
+    product: ClassVar[str] = "reroute"
+    moves: ClassVar[bool] = True
+    anew: ClassVar[bool] = True
+    same_batch: ClassVar[bool] = True
+
+    def __init__(self, stalls: Stalls | None = None) -> None:
+        self.stalls = stalls or Stalls()
+        self._due: dict[str, Unit] = {}  # processes that are being started, by position
+        self._moving: dict[str, Unit] = {}  # those of moves
+        self._fresh: list[tuple[str, Unit]] = []  # what of both is to be started now
+        self._saving = self._growing = False
+
+    def begin(self, setting: Setting) -> Answer:
+        self.setting = setting
+        job, cluster = setting.job, setting.cluster
+        there = set(setting.units)
+        usual = cluster.seats(job.pipelines, job.stages)
+        if all(unit in there for unit in usual.values()):
+            self.seats = Seats(usual, (unit for unit in setting.units if unit not in set(usual.values())))
+            self._life(job.pipelines)
+            return Answer(self._course(), saved=True, wakes=((self._save_every(), "save"),))
+        return replace(self._next_life(setting.units), pauses=(), saved=True, wakes=((self._save_every(), "save"),))
+
+    def changed(self, change: Change, iteration: int) -> Answer:
+        empty = self.seats.lose(change.lost)
+        self.seats.gain(change.gained)
+        if self.crowd is None:
+            self._clear()
+            return self._next_life(self._live()) if self._enough() else Answer()
+        gone = {str(worker) for worker in empty}
+        self._due = {name: unit for name, unit in self._due.items() if name not in gone}
+        gone |= {to for to, unit in self._moving.items() if unit in change.lost}
+        before = self.crowd.state.generation
+        self.crowd.lose(gone, change.whole_host, change.at, iteration)
+        if self.crowd.asked.end is not None:
+            return self._end_of_life()
+        self._come_in()
+        if self.crowd.state.generation == before:
+            return self._and(Answer())
+        stall = self.stalls.host if change.whole_host else self.stalls.exit
+        return self._and(Answer(self._course(), ((RECOVERY, stall),), again=self.anew, survived=1))
+
+    def woken(self, now: float, token: object, iteration: int) -> Answer:
+        if token == "save":
+            self._saving = True
+            return Answer(boundary=True)
+        if token == "grow":
+            self._growing = False
+            return Answer() if self.crowd is None else self._grown(iteration)
+        if isinstance(token, tuple):
+            position, unit = token
+            return self._started(now, position, unit, iteration)
+        return self._at_boundary(now, iteration)
+
+    # Lives
+
+    def _life(self, pipelines: int) -> None:
+        """A job of so many pipelines begins on its seats."""
+        job = self.setting.job
+        self.pipelines = pipelines
+        self.dealt = None if pipelines == job.pipelines else (
+            job.dealt(pipelines) if self.same_batch else (job.microbatches,) * pipelines)
+        hosts = {str(worker): f"host{unit.host}" for unit, worker in sorted(self.seats.of.items(),
+                                                                          key=lambda item: item[1])}
+        description: dict[str, Any] = {
+            "grid": {"stages": job.stages, "microbatches": list(self.dealt or (job.microbatches,) * pipelines)},
+            "costs": job.costs.to_json(), "cap": job.activations, "block": 0, "reduction": "fast", "max_restarts": 0,
+            "policy": self.product, "moves": self.moves}
+        self.crowd: Crowd | None = Crowd(hosts, description, Callables(self._plan, None, self._moves))
+        self._clear()
+        self._growing = False
+
+    def _clear(self) -> None:
+        self._due, self._moving, self._fresh = {}, {}, []
+
+    def _next_life(self, units: Any) -> Answer:
+        """Start again with whole pipelines on what is left, or wait."""
+        job = self.setting.job
+        live = sorted(units)
+        pipelines = min(job.pipelines, len(live) // job.stages)
+        if not pipelines:
+            self.crowd = None
+            self.seats = Seats({}, live)
+            return Answer(STANDS)
+        seated = packed(live, pipelines, job.stages)
+        self.seats = Seats(seated, live[len(seated):])
+        self._life(pipelines)
+        return self._and(Answer(self._course(), ((RESTART, self.stalls.restart),)))
+
+    def _end_of_life(self) -> Answer:
+        return replace(self._next_life(self._live()), back=True, fatal=True)
+
+    def _live(self) -> list[Unit]:
+        return [*self.seats.of, *self.seats.spare]
+
+    def _enough(self) -> bool:
+        return len(self._live()) >= self.setting.job.stages
+
+    def _grown(self, iteration: int) -> Answer:
+        """With enough spares for a further pipeline the job is saved and started again, with more of them."""
+        more = len(self._live()) // self.setting.job.stages
+        if min(more, self.setting.job.pipelines) <= self.pipelines:
+            return Answer()
+        answer = self._next_life(self._live())
+        return replace(answer, saved=True, pauses=((CHECKPOINT, self.stalls.save), *answer.pauses), again=True)
+
+    # Processes that come in
+
+    def _come_in(self) -> None:
+        """Spare units are given to empty positions."""
+        if self.crowd is None or not self.seats.spare:
+            return
+        empty = [Worker.parse(name) for name in self.crowd.empty if name not in self._due]
+        for worker, unit in self.seats.fill(empty).items():
+            self._due[str(worker)] = unit
+            self._fresh.append((str(worker), unit))
+
+    def _started(self, now: float, position: str, unit: Unit, iteration: int) -> Answer:
+        """A process has built its model."""
+        crowd = self.crowd
+        if crowd is None:
+            return Answer()
+        if self._due.get(position) == unit:
+            del self._due[position]
+        elif self._moving.get(position) != unit or position not in crowd.state.moves:
+            return Answer()
+        crowd.come(position, f"host{unit.host}", now, iteration)
+        return self._and(Answer())
+
+    def _at_boundary(self, now: float, iteration: int) -> Answer:
+        """All stand between two iterations: a checkpoint is written, workers come in and leave."""
+        pauses: tuple[tuple[str, float], ...] = ()
+        answer = Answer()
+        if self._saving:
+            self._saving = False
+            pauses += ((CHECKPOINT, self.stalls.save),)
+            answer = Answer(saved=True, wakes=((self._save_every(), "save"),))
+        crowd = self.crowd
+        if crowd is None:
+            return replace(answer, pauses=pauses)
+        crowd.commit(iteration, now)
+        if crowd.asked.switch:
+            before = crowd.state
+            crowd.stand(now, iteration)
+            if crowd.asked.end is not None:
+                return self._end_of_life()
+            if crowd.state.generation > before.generation:
+                joined = crowd.state.members.keys() - before.members.keys()
+                copy = self.setting.job.state_seconds if joined else 0.0
+                self._follow_moves(before.moves)
+                pauses += ((REJOIN, self.stalls.rejoin + copy),)
+                answer = replace(answer, course=self._course())
+        return self._and(replace(answer, pauses=pauses))
+
+    def _follow_moves(self, moves: Mapping[str, str]) -> None:
+        """Units whose process stands for another position now."""
+        crowd = self.crowd
+        assert crowd is not None
+        for to, incarnation in moves.items():
+            mover = crowd.state.known[incarnation].worker
+            if to in crowd.state.members and mover not in crowd.state.members and to in self._moving:
+                self.seats.move(self._moving.pop(to), Worker.parse(to))
+                self._come_in()
+
+    def _and(self, answer: Answer) -> Answer:
+        """The answer, with what the machine has asked for meanwhile."""
+        crowd = self.crowd
+        if crowd is None:
+            return answer
+        if crowd.asked.moves is not None:
+            crowd.find_moves()
+        for position, beside in crowd.asked.starts:
+            unit = self.seats.unit(Worker.parse(crowd.at_rank(beside)))
+            if unit is not None:
+                self._moving[position] = unit
+                self._fresh.append((position, unit))
+        crowd.asked.starts.clear()
+        wakes = (*answer.wakes, *((self.stalls.start, begun) for begun in self._fresh))
+        self._fresh = []
+        if self.seats.spare and self.pipelines < self.setting.job.pipelines and not self._growing:
+            self._growing = True
+            wakes += ((GROW_AFTER, "grow"),)
+        return replace(answer, wakes=wakes, boundary=answer.boundary or crowd.asked.switch or self._saving)
+
+    # Plans
+
+    def _plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
+        figures = self._figures(str(description.get("policy")), sorted(map(Worker.parse, failed)))
+        return {"source": "simulated", "digest": " ".join(sorted(failed)), "period": figures.period,
+                "makespan": figures.makespan, "lower_bound": 0}
+
+    def _figures(self, policy: str, failed: list[Worker]) -> Figures:
+        plans = self.setting.plans
+        if policy != "drop":
+            return plans.rerouted(failed, self.dealt)
+        if self.product in LEAVE_OUT:
+            return plans.rerouted((), self.dealt)  # the others run their own micro-batches only
+        return plans.dropped(len({worker.pipeline for worker in failed}), self.dealt)
+
+    def _moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
+        return {} if self.product in WHOLE else moves_of(problem_of(description, failed), description)
+
+    def _course(self) -> Course:
+        assert self.crowd is not None
+        plan, job = self.crowd.plan, self.setting.job
+        dealt = self.dealt or (job.microbatches,) * self.pipelines
+        idle = sum(dealt[pipeline] for pipeline in left_out(self.crowd.state))
+        return Course(plan["period"], plan["makespan"], (sum(dealt) - idle) * job.samples)
+
+    def _save_every(self) -> float:
+        return self.stalls.save_every
+
+
+class WithoutMoves(Recycling):
+    """Ours, with every worker in its stage for good (the product's default)."""
+
+    name = "ours-no-moves"
+    moves = False
+
+
+class Dropping(Recycling):
+    """`policy: drop`: hit pipelines are left out, the others take their micro-batches."""
+
+    name = "drop"
+    product = "drop"
+    moves = False
+
+
+class RollBack(Recycling):
+    """`policy: rollback`: micro-batches of hit pipelines are left out until their workers are replaced; the iteration
+    in flight is begun anew."""
+
+    name = "rollback"
+    product = "rollback"
+    moves = False
+
+
+class LossyForward(Recycling):
+    """`policy: lossy_forward`: as rollback, but the iteration in flight goes on where it stood."""
+
+    name = "lossy-forward"
+    product = "lossy_forward"
+    moves = False
+    anew = False
+
+
+class CheckpointRestart(Recycling):
+    """`policy: restart`: every failure ends the life of the job, which starts again from its last checkpoint, with as
+    many whole pipelines as there are workers for and the same global batch.
+
+    A checkpoint every Young and Daly's period (`checkpoint_period`) for the trace's own mean time between failures, so
+    that it is as good as an operator could make it.
+    """
+
+    name = "checkpoint-restart"
+    product = "restart"
+    moves = False
+
+    def _save_every(self) -> float:
+        mtbf = self.setting.mtbf
+        return NEVER if mtbf == NEVER or not self.stalls.save else young_daly(self.stalls.save, mtbf)
