@@ -257,6 +257,10 @@ class Agent:
         self._wait(lambda: self._noted == noted or self.stop_generation > generation, None, "the manifest")
         return self._noted == noted
 
+    def unreadable(self, generation: int, place: str, why: str) -> None:
+        """This worker cannot load its part of the checkpoint at ``place``: the coordinator decides what follows."""
+        self._send_kept({"type": "unreadable", "generation": generation, "place": place, "why": why})
+
     def adopted(self, generation: int, iteration: int, digest: str) -> None:
         """The offered plan of this digest is in use from `iteration` on."""
         message = {"type": "adopted", "generation": generation, "iteration": iteration, "digest": digest}

@@ -40,6 +40,8 @@ _INPUTS: Mapping[str, Callable[[str, Message], inputs.Input]] = {
     "committed": lambda who, m: inputs.Committed(who, m["iteration"], m["loss"]),
     "adopted": lambda who, m: inputs.Adopted(who, m["generation"], m["iteration"], m["digest"]),
     "saved": lambda who, m: inputs.Saved(who, m["generation"], m["place"][:_LONGEST_PLACE], m["error"][:_LONGEST_TEXT]),
+    "unreadable": lambda who, m: inputs.Unreadable(
+        who, m["generation"], m["place"], m["why"][:_LONGEST_TEXT]),
     "written": lambda who, m: inputs.Written(who, m["generation"], m["iteration"], m["place"], m["facts"]),
     "leave": lambda who, m: inputs.Leave(who),
     "boundary": lambda who, m: inputs.Boundary(who, m["generation"], m["iteration"], m["t"]),

@@ -14,8 +14,8 @@ from megatron_recycle.observe.text import printable
 
 _TOLD = (
     "started", "suspected", "slow", "decided", "reconciled", "resumed", "refused", "hint", "leaving", "waiting",
-    "restoring", "restored", "joined", "join_failed", "moving", "move_failed", "skipped", "left_out", "saved",
-    "finished",
+    "restoring", "restored", "unreadable", "joined", "join_failed", "moving", "move_failed", "skipped", "left_out",
+    "saved", "finished",
 )
 _AGAIN: Mapping[str, tuple[str, ...]] = {
     "started": (), "suspected": ("rank", "pid", "generation", "kind"), "joined": ("rank", "pid", "generation"),

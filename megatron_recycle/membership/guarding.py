@@ -19,6 +19,8 @@ from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume
 from megatron_recycle.membership.state import Message, Phase, State
 from megatron_recycle.plan.grid import Worker
 
+CHECKPOINTS = 3
+"""The latest checkpoints of a job that it may go back to."""
 _FEWEST = 2
 """Workers that a stage keeps when it gives one away."""
 
@@ -110,20 +112,20 @@ def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
 
 
 def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int],
-           checkpoint: Message | None = None) -> Source | str:
+           newest: Message | None = None) -> Source | str:
     """The newest state that all of a job can go back to, by the reports of those that are left; or why there is none.
 
     Args:
         lost: stages that nobody holds.
-        checkpoint: the newest one of this run that can be loaded.
+        newest: the newest checkpoint of this run that can be loaded.
     """
-    kept, loaded = _copies(reports, lost), _loadable(reports, checkpoint)
+    kept, loaded = _copies(reports, lost), _loadable(reports, newest)
     found = [one for one in (kept, loaded) if isinstance(one, tuple)]
     if not found:
-        return f"{kept}; {loaded}" if checkpoint is not None else str(kept)
+        return f"{kept}; {loaded}" if newest is not None else str(kept)
     iteration, keepers = max(found, key=lambda one: one[0])
     asked = max(report.get("asked", report["iteration"]) for report in reports.values())
-    return Source(iteration, asked - 1, keepers, None if keepers else checkpoint)
+    return Source(iteration, asked - 1, keepers, None if keepers else newest)
 
 
 def _loadable(reports: Mapping[str, Mapping[str, Any]], checkpoint: Message | None) -> tuple[int, dict[int, str]] | str:
@@ -165,8 +167,23 @@ def possible(state: State) -> bool:
 
 def checkpoint(state: State) -> Message | None:
     """The checkpoint that a job with a lost stage may go back to."""
-    newest = state.checkpoint
-    return newest if newest is not None and newest.get("facts") is not None else None
+    found = {one["place"]: one for one in state.checkpoints}.values()  # another one may have had its place before
+    usable = [one for one in found if one["facts"] is not None and "unread" not in one]
+    return max(usable, key=lambda one: int(one["iteration"]), default=None)
+
+
+def noted(checkpoints: Sequence[Message], one: Message) -> tuple[Message, ...]:
+    """``checkpoints`` with one more, or, if it is ``unread``, with what is known of it now. Workers keep what it takes
+    to go back to so many."""
+    if "unread" in one:
+        return tuple(one if known["place"] == one["place"] else known for known in checkpoints)
+    return (*checkpoints, one)[-CHECKPOINTS:]
+
+
+def unread(state: State) -> str:
+    """Why checkpoints of this run are not gone back to, as a sentence."""
+    return "".join(f" The checkpoint in {one['place']} cannot be read ({one['unread']})." for one in state.checkpoints
+                   if "unread" in one)
 
 
 def waits(state: State) -> bool:

@@ -213,6 +213,16 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Unreadable:
+    """A member has begun to load the checkpoint at ``place``, with all others, and cannot."""
+
+    incarnation: str
+    generation: int
+    place: str
+    why: str
+
+
+@dataclass(frozen=True)
 class SavedLate:
     generation: int
 
@@ -285,6 +295,7 @@ Input = (
     | SavedLate
     | PlaceLate
     | Written
+    | Unreadable
     | NoLoss
     | Stuck
     | Restarted

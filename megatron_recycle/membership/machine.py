@@ -101,6 +101,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.SavedLate: closing.late,
     inputs.PlaceLate: restoring.late,
     inputs.Written: checkpoints.written,
+    inputs.Unreadable: checkpoints.unreadable,
     inputs.Finished: ending.finished,
     inputs.Interrupted: ending.interrupted,
 }

@@ -60,6 +60,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "speaks": {"offset": int},
     "saved": {"generation": int, "place": str, "error": str},
     "written": {"generation": int, "iteration": int, "place": str, "facts": (dict, type(None))},
+    "unreadable": {"generation": int, "place": str, "why": str},
     "ending": {"fault": (dict, type(None)), "t": _NUMBER},
     "boundary": {"generation": int, "iteration": int, "t": _NUMBER},
 }

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from megatron_recycle.membership.decisions import Note, Record
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
+from megatron_recycle.membership.guarding import noted
 from megatron_recycle.membership.names import incomplete
 from megatron_recycle.membership.resume import Resume
 from megatron_recycle.membership.state import Closing, Member, Message, Phase, Said, State
@@ -84,7 +85,7 @@ OTHERWISE: Mapping[str, str] = {
     "since": "the record of the generation, unless training has resumed since (`taken_up`)",
     "offers": "the records of offers: no number is used twice",
     "ended": "the record of the end",
-    "checkpoint": "the record of the last one",
+    "checkpoints": "the records of the last ones",
 }
 """Fields that follow from more than one record, or from one of another kind, and from which."""
 
@@ -175,7 +176,7 @@ def _of_generation(state: State, kind: str, events: Events, needed: bool = True,
 
 
 def checkpoint(state: State, written: Message, event: Message) -> Record:
-    """A checkpoint is whole."""
+    """A checkpoint is whole, or cannot be read after all."""
     return _of_generation(state, "checkpoint", (event,), needed=False, checkpoint=dict(written))
 
 
@@ -215,8 +216,8 @@ def restore(size: int, records: Sequence[Json], told: Sequence[Json] = ()) -> St
         state = state.with_(resume=resume, committed=max(state.committed, before))
     if any(one["kind"] == "go" and one["resume"]["restored"] for one in records):
         state = state.with_(committed=_committed_again(records, told))
-    if (record := _last(records, "checkpoint")) is not None:
-        state = state.with_(checkpoint=record["checkpoint"])
+    for record in (one for one in records if one["kind"] == "checkpoint"):
+        state = state.with_(checkpoints=noted(state.checkpoints, record["checkpoint"]))
     if (record := _last(records, "end")) is not None:
         state = state.with_(phase=Phase.ENDED, ended=(record["status"], record["message"], record["again"]))
     return state

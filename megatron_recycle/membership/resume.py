@@ -24,7 +24,7 @@ class Resume:
 
     With `restored` nobody holds some stages: all go back to their own copies of `target`, `joined` gets, by stage, the
     copy that a worker of another stage keeps, and the scripts of those that are left have come past all that belongs to
-    the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (`State.checkpoint`).
+    the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (one of `State.checkpoints`).
 
     Where the optimizer's state is cut into shards, `slices` are (worker that lacks `target`, worker that holds it,
     shard; -1: the numbers that belong to the gradient), and `shards` say who had and who is to have which.

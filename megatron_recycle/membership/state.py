@@ -178,8 +178,9 @@ class State:
     """Errors of scripts, the latest ones, in their order."""
     left_out: tuple[tuple[int, str], ...] = ()
     """Iterations and their micro-batches (``1.3``) that the job goes on without, of late."""
-    checkpoint: Message | None = None
-    """The newest checkpoint that is whole: ``place``, the ``iteration`` whose end it is of, ``facts`` (`Written`)."""
+    checkpoints: tuple[Message, ...] = ()
+    """The newest checkpoints that are whole, the last one last: ``place``, the ``iteration`` whose end it is of,
+    ``facts`` (`Written`); ``unread`` says why one cannot be read after all."""
     retries: int = 0
     """Generations that were begun because a recovery has failed, since an iteration was committed."""
     fallback: str | None = None

@@ -8,7 +8,7 @@ the job at once.
 
 from __future__ import annotations
 
-from megatron_recycle.membership import closing, messages, records
+from megatron_recycle.membership import closing, guarding, messages, records
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Decision, Emit, Step, Tell
 from megatron_recycle.membership.inputs import Saved
 from megatron_recycle.membership.names import Process, in_order
@@ -27,7 +27,9 @@ def end(state: State, text: str, now: float) -> Step:
 
 
 def possible(state: State) -> bool:
-    """Whether the survivors have something to save, and the job wants them to."""
+    """Whether the survivors have something to save, and the job wants them to. Not what was half loaded."""
+    if guarding.unread(state):
+        return False
     wanted = (state.description or {}).get("survivors", False)
     return bool(wanted) and state.closing is None and state.committed >= 0 and bool(state.proven) and (
         state.phase is Phase.RECOVERING)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.errors import TransferError
+from megatron_recycle.membership.guarding import CHECKPOINTS
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.tags import GUARD
 from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, pieces, read, written
@@ -21,8 +22,6 @@ from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, p
 _SIZE, _TEXT, _SUMS, _FIRST_PIECE = GUARD[0], GUARD[1], GUARD[2], 3
 _KEPT = 2
 """Copies of one stage: all workers have the one before as long as some make the next."""
-_SAVED = 3
-"""Checkpoints that training may go back to (`State.checkpoints`): where the newest cannot be read, an older one."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ class Guard:
 
     def save(self, iteration: int) -> None:
         """A checkpoint of the state after ``iteration`` was written."""
-        self.saved = (*self.saved, iteration)[-_SAVED:]
+        self.saved = (*self.saved, iteration)[-CHECKPOINTS:]
 
     def go_back(self, iteration: int) -> None:
         """Training goes on from the end of ``iteration``: what was copied after it is made again, perhaps with other

@@ -88,7 +88,7 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     get_logger().warning("megatron-recycle: stage %s was lost: all go back to the state after iteration %d, from %s",
                          ", ".join(go.resume.restored), target, where)
     if checkpoint is not None:
-        tensors, facts = load(site, checkpoint)
+        tensors, facts = load(site, go.generation, checkpoint)
         told = {**site.asked.told(), "saved": list(guard.saved)}
         stepper.enter(tensors, {**facts, **told})
         if me == min(member for member in groups.members if member not in joined):
@@ -119,7 +119,7 @@ def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tenso
     checkpoint that all go back to. Raises GenerationOver and TransferError, and what loading that raises."""
     began = time.monotonic()
     if go.resume.checkpoint is not None:
-        tensors, facts = load(site, go.resume.checkpoint)
+        tensors, facts = load(site, go.generation, go.resume.checkpoint)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what the script does to it is no part
         giver = min(member for member in groups.members if member not in workers_of(go.resume.joined))
         _, told = receive(groups.control, groups.control_ranks[giver]).open(site.stage.device)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megatron_recycle.errors import GenerationOver
+from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
 from megatron_recycle.membership import Standing
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.comm import failing_ends, is_broken
 from megatron_recycle.runtime.comm.reduction import count
@@ -81,12 +82,23 @@ def _facts(site: Site, standing: Standing, name: str) -> dict[str, Any] | None:
             "name": name}
 
 
-def load(site: Site, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def load(site: Site, generation: int, checkpoint: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Load this worker's part of a whole checkpoint of this run, at the same time as all others do; returns the stage's
-    tensors and the facts that `Stepper.enter` takes. Raises what the script's framework does."""
+    tensors and the facts that `Stepper.enter` takes. Raises GenerationOver, also if it cannot be read, which the
+    coordinator is told: then all go back to an older one."""
     assert site.framework.restore is not None, "this job notes no checkpoint to go back to"
-    told, stage = checkpoint["facts"], site.stage
-    site.framework.restore(checkpoint["place"], told["name"])
+    told, stage, place = checkpoint["facts"], site.stage, checkpoint["place"]
+    try:
+        site.framework.restore(place, told["name"])
+    except (GenerationOver, JobEnded):
+        raise
+    except Exception as error:  # whatever a framework makes of a file that is not what it was
+        if site.agent.stop_generation > generation or site.agent.ended is not None:
+            raise GenerationOver("the generation ended before the checkpoint was loaded") from error
+        why = str(error) if isinstance(error, RecycleError) else f"{type(error).__name__}: {error}"
+        get_logger().error("megatron-recycle: the checkpoint in %s cannot be read here: %s", place, why)
+        site.agent.unreadable(generation, place, why)
+        raise GenerationOver(f"the checkpoint in {place} cannot be read") from error
     total = site.grids.of(checkpoint["iteration"]).total
     return stage_tensors(stage), {**told, "counters": stage.counters(), "read": {},
                                   "reports": torch.full((total, stage.report_width or LOSS_WIDTH), torch.nan)}

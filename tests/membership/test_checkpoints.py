@@ -31,7 +31,7 @@ def test_it_is_recorded_before_its_writer_hears_of_it_and_once_however_often_it_
     record, emit, tell = decisions
     assert isinstance(record, do.Record) and not record.needed and isinstance(emit, do.Emit)
     assert told([tell], "noted") == [({"0:0"}, {"type": "noted", "generation": 1, "place": PLACE})]
-    assert cluster.state.checkpoint == {"iteration": 5, "place": PLACE, "facts": None}
+    assert cluster.state.checkpoints == ({"iteration": 5, "place": PLACE, "facts": None},)
     assert written(cluster) == [tell], "after a reconnect"
     assert events(decisions, "checkpoint")[0]["iteration"] == 5
 
@@ -41,5 +41,5 @@ def test_who_was_declared_out_and_who_is_a_generation_behind_is_not_heard():
     cluster.feed(inputs.Lost((Loss("0:0/0", FailureKind.FROZEN),), cluster.now))
     assert not written(cluster) and not written(cluster, generation=2), "it woke up in the midst of a checkpoint"
     assert not written(cluster, "1:0"), "the others write it again, with another name"
-    assert cluster.state.checkpoint is None
+    assert not cluster.state.checkpoints
     assert written(cluster, "1:0", generation=2)

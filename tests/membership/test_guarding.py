@@ -236,7 +236,7 @@ def test_a_lost_stage_comes_back_from_the_checkpoint_and_the_log_says_how_many_i
     (event,) = events(decisions, "restored")
     assert (event["iteration"], event["lost"], event["from"]) == (3, 2, {"1": "checkpoint"})
     again = records.restore(4, cluster.journal)
-    assert again.checkpoint == cluster.state.checkpoint and again.committed == 3
+    assert again.checkpoints == cluster.state.checkpoints and again.committed == 3
 
 
 def test_survivors_save_at_the_newest_iteration_that_somebody_has_committed():

@@ -78,7 +78,7 @@ def test_what_follows_from_other_records() -> None:
     journal += json.loads(json.dumps([one.record for one in more]))
     after = records.taken_up(records.restore(2, journal), journal, {"sha256:2": {"plan": 2}}.get)
     assert (after.plan, after.since, after.committed, after.ended) == ({"plan": 2}, None, 14, (1, "over", True))
-    assert after.phase is Phase.ENDED and after.checkpoint == {"iteration": 13, "place": "/here"}
+    assert after.phase is Phase.ENDED and after.checkpoints == ({"iteration": 13, "place": "/here"},)
 
 
 def test_what_was_committed_before_all_went_back_is_not_committed_after_another_failure() -> None:

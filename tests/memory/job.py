@@ -134,11 +134,17 @@ class Disk:
     def __init__(self) -> None:
         self.named: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
         self.counters: dict[tuple[int, int], Any] = {}
+        self.cut: set[tuple[int, int]] = set()
+        """Files (iteration, stage) that were cut off since they were written."""
         self._parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
 
     def load(self, place: str, name: str, stage: SmallStage) -> None:
         """As `Framework.restore`."""
         iteration = int(place.removeprefix("iteration "))
+        if (iteration, stage.stage) in self.cut:
+            stage.load_state({**stage.fixed(), **{name: torch.zeros_like(of) for name, of in stage.state().items()}},
+                             self.counters[iteration, stage.stage])  # half of it was there
+            raise EOFError("Ran out of input")
         found = self.named.get(iteration) or self._parts[f"{name} {iteration}"]  # who names it may have died
         stage.load_state({**stage.fixed(), **found[stage.stage]}, self.counters[iteration, stage.stage])
 

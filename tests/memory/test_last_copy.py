@@ -242,6 +242,38 @@ def test_a_learning_rate_by_hand_since_is_not_lost_the_job_ends(monkeypatch, ste
     assert "the script has changed something since the last checkpoint" in told(job, "finished")[-1]["message"]
 
 
+@pytest.mark.parametrize("guard", ["checkpoint", "memory"])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_checkpoint_that_cannot_be_read_is_no_end_while_there_is_an_older_one(cut, guard):
+    """Nor where that is found on the way, by one that is left or by the one that has come for the stage; or there is a
+    copy that is newer than the older one."""
+    shape = replace(CHECKPOINTS, save=(2, 5)).with_settings(guard=guard, guard_interval=3)
+    job = Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)], seed=cut)
+    job.disk.cut.add((5, cut))
+    with job:
+        check_ends_well(job, out={"0:1"}, restored=2 if guard == "checkpoint" else 1)
+    events = told(job, "restored")
+    if guard == "memory":
+        assert [event["iteration"] for event in events] == [5] and not told(job, "unreadable")
+        return
+    (event,) = told(job, "unreadable")
+    assert (event["iteration"], event["place"], event["error"]) == (4, "iteration 5", "EOFError: Ran out of input")
+    assert [event["iteration"] for event in events] == [4, 1]
+
+
+def test_with_no_checkpoint_left_that_can_be_read_the_job_ends_and_says_why(tmp_path):
+    job = Job(replace(CHECKPOINTS, folder=str(tmp_path)), [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)])
+    job.disk.cut |= {(2, 0), (4, 1)}
+    with job:
+        job.wait_event("finished")
+        job.wait()
+    message, end = told(job, "finished")[-1]["message"], job.control.state.ended
+    assert "stage 1 has lost its last worker" in message and end is not None and end[2]
+    assert "The checkpoint in iteration 4 cannot be read (EOFError: Ran out of input on 1:1)" in message
+    assert "The checkpoint in iteration 2 cannot be read" in message
+    assert not [*tmp_path.iterdir()], "what is half loaded is held by nobody"
+
+
 def test_who_names_a_checkpoint_dies_when_it_is_noted_and_not_yet_named(monkeypatch):
     """With it its stage: all go back to that one, and not to what had its name before."""
     write, died = Disk.write, []

@@ -29,6 +29,8 @@ def failing(*args, **keywords):
             events = Path(os.environ["RECYCLE_RUN_DIR"]) / "events.jsonl"
             while '"committed", "generation": 1, "iteration": 5' not in events.read_text():
                 time.sleep(0.01)
+            newest = Path("checkpoints/global_step6/mp_rank_01_model_states.pt")
+            newest.write_bytes(newest.read_bytes()[:-100])
             os.kill(os.getppid(), signal.SIGKILL)
             time.sleep(60)  # until that is its own end, too
         return train_batch(*args)
@@ -39,7 +41,7 @@ sys.argv[0] = {script!r}
 runpy.run_path({script!r}, run_name="__main__")
 """
 TRAINING = ["--iterations", "12", "--log-every", "2", "--length", "16", "--width", "16", "--blocks", "2", "--batch",
-            "2", "--dropout", "0", "--checkpoints", "checkpoints", "--save-every", "4"]
+            "2", "--dropout", "0", "--checkpoints", "checkpoints", "--save-every", "2"]
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(LIMIT + 30)]
 
 
@@ -49,7 +51,8 @@ def _losses(events: Path) -> dict[int, float]:
 
 def test_the_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_from_the_checkpoint(tmp_path: Path):
     """2 x 2 workers: both copies of stage 1 are on the second host. The first one trains the same iterations again, as
-    one pipeline with twice the micro-batches: the losses agree to rounding."""
+    one pipeline with twice the micro-batches: the losses agree to rounding. The newest checkpoint was cut off
+    meanwhile, so that it is the one before."""
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RECYCLE_TOKEN": "a token of two hosts",
@@ -71,6 +74,7 @@ def test_the_host_with_the_last_copies_of_a_stage_is_lost_and_the_other_goes_on_
     told = (tmp_path / "host-0.out").read_text()
     assert status == 0, told
     assert "restart 1 of 1: the script starts again with 2 workers (1 pipeline, 8 micro-batches of each)" in told
+    assert "goes on from the checkpoint global_step4 in checkpoints, since newer ones (global_step6)" in told
     (before,) = (tmp_path / "run").glob("before-*")
     assert "most recent call first" in next((before / "post-mortem").glob("stack-0-*.txt")).read_text()
     first, second = _losses(before / "events.jsonl"), _losses(tmp_path / "run" / "events.jsonl")

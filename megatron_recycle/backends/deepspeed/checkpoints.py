@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megatron_recycle.backends.readable import newest_readable, unreadable
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
@@ -57,6 +58,31 @@ class Checkpoints:
     def loaded(self) -> None:
         """The script has loaded one: what it saves from now on may be another state of the same step."""
         self._saved = None
+
+    def unreadable(self, folder: Any, tag: str) -> str | None:
+        """Why this worker's files of a checkpoint cannot be read; None if they can. Stock takes another stage's
+        optimizer state where its own stage's is missing."""
+        engine, module = self._engine, self._engine.module
+        state = Path(engine._get_ckpt_name(str(folder), tag))
+        place = state.parent
+        layers = [module.ckpt_layer_path_list(str(place), index) or [module.ckpt_layer_path(str(place), index)]
+                  for index, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
+        part = state.name.removeprefix("mp_rank_").split("_")[0]
+        shards = place.glob(f"*zero_pp_rank_*_mp_rank_{part}_optim_states.pt")
+        return unreadable([state, *(file for files in layers for file in files), *shards])
+
+    def readable(self, folder: Any) -> str | None:
+        """The newest checkpoint in ``folder`` that all workers can read, ``latest``'s first; None: there is none."""
+        place = Path(folder)
+        try:
+            latest = (place / "latest").read_text().strip()
+            others = {one.name: one.stat().st_mtime for one in place.iterdir()
+                      if one.name != latest and not one.name.startswith(".") and any(one.glob("mp_rank_*"))}
+        except OSError:
+            latest, others = "", {}
+        older = sorted(others, key=lambda name: others[name], reverse=True)
+        return newest_readable(str(folder), [latest, *older] if latest else [],
+                               lambda tag: self.unreadable(folder, tag), self._engine.device)
 
     def write(self, save: Save, save_dir: Any, tag: Any = None, client_state: Mapping[str, Any] | None = None,
               save_latest: bool = True, exclude_frozen_parameters: bool = False) -> bool:

@@ -54,6 +54,7 @@ from megatron_recycle.backends.deepspeed.timers import Timers
 from megatron_recycle.backends.deepspeed.topology import check_not_too_late, place
 from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.readable import started_again
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import Launched
@@ -417,10 +418,16 @@ class RecyclePipelineEngine(PipelineEngine):
         """As stock, also between two iterations, and while workers are missing: every worker reads its own stage's
         files. Micro-batches are read on from where training is."""
         self.settle()
-        return self._load_stock(*args, **keywords)
+        bound = inspect.signature(PipelineEngine.load_checkpoint).bind(self, *args, **keywords)
+        given = bound.arguments
+        if started_again() and not self.session.started and given.get("tag") is None:
+            given["tag"] = self._checkpoints.readable(given["load_dir"])
+        return self._load_stock(*bound.args[1:], **bound.kwargs)
 
     def _load(self, place: Path) -> None:
         """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""
+        if place.exists() and (why := self._checkpoints.unreadable(place.parent, place.name)) is not None:
+            raise RecycleError(why)
         if self._load_stock(str(place.parent), tag=place.name)[0] is None:
             raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
                                "checkpoints on a file system that all hosts share")

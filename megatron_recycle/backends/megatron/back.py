@@ -9,15 +9,20 @@ Nothing of Megatron is imported here.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_recycle.backends.megatron.aside import FOLDER, found_at, read_from
+from megatron_recycle.backends.megatron.aside import FOLDER, TRACKER, found_at, read_from
 from megatron_recycle.backends.megatron.last import Beginning, what_failed
 from megatron_recycle.backends.megatron.rates import SET_BY_LOOP
+from megatron_recycle.backends.readable import newest_readable, unreadable
 from megatron_recycle.errors import RecycleError
 
 _AS_SAVED = {
@@ -58,6 +63,37 @@ def load(loop: Any, stock: Any, beginning: Beginning, place: str, name: str) -> 
         raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
                            "checkpoints on a file system that all hosts share")
     return iteration
+
+
+def readable(stock: Any, arguments: Any) -> int | None:
+    """The iteration of the newest checkpoint in ``--load`` that all ranks can read, which call this together; None:
+    there is none, or the script has chosen one."""
+    folder = arguments.load
+    if folder is None or arguments.ckpt_step or "://" in folder:
+        return None
+    try:
+        newest = int((Path(folder) / TRACKER).read_text())
+        found = {int(one.name.removeprefix(FOLDER)) for one in Path(folder).glob(f"{FOLDER}[0-9]*")}
+    except (OSError, ValueError):
+        return newest_readable(folder, [], lambda iteration: None, torch.cuda.current_device())
+    older = sorted((one for one in found if one < newest), reverse=True)
+    return newest_readable(folder, [newest, *older], lambda iteration: _unreadable(stock, folder, iteration),
+                           torch.cuda.current_device())
+
+
+def _unreadable(stock: Any, folder: str, iteration: int) -> str | None:
+    """Why this rank's files of a checkpoint cannot be read."""
+    place = Path(stock.get_checkpoint_name(folder, iteration, return_base_dir=True))
+    if not (place / "metadata.json").exists():
+        return unreadable([stock.get_checkpoint_name(folder, iteration)])
+    sizes: dict[str, int] = {}
+    try:
+        for one in FileSystemReader(place).read_metadata().storage_data.values():
+            file = str(place / one.relative_path)
+            sizes[file] = max(sizes.get(file, 0), one.offset + one.length)
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        return f"{place / '.metadata'}: {error}"
+    return unreadable([place / "common.pt", *sizes], sizes)
 
 
 @contextmanager

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_recycle.backends.megatron import back
 from megatron_recycle.backends.megatron.last import Training
-from megatron_recycle.backends.megatron.training import LOOP
+from megatron_recycle.backends.megatron.training import CHECKPOINTS, LOOP
 from megatron_recycle.backends.options import Options
+from megatron_recycle.backends.readable import started_again
 from megatron_recycle.runtime.comm.standalone import is_joining
 from megatron_recycle.runtime.setup_record import SetUp
 
@@ -95,7 +97,12 @@ def _loading(stock: Callable[..., Any], setup: SetUp) -> Callable[..., Any]:
         def load() -> dict[str, Any]:
             before, schedule_before = _plain(vars(arguments)), _state(opt_param_scheduler)
             with setup.apart():
+                chosen = back.readable(sys.modules[CHECKPOINTS], arguments) if started_again() else None
+                if chosen is not None:
+                    arguments.ckpt_step = chosen
                 iteration, operations = stock(ddp_model, optimizer, opt_param_scheduler, *rest, **keywords)
+                if chosen is not None:
+                    arguments.ckpt_step = before["ckpt_step"]
             after, schedule = _plain(vars(arguments)), _state(opt_param_scheduler)
             changed = {name: value for name, value in after.items() if name not in before or before[name] != value}
             return {"iteration": int(iteration), "operations": operations, "arguments": changed,

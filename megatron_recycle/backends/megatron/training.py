@@ -27,7 +27,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.saving import Save, Written
 
 LOOP = "megatron.training.training"
-_CHECKPOINTS = "megatron.training.checkpointing"
+CHECKPOINTS = "megatron.training.checkpointing"
 _OF_GROUP = "recycle_group"
 
 
@@ -97,7 +97,7 @@ def last_checkpoint(wanted: str | None,
     beginning = getattr(getattr(loop, "train", None), "beginning", None)
     return None if beginning is None else LastCheckpoint(
         loop, beginning, wanted, among, lambda folder, iteration: aside(
-            sys.modules[_CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches)
+            sys.modules[CHECKPOINTS], folder, iteration, "last", lambda place: None), microbatches)
 
 
 def way_back() -> Callable[[str, str], int] | None:
@@ -109,7 +109,7 @@ def way_back() -> Callable[[str, str], int] | None:
     if beginning is None or not back.possible(loop.get_args()):
         return None
     return lambda place, name: back.load(
-        loop, sys.modules[_CHECKPOINTS], beginning, place, name) - int(beginning.iteration)
+        loop, sys.modules[CHECKPOINTS], beginning, place, name) - int(beginning.iteration)
 
 
 def _folder(arguments: Any, passing: bool) -> str:
@@ -117,7 +117,7 @@ def _folder(arguments: Any, passing: bool) -> str:
     if not passing:
         return str(arguments.save)
     own = arguments.non_persistent_global_ckpt_dir
-    return str(own or os.path.join(arguments.save, sys.modules[_CHECKPOINTS]._NON_PERSISTENT_CKPT_SUBDIR))
+    return str(own or os.path.join(arguments.save, sys.modules[CHECKPOINTS]._NON_PERSISTENT_CKPT_SUBDIR))
 
 
 def _needs_all(arguments: Any, passing: bool) -> str | None:
@@ -178,7 +178,7 @@ def take_over(session: Session, schedule: PluginSchedule) -> None:
     loop: Any = sys.modules.get(LOOP)
     if loop is None:
         return
-    stock: Any = sys.modules[_CHECKPOINTS]
+    stock: Any = sys.modules[CHECKPOINTS]
     stock_save = loop.save_checkpoint
     report = loop.compute_throughputs_and_append_to_progress_log
     saved: set[int] = set()

@@ -1,0 +1,75 @@
+"""Whether files of a checkpoint can be read, without reading them: they are there, and not cut off.
+
+torch writes zip archives, whose table is at their end. What has other bits than it had is not found so.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_recycle.environment import Launched
+from megatron_recycle.observe.log import get_logger
+
+Name = TypeVar("Name", int, str)
+_ZIP = b"PK"
+
+
+def unreadable(files: Iterable[str | os.PathLike[str]], sizes: Mapping[str, int] | None = None) -> str | None:
+    """Why one of ``files`` cannot be read; None if all can. ``sizes``: bytes that files must have at least."""
+    for file in map(Path, files):
+        try:
+            if (least := (sizes or {}).get(str(file))) is not None:
+                if file.stat().st_size < least:
+                    return f"{file} has {file.stat().st_size} bytes and should have {least}"
+                continue
+            with file.open("rb") as opened:
+                begin = opened.read(len(_ZIP))
+                if begin == _ZIP:
+                    zipfile.ZipFile(opened).close()
+            if not begin:
+                return f"{file} is empty"
+        except zipfile.BadZipFile:
+            return f"{file} is cut off"
+        except OSError as error:
+            return f"{file}: {error.strerror or error}"
+    return None
+
+
+def started_again() -> bool:
+    """Whether this is another life of the job (`--restarts`), which nobody has chosen a checkpoint for."""
+    return Launched.read().by_recycle_run and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def newest_readable(folder: str, names: Sequence[Name], check: Callable[[Name], str | None],
+                    device: torch.device | str | int) -> Name | None:
+    """The first one of ``names`` whose files can be read on all ranks, who call this together; None if there is none.
+
+    Args:
+        folder: of the checkpoints.
+        names: the newest first; rank 0's count.
+        check: why this rank cannot read its files of one.
+        device: where torch's default group communicates.
+    """
+    told = [list(names)]
+    dist.broadcast_object_list(told)
+    for number, name in enumerate(told[0]):
+        why = check(name)
+        if why is not None:
+            get_logger().error("megatron-recycle: the checkpoint %s in %s cannot be read: %s", name, folder, why)
+        well = torch.tensor([int(why is None)], device=device)
+        dist.all_reduce(well, dist.ReduceOp.MIN)
+        if not well.item():
+            continue
+        if number and dist.get_rank() == 0:
+            get_logger().error(
+                "megatron-recycle: the script goes on from the checkpoint %s in %s, since newer ones (%s) cannot be "
+                "read; the iterations since then are made again", name, folder, ", ".join(map(str, told[0][:number])))
+        return name
+    return None
