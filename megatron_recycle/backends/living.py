@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 
 from megatron_recycle.runtime.comm.living.calls import Call
-from megatron_recycle.runtime.comm.living.exchange import Group, Roll
-from megatron_recycle.runtime.comm.living.script_groups import Asks, Reach
+from megatron_recycle.runtime.comm.living.exchange import Group
+from megatron_recycle.runtime.comm.living.script_groups import Asks, UnderWay
+from megatron_recycle.runtime.transfers import Message
 from megatron_recycle.runtime.worker import StageWorker
 
 
@@ -35,8 +37,6 @@ class ScriptSession(Protocol):
 
     @property
     def worker(self) -> StageWorker: ...
-
-    def settle(self) -> None: ...
 
 
 class LivingGroups:
@@ -91,11 +91,17 @@ class LivingGroups:
         """As in `script_groups.Job`."""
         self._session.worker.recall(group, call, self._session.iteration)
 
-    def reach(self, group: Group) -> Reach:
+    def transfer(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool) -> Message:
         """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
-        if not self._session.shares:
-            with self._as_in_training():
-                self._session.settle()
         worker = self._session.worker
-        groups, begun = worker.current_groups(), worker.standing.epoch.generation == 1
-        return Reach(groups.control, Roll.of(group, worker.site.place, groups.members), begun)
+        with self._at_work(), self._as_in_training():
+            if self._session.shares:
+                return worker.transfer_once(group, peer, tensor, tag, sends)
+            return worker.transfer(group, peer, tensor, tag, sends, self._session.iteration)
+
+    def arrive(self, message: UnderWay) -> None:
+        """As in `script_groups.Job`. Raises SystemExit at the end of the job."""
+        once = not self._session.in_script  # else it is waited for in the midst of an iteration, say
+        with self._at_work(), self._as_in_training():
+            assert isinstance(message, Message)
+            self._session.worker.arrive(message, once)

@@ -10,6 +10,7 @@ from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call
 from megatron_recycle.runtime.comm.living.exchange import Group
+from megatron_recycle.runtime.comm.living.packing import rows_of_all
 from megatron_recycle.runtime.comm.living.results import Results, as_row, recall
 from megatron_recycle.runtime.comm.tags import CONTROL
 from megatron_recycle.runtime.place import Place
@@ -49,16 +50,9 @@ class Missed:
     def tell_passed(self, groups: Groups, begun: Mapping[float, float], comes: bool) -> None:
         """Tell those that come in which calls are made: ``begun`` here. ``comes``: this worker does. Raises
         GenerationOver."""
-        comm = groups.control
         made = {key: max(begun.get(key, 0.0), self.passed.get(key, 0.0)) for key in {*begun, *self.passed}}
-        widths = torch.zeros(comm.size, dtype=torch.float64)
-        widths[comm.rank] = len(made)
-        comm.sum(widths).wait()
-        table = torch.zeros(comm.size, int(widths.max()), 2, dtype=torch.float64)
-        if made:
-            table[comm.rank, :len(made)] = torch.tensor([*made.items()], dtype=torch.float64)
-        comm.sum(table).wait()
-        for key, number in table.flatten(0, 1).tolist() if comes else ():
+        told = rows_of_all(groups.control, [*made.items()])
+        for key, number in told if comes else ():
             self.passed[key] = max(self.passed.get(key, 0.0), number)
 
     def tell(self, groups: Groups, joined: Collection[int]) -> None:

@@ -222,7 +222,9 @@ def renew(site: Site, standing: Standing, old: Generation) -> Generation:
     groups = _connect(site, standing, old.prefix, old.tries, old.groups.members, site.config.transport_timeout)
     site.current.take()
     old.groups.retire()
-    return install(site, standing, old.renewed(standing.epoch, groups, site.stage))
+    renewed = install(site, standing, old.renewed(standing.epoch, groups, site.stage))
+    site.asked.transfers.reconcile(groups, standing.epoch)
+    return renewed
 
 
 def _connect(site: Site, standing: Standing, prefix: str, tries: int, members: Sequence[Worker],
@@ -256,7 +258,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
         stepper.reconcile(todo, go.resume.target, groups, before)
     joined = _processes(site, groups, go.resume.joined)
     with _copying(site) if joined else nullcontext():
-        site.asked.reconcile(groups, joined, joined if go.resume.restored else ())
+        site.asked.reconcile(groups, standing.epoch, joined, joined if go.resume.restored else ())
     if before is not None and not todo.enter and go.generation > 1:  # some may have stepped, and told nobody
         left = [peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)]
         with _copying(site), site.phases.writing():

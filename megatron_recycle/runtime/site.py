@@ -30,6 +30,7 @@ from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.setup_record import SetUp
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.trainable import Trainable
+from megatron_recycle.runtime.transfers import Transfers
 
 
 @dataclass(frozen=True)
@@ -92,23 +93,27 @@ class Asked(NamedTuple):
     Attributes:
         evaluations: what the last pass of an evaluation has reported.
         collectives: those of the script's own.
+        transfers: what it sends from rank to rank.
         iterations: what it was told of each that is committed.
     """
 
     evaluations: Evaluations
     collectives: Collectives
+    transfers: Transfers
     iterations: History
 
     def told(self) -> dict[str, Any]:
         """What iterations and evaluations have told so far, for a worker that comes in."""
         return {"history": self.iterations.told(), "evaluated": self.evaluations.history.told()}
 
-    def reconcile(self, groups: Groups, joined: Collection[int] = (), back: Collection[int] = ()) -> None:
-        """After a failure: bring level what some have seen the end of. ``joined``: processes that come in; ``back``:
-        those that do so while others are between two iterations, where the scripts of these are further. Raises
-        GenerationOver."""
+    def reconcile(self, groups: Groups, epoch: object, joined: Collection[int] = (),
+                  back: Collection[int] = ()) -> None:
+        """After a failure: bring level what some have seen the end of. ``epoch``: of ``groups``. ``joined``: processes
+        that come in; ``back``: those that do so while others are between two iterations, where the scripts of these are
+        further. Raises GenerationOver."""
         self.evaluations.reconcile(groups)
         self.collectives.reconcile(groups, joined, back)
+        self.transfers.reconcile(groups, epoch, joined)
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from megatron_recycle.runtime.shards import check as check_shards
 from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 from megatron_recycle.runtime.trainable import Trainable
+from megatron_recycle.runtime.transfers import Message, Transfers, raise_if_lost
 
 _POLL_SECONDS = 0.001
 
@@ -90,7 +91,7 @@ class StageWorker:
             phases=phases, trainable=Trainable(stage), meters=Meters(stage.device),
             current=Current(),
             asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
-                        Collectives(place), History()))
+                        Collectives(place), Transfers(place), History()))
         self.stepper = Stepper(self.site, self.standing)
         self._between = Between(self.site, self.stepper)
         self._asked_apart = False
@@ -215,6 +216,52 @@ class StageWorker:
         """Make a ``call`` that is given up with the generation. Raises GenerationOver, and UnsupportedError."""
         with self._inside(), self.site.phases.waiting(f"the script's {call.what}()"):
             self.site.asked.collectives.once(group, call, self.current_groups(), self.standing.epoch.generation)
+
+    def transfer(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool, after: int) -> Message:
+        """Begin to send ``tensor`` to position ``peer`` of ``group``, or to receive it from there; see `arrive`.
+        Nothing is under way where that was before this worker came in. Raises JobEnded, and UnsupportedError where the
+        peer is gone."""
+        transfers = self.site.asked.transfers
+
+        def run() -> None:
+            self._stand_again()
+            transfers.post(message, self.current_groups(), self.standing.epoch)
+
+        with self._inside():
+            self.settle()
+            message = transfers.begin(group, peer, tensor, tag, sends)
+            entered = self.standing.entered
+            if entered is not None and entered >= after:
+                message.done = True
+            else:
+                self._apart(run)
+        raise_if_lost(message)
+        return message
+
+    def arrive(self, message: Message, once: bool = False) -> None:
+        """Wait until ``message`` has come, or left, through any failures. Raises JobEnded, and UnsupportedError where
+        that will never be. ``once``: it is not, and raises GenerationOver."""
+        site = self.site
+
+        def run() -> None:
+            self._stand_again()
+            site.phases.tell_resumed()
+            with site.phases.waiting(f"the script's {message.what}()"):
+                site.asked.transfers.arrive(message, self.current_groups(), self.standing.epoch)
+
+        if once and not message.done:
+            self.site.asked.transfers.arrive(message, self.current_groups(), self.standing.epoch)
+        elif not message.done:
+            with self._inside():
+                self._apart(run)
+        raise_if_lost(message)
+
+    def transfer_once(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool) -> Message:
+        """As `transfer`, of what is given up with the generation. Raises GenerationOver."""
+        message = self.site.asked.transfers.begin(group, peer, tensor, tag, sends, self.standing.epoch)
+        self.site.asked.transfers.post(message, self.current_groups(), self.standing.epoch)
+        raise_if_lost(message)
+        return message
 
     def settle(self) -> None:
         """Wait until the last iteration is committed on this worker."""

@@ -55,9 +55,31 @@ class Script:
         dist.all_reduce(again, group=later)
         piece = torch.zeros(2)
         dist.reduce_scatter_tensor(piece, whole, group=None)
+        self._send()
         tensors = (total, mean, biggest, line, *gathered, whole, told, again, piece)
         numbers = [each.numpy().tobytes() for each in tensors]
         return [*numbers, objects, everybody, dist.get_world_size(), dist.get_rank()]
+
+    def _send(self) -> None:
+        """From rank to rank, among those that nobody kills."""
+        rank, mine = dist.get_rank(), torch.full((3,), float(dist.get_rank()))
+        came, told = torch.zeros(3), [None]
+        if rank == 0:
+            dist.send(mine, 3)
+            dist.send_object_list(["from 0"], 1)
+            dist.recv(came, 1)
+            assert came.tolist() == [1.0] * 3
+        elif rank == 1:
+            dist.recv_object_list(told, 0)
+            assert told == ["from 0"]
+            for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, 0), dist.P2POp(dist.irecv, came, 3)]):
+                work.wait()
+            assert came.tolist() == [3.0] * 3
+        elif rank == 3:
+            work = dist.isend(mine, 1)
+            assert dist.recv(came, 0) == 0 and came.tolist() == [0.0] * 3
+            assert work is not None
+            work.wait()
 
 
 def train(observer_of: Callable[[str], Any], rank: int, *, after: Sequence[int] = (1, 2, 5), **arguments: Any) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.living.calls import AllGather, AllReduce, Broadcast, Call, adding
 from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.transfers import Message
 from megatron_recycle.runtime.worker import StageWorker
 
 
@@ -41,3 +43,61 @@ def collect(worker: StageWorker, place: Place, iteration: int, loss: float) -> l
     for root, tensor in enumerate(told):
         make(everybody, Broadcast([tensor], root))
     return torch.cat([total, of_stage, of_pipeline, *slots, *told]).tolist()
+
+
+class Ring:
+    """Messages from each rank to the next two, and some that are waited for an iteration later.
+
+    Attributes:
+        brought: (iteration, sender) -> what came, and None where an error has named the sender.
+    """
+
+    def __init__(self, worker: StageWorker, place: Place) -> None:
+        self._worker = worker
+        self._ranks = sorted(rank for ranks in place.ranks.values() for rank in ranks)
+        self._me = place.ranks[place.me][place.part]
+        self._later: list[tuple[tuple[int, int], torch.Tensor, Message | None]] = []
+        self.brought: dict[tuple[int, int], float | None] = {}
+
+    def go_round(self, iteration: int) -> None:
+        for way, tag in ((1, 0), (1, 1), (2, 0)):
+            sent = self._begin(way, tag, iteration, True)
+            came = self._begin(-way, tag, iteration, False)
+            if tag:
+                self._later.append(came)
+                continue
+            self._wait(came)
+            self._wait(sent)
+        while len(self._later) > 1:
+            self._wait(self._later.pop(0))
+
+    def end(self) -> None:
+        for one in self._later:
+            self._wait(one)
+
+    def _begin(self, way: int, tag: int, iteration: int,
+               sends: bool) -> tuple[tuple[int, int], torch.Tensor, Message | None]:
+        peer = (self._me + way) % len(self._ranks)
+        tensor = torch.full((1,), right(iteration, self._me) if sends else -1.0, dtype=torch.float64)
+        message, place = None, (iteration, -1 if sends else 10 * tag + peer)
+        try:
+            message = self._worker.transfer(Group(tuple(self._ranks), self._me), peer, tensor, tag, sends, iteration)
+        except UnsupportedError as error:
+            assert f"rank {peer}" in str(error)
+        return place, tensor, message
+
+    def _wait(self, one: tuple[tuple[int, int], torch.Tensor, Message | None]) -> None:
+        place, tensor, message = one
+        try:
+            if message is not None:
+                self._worker.arrive(message)
+        except UnsupportedError as error:
+            assert f"rank {message.peer}" in str(error)  # type: ignore[union-attr]
+            message = None
+        if place[1] >= 0:
+            self.brought[place] = None if message is None else tensor.item()
+
+
+def right(iteration: int, sender: int) -> float:
+    """What it sends."""
+    return 100.0 * iteration + sender

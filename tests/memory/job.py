@@ -40,7 +40,7 @@ from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Save
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.worker import StageWorker
-from tests.memory.collecting import collect
+from tests.memory.collecting import Ring, collect
 from tests.memory.control import Control
 from tests.memory.model import Data, SmallStage
 from tests.memory.wires import Asked, Deaths, FirstPairs, Wires
@@ -77,6 +77,8 @@ class Shape:
     save: tuple[int, ...] = ()
     collect: tuple[int, ...] = ()
     """Iterations after which the script has collectives of its own."""
+    send: tuple[int, ...] = ()
+    """Iterations after which it sends messages from rank to rank."""
     folder: str = ""
     """Where survivors of a lost stage save what they hold."""
     settings: tuple[tuple[str, Any], ...] = (("reduction", "exact"),)
@@ -102,6 +104,8 @@ class Result:
     losses: list[float] = field(default_factory=list)
     evaluated: list[list[float]] = field(default_factory=list)
     collected: list[list[float]] = field(default_factory=list)
+    brought: dict[tuple[int, int], float | None] = field(default_factory=dict)
+    """What messages brought, as `Ring.brought`."""
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     shards: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     counters: Any = None
@@ -302,6 +306,8 @@ class Job:
                                 restore=functools.partial(self.disk.load, stage=stage)))
         worker.append(made)
         agent.start()
+        ring = Ring(made, place)
+        result.brought = ring.brought
         for iteration in range(shape.iterations):
             if iteration in shape.evaluate:
                 number = 500 + iteration
@@ -313,6 +319,9 @@ class Job:
             result.losses.append(made.train(iteration))
             if iteration in shape.collect:
                 result.collected.append(collect(made, place, iteration, result.losses[-1]))
+            if iteration in shape.send:
+                ring.go_round(iteration)
+        ring.end()
         made.settle()
         result.state = {name: tensor.clone() for name, tensor in stage.state().items()}
         for shard in () if stage.shards is None else stage.shards.held:

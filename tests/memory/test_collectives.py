@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_recycle.runtime.comm.living import calls, shares
+from tests.memory.collecting import right
 from tests.memory.job import Job, Shape, check
 from tests.memory.scenes import SHAPES, Scene
 from tests.moments import Moment
@@ -81,3 +82,34 @@ def test_a_part_that_was_in_a_call_when_it_lost_another_is_told_what_it_brought_
         job.wait_event("waiting", worker="1:1.0")
         job.release(late)
         check(job, job.wait(), came={"1:1.0", "1:1.1"})
+
+
+def messages(job: Job, gone: set[str]) -> None:
+    """What came is right; only of a rank that is gone nothing came."""
+    for process in job.processes.values():
+        for (iteration, sender), value in process.result.brought.items() if process.name not in gone else ():
+            named = job.names[sender % 10] in gone
+            assert value == right(iteration, sender % 10) or (named and value is None), (
+                f"{process.name} got {value} from {job.names[sender % 10]} after {iteration}\n{job.where()}")
+
+
+@pytest.mark.parametrize("seed", seeds(16))
+def test_a_worker_killed_at_anything_that_messages_ask_of_the_network(seed):
+    """All others have what they sent each other, once, and in order, also what was waited for an iteration later."""
+    draw, shape = random.Random(seed), Shape(3, 2, 2, 3, send=(0, 1), clipping=0.05 * (seed % 2))
+    calm = Job(shape, seed=1)
+    calm.run()
+    messages(calm, set())
+    one = draw.choice([asked for asked in calm.deaths.all() if asked.what in ("send control", "receive control")])
+    messages(Scene("sends", shape, out={one.worker}, asked=[one]).run(seed), {one.worker})
+
+
+def test_one_that_comes_in_counts_messages_as_its_peers_do():
+    shape, late = Shape(3, 2, 2, 6, send=(0, 1, 4, 5)), Moment("0:0", "forward", 2)
+    job = Job(shape, [Moment("1:1", "forward", 1)], holds=[late])
+    with job:
+        job.comes_back("1:1", late)
+        check(job, job.wait(), came={"1:1"})
+        brought = {key: value for process in job.processes.values() for key, value in process.result.brought.items()
+                   if key[0] >= 4}
+        assert brought == {key: right(key[0], key[1] % 10) for key in brought} and len(brought) == 2 * 12

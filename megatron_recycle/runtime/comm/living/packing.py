@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_recycle.runtime.comm.comm import Comm
+
 Tensors = Sequence[torch.Tensor]
 
 
@@ -40,3 +42,18 @@ def unpacked(data: torch.Tensor, like: Tensors) -> Tensors:
         found.append(piece.to(tensor.device))
         start = end
     return found
+
+
+def rows_of_all(comm: Comm, rows: Sequence[tuple[float, float]]) -> set[tuple[float, float]]:
+    """The rows of all members of ``comm``, which all call this; the first number of a row is not 0. Raises
+    GenerationOver."""
+    widths = torch.zeros(comm.size, dtype=torch.float64)
+    widths[comm.rank] = len(rows)
+    comm.sum(widths).wait()
+    table = torch.zeros(comm.size, int(widths.max()), 2, dtype=torch.float64)
+    if not table.numel():
+        return set()
+    if rows:
+        table[comm.rank, :len(rows)] = torch.tensor(rows, dtype=torch.float64)
+    comm.sum(table).wait()
+    return {(key, number) for key, number in table.flatten(0, 1).tolist() if key}

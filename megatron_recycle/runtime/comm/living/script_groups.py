@@ -11,27 +11,22 @@ import functools
 import pickle
 import threading
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_recycle.errors import GenerationOver, UnsupportedError
-from megatron_recycle.runtime.comm.comm import Comm, Pending
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.comm.living.calls import Call, Objects
-from megatron_recycle.runtime.comm.living.exchange import Group, Roll
+from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.comm.living.torch_calls import METHODS
-from megatron_recycle.runtime.comm.tags import CONTROL
 from megatron_recycle.runtime.setup_record import Alone, done
 
-SENT = CONTROL.take("what the script sends", 2**26, again=True)
-"""By group and the script's own tag."""
 _OWN = "recycle/"
 """Names of the runtime's own groups begin so."""
 
@@ -77,13 +72,11 @@ class Asks(Enum):
 Stock = Callable[..., Any]
 
 
-class Reach(NamedTuple):
-    """How two ranks reach each other: by the handle ``comm`` of all that are alive. ``begun``: what the script itself
-    has connected is still good."""
+class UnderWay(Protocol):
+    """Something that travels between two ranks. ``done``: whether it has come, or left."""
 
-    comm: Comm
-    roll: Roll
-    begun: bool
+    @property
+    def done(self) -> bool: ...
 
 
 class Job(Protocol):
@@ -101,8 +94,12 @@ class Job(Protocol):
     def inside(self) -> tuple[tuple[int, ...], dist.ProcessGroup] | None:
         """The ranks of this worker's tensor-parallel parts, and their group of now; None if it has one part."""
 
-    def reach(self, group: Group) -> Reach:
-        """How ranks of ``group`` reach each other now. Raises JobEnded."""
+    def transfer(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool) -> UnderWay:
+        """Begin to send ``tensor`` to position ``peer``, or to receive it from there. Raises JobEnded, UnsupportedError
+        where that one is gone, and, in what is given up, GenerationOver."""
+
+    def arrive(self, message: UnderWay) -> None:
+        """Wait for it. Raises as `transfer`."""
 
 
 class Hollow(dist.ProcessGroup):
@@ -149,7 +146,9 @@ class ScriptGroups:
                                                              Asks.LIBRARY))
         for name, function in (("broadcast_object_list", self._broadcast_objects),
                                ("all_gather_object", self._all_gather_objects),
-                               ("gather_object", self._gather_objects), ("scatter_object_list", self._scatter_objects)):
+                               ("gather_object", self._gather_objects), ("scatter_object_list", self._scatter_objects),
+                               ("send_object_list", self._exchange_objects),
+                               ("recv_object_list", self._exchange_objects)):
             stock = getattr(c10d, name)
             for module in (dist, c10d):
                 self._replace(module, name, functools.wraps(stock)(functools.partial(function, stock)))
@@ -180,8 +179,7 @@ class ScriptGroups:
                 return stock(group, *given, **keywords)
             arguments = [*given, *keywords.values()]
             if read is None:
-                return self._transfer(name, functools.partial(stock, group, *given, **keywords), group, found, asks,
-                                      arguments)
+                return self._transfer(name, functools.partial(stock, group, *given, **keywords), found, arguments)
             self._carry_out(asks, found, read(len(found.ranks), arguments))
             return done(arguments[0] if arguments and name != "barrier" else None)
 
@@ -204,13 +202,8 @@ class ScriptGroups:
 
     # ---- between two ranks
 
-    def _transfer(self, name: str, stock: Callable[[], Any], group: dist.ProcessGroup, found: Group, asks: Asks,
+    def _transfer(self, name: str, stock: Callable[[], Any], found: Group,
                   given: Sequence[Any]) -> Any:
-        if asks is Asks.LATE:
-            return done(None)
-        comm, roll, begun = self._job.reach(found)
-        if begun and not isinstance(group, Hollow):
-            return stock()
         if name == "_start_coalescing":
             self._batches.open = []
             return None
@@ -218,25 +211,27 @@ class ScriptGroups:
             works, self._batches.open = self._batches.open, None
             return _All(works)
         if name == "recv_anysource":
-            raise UnsupportedError("recv() from any rank is not there once a worker has failed: name the sender")
+            raise UnsupportedError("recv() from any rank is not there between two iterations: name the sender")
         tensor, peer, tag = given[0][0], given[1], given[2] if len(given) > 2 else 0
-        if roll.is_empty(peer):
-            raise UnsupportedError(
-                f"the script calls {name}() with rank {found.ranks[peer]} (worker {roll.names[peer]}), which is gone: "
-                "nobody can take its part between two ranks. Use a collective, leave it out, or let the worker be "
-                "started again (max_restarts)")
-        process = next(process for process, position in roll.living.items() if position == peer)
-        number = SENT[zlib.crc32(f"{found.name}/{tag}".encode())]
-        fails = asks is Asks.SCRIPT
-        if name == "send":
-            pending, into = comm.send(tensor.detach().contiguous().cpu(), process, number), None
-        else:
-            pending = comm.receive(torch.empty(tensor.shape, dtype=tensor.dtype), process, number)
-            into = tensor
-        work = _Transfer(pending, into, fails)
+        if peer == found.me:
+            return stock()
+        work = _Transfer(self._job, self._job.transfer(found, peer, tensor, tag, name == "send"))
         if (batch := getattr(self._batches, "open", None)) is not None:
             batch.append(work)
         return work
+
+    def _exchange_objects(self, stock: Stock, object_list: list[Any], rank: int | None = None, group: Any = None,
+                          *given: Any, **keywords: Any) -> Any:
+        """`send_object_list` and `recv_object_list`."""
+        asks, where = self._asks(group)
+        if asks is not Asks.LATE or where is None:
+            return stock(object_list, rank, group, *given, **keywords)
+        sends = stock.__name__.startswith("send")
+        position = keywords.get("group_dst" if sends else "group_src")
+        rank = keywords.get("dst" if sends else "src", rank)
+        for _ in range(2):  # torch sends their length first
+            self._job.transfer(where, _position(where, rank, position), torch.empty(0), 0, sends)
+        return None if sends else where.ranks[_position(where, rank, position)]
 
     # ---- groups
 
@@ -317,31 +312,17 @@ class _While:
 
 
 class _Transfer(dist.Work):
-    """A tensor under way between two ranks; one that is received is there once this has been waited for.
+    """A tensor under way between two ranks; one that is received is there once this has been waited for."""
 
-    Args:
-        pending: the transfer.
-        into: where what comes belongs; None: it is sent.
-        fails: whether a failure is an error of the script's; else it is GenerationOver.
-    """
-
-    def __init__(self, pending: Pending, into: torch.Tensor | None, fails: bool) -> None:
+    def __init__(self, job: Job, message: UnderWay) -> None:
         super().__init__()
-        self._pending, self._into, self._fails = pending, into, fails
+        self._job, self._message = job, message
 
     def is_completed(self) -> bool:
-        return self._pending.done()
+        return self._message.done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            self._pending.wait()
-        except GenerationOver as error:
-            if self._fails:
-                raise _remedy(error) from error
-            raise
-        if self._into is not None:
-            with torch.no_grad():
-                self._into.copy_(self._pending.tensor)
+        self._job.arrive(self._message)
         return True
 
 
@@ -356,11 +337,6 @@ class _All(dist.Work):
         for work in self._works:
             work.wait()
         return True
-
-
-def _remedy(error: GenerationOver) -> RuntimeError:
-    return RuntimeError(f"a transfer of the script's between two ranks was cut short by a failure ({error}): make it "
-                        "again, or use a collective, which goes on through failures")
 
 
 def _position(group: Group, rank: int | None, position: int | None) -> int:
