@@ -88,8 +88,8 @@ def broadcast(batch: Any) -> Any:
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipelines: int, parts: int,
           iterations: int = 4, microbatches: int = 3, dropout: float = 0.0, plugin: bool = True,
           clipping: float = 0.5, settings: dict[str, Any] | None = None, evaluate: bool = False,
-          save: str | None = None) -> Any:
-    """As `gpt_job.train`, on a topology of three axes. ``evaluate``: after each iteration."""
+          save: str | None = None, zero: int = 0) -> Any:
+    """As `gpt_job.train`, on a topology of three axes. ``evaluate``: after each iteration. ``zero``: its stage."""
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts, num_dp=pipelines)
     place = topology.get_coord(rank)
     if plugin:
@@ -110,6 +110,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
         "train_batch_size": BATCH * microbatches * pipelines, "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": microbatches, "steps_per_print": 1000, "gradient_clipping": clipping,
+        "zero_optimization": {"stage": zero}, "zero_allow_untested_optimizer": True,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}})
     engine.set_batch_fn(broadcast)
     iterator = validation = None
@@ -125,12 +126,13 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
             evaluated.append(engine.eval_batch(validation).item())
     if save:
         engine.save_checkpoint(save)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     if plugin:
         engine.settle()
     result = {"losses": losses, "evaluated": evaluated,
               "parameters": {name: value.detach().numpy().copy() for name, value in engine.module.named_parameters()},
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()}
-                        for _, state in sorted(engine.optimizer.state_dict()["state"].items())]}
+                        for _, state in sorted(inner.state_dict()["state"].items())]}
     if plugin:
         engine.session.finish()
     return result

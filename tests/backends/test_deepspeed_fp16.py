@@ -91,6 +91,7 @@ def test_steps_are_those_of_stocks_fp16_optimizer(clipping, monkeypatch):
     stage.parameters, stage._stepped = mine, list(masters.masters.values())
     stage._clipping = clipping
     stage._optimizer, stage._staggered, stage._global_norm, stage._speaks = masters, False, True, lambda: True
+    stage._zero = None
     whole = SimpleNamespace(get_slice_parallel_rank=lambda: 0)  # no tensor-parallel part of something
     stage._engine = SimpleNamespace(global_steps=0, _exec_optimizer_step=masters.step, grid=whole)
     for number in range(6):

@@ -8,7 +8,6 @@ without failures have stock's bits.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -19,7 +18,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron_recycle.backends.deepspeed.between import (
@@ -122,10 +121,6 @@ class RecyclePipelineEngine(PipelineEngine):
         """The optimizer, if its state is cut into shards (ZeRO-1)."""
         super().__init__(*args, **keywords)
         check_supported(self)
-        if self.sharded is not None and "step" not in settings.sources:
-            settings = dataclasses.replace(settings, step="barrier")
-            if self.global_rank == 0:
-                get_logger().info("megatron-recycle: ZeRO-1: stages step when the iteration is committed (barrier)")
         # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         if self.wall_clock_breakdown():
@@ -215,9 +210,15 @@ class RecyclePipelineEngine(PipelineEngine):
         """Shards that the runtime lays on several workers. What is not supported is refused once the engine stands."""
         if optimizer is None or self.zero_optimization_stage() != 1:
             return optimizer
+        return self._configure_shards(optimizer, bf16=False)
+
+    def _configure_shards(self, optimizer: Any, bf16: bool) -> ZeroOptimizer:
         group = self.seq_data_parallel_group
+        scaler = CreateLossScaler(self.get_data_types()[0], self.loss_scale(), self.dynamic_loss_scale(),
+                                  self.dynamic_loss_scale_args())
         self.sharded = ZeroOptimizer(optimizer, group, dist.get_rank(group), dist.get_world_size(group),
-                                     self._copies, self.param_names, self.gradient_clipping())
+                                     self._copies, self.param_names, self.gradient_clipping(),
+                                     self.communication_data_type, scaler, bf16)
         return self.sharded
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:
@@ -228,8 +229,8 @@ class RecyclePipelineEngine(PipelineEngine):
                 if shard in self.sharded.shards.held else None for shard, name in enumerate(zero_ckpt_names)]
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
-        if self.zero_optimization_stage() == 1:
-            return self._configure_zero_optimizer(optimizer)
+        if optimizer is not None and self.zero_optimization_stage() == 1:
+            return self._configure_shards(optimizer, bf16=True)
         return self._configure_fp16_optimizer(optimizer, torch.bfloat16)
 
     def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:

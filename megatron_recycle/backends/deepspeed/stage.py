@@ -62,7 +62,6 @@ class DeepSpeedStage:
         read_with: the script's, that micro-batches are read with (datasets, functions).
     """
 
-    averaging: Averaging = "after"
     report_width = 0
     settings: Mapping[str, Any] = {}
 
@@ -73,7 +72,8 @@ class DeepSpeedStage:
         self._zero = keeper if isinstance(keeper, ZeroOptimizer) else None
         self.shards = self._zero.shards if self._zero is not None else None
         self._engine = engine
-        self._optimizer = masters
+        self._optimizer = keeper
+        self.averaging: Averaging = "after" if self._zero is None else self._zero.averaging
         self._staggered = settings.step == "staggered"
         self._global_norm = settings.clip_norm == "global" or keeper is not None
         self._speaks = speaks
@@ -91,6 +91,8 @@ class DeepSpeedStage:
         self._first_steps = FirstSteps({"optimizer": optimizer, "lr_scheduler": engine.lr_scheduler})
         # As stock: bf16 gradients are summed in fp32, those of fp16 in their own type, where the scale keeps them.
         self.gradient_dtype = torch.float32 if engine.bfloat16_enabled() else None
+        if self._zero is not None:
+            self.gradient_dtype = engine.get_data_types()[1]
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(optimizer).__name__}"
         self.tied_stages = _tied_stages(engine.module)
         self.ties = _ties(engine)
@@ -183,7 +185,7 @@ class DeepSpeedStage:
                 for tensor in inputs if tensor.is_floating_point()]
 
     @property
-    def _scaled(self) -> MasterWeightOptimizer | None:
+    def _scaled(self) -> MasterWeightOptimizer | ZeroOptimizer | None:
         """The optimizer, if losses are scaled for it (fp16)."""
         return self._optimizer if self._optimizer is not None and self._optimizer.scales else None
 
@@ -191,9 +193,10 @@ class DeepSpeedStage:
         """Stock's way of counting (`_counts`). Infinite if losses are scaled and a gradient has overflowed."""
         if self._scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
             return math.inf
-        if self._clipping <= 0.0 and self._optimizer is None and self.shards is None:
+        if self._clipping <= 0.0 and self._optimizer is None:
             return 0.0
-        counted = [gradient.detach().float() for parameter, gradient in zip(self.parameters, gradients)
+        kind = torch.float32 if self._zero is None else self._zero.norm_type
+        counted = [gradient.detach().to(kind) for parameter, gradient in zip(self.parameters, gradients)
                    if gradient.numel() and self._counts(parameter)]
         total = torch.stack(torch._foreach_norm(counted, 2.0)).pow(2.0).sum().float().item() if counted else 0.0
         return total if self._scaled is None else total / self._scaled.loss_scale**2
@@ -216,7 +219,7 @@ class DeepSpeedStage:
         engine = self._engine
         if self._scaled is not None and not math.isfinite(sum(norm_squares)):
             return math.nan
-        if self.shards is not None:
+        if self._zero is not None:
             return clipping_coefficient(norm_squares, engine.num_stages, self._clipping)
         if self._clipping <= 0.0:
             return 1.0
@@ -235,28 +238,25 @@ class DeepSpeedStage:
         return torch.min(torch.tensor([1.0]), limit / (norm + 1e-6)).item()
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-        masters = self._scaled
-        if self._zero is not None:
-            self._zero.overflow = math.isnan(coefficient)
-            if self._zero.overflow and self._speaks():
-                get_logger().warning("megatron-recycle: gradients are not finite: the step of iteration %d is left out",
+        skipping = self._scaled or self._zero  # what leaves out a step whose gradients are not finite
+        if skipping is not None:
+            skipping.overflow = math.isnan(coefficient)
+        if skipping is not None and skipping.overflow:
+            if self._speaks():
+                what = f"have overflowed at a loss scale of {skipping.loss_scale:g}" if skipping.scales else (
+                    "are not finite")
+                get_logger().warning("megatron-recycle: gradients %s: the step of iteration %d is skipped", what,
                                      self._engine.global_steps)
-            elif not self._zero.overflow:
-                self._zero.shards.load(gradients, coefficient)
-        elif masters is None:
+        elif self._zero is not None:
+            self._zero.shards.load(gradients, coefficient / self._zero.loss_scale)
+        elif self._scaled is None:
             for parameter, gradient in zip(self._stepped, gradients, strict=True):
                 if parameter is not None:
                     parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
-        elif math.isnan(coefficient):
-            masters.overflow = True
-            if self._speaks():
-                get_logger().warning("megatron-recycle: gradients have overflowed at a loss scale of %g: the step of "
-                                     "iteration %d is skipped", masters.loss_scale, self._engine.global_steps)
         else:
-            masters.overflow = False
             for master, gradient in zip(self._stepped, gradients, strict=True):
                 if master is not None:
-                    master.grad = gradient.float().mul_(coefficient / masters.loss_scale)
+                    master.grad = gradient.float().mul_(coefficient / self._scaled.loss_scale)
         if not self._staggered or self._first_steps.over:
             self._engine._exec_optimizer_step()
         else:
@@ -334,7 +334,9 @@ class DeepSpeedStage:
 
     @property
     def may_guess_wrong(self) -> bool:
-        return self._scaled is not None or (self._clipping > 0.0 and self._engine.num_stages > 1)
+        # Under ZeRO-1 a step is left out where the gradients of any stage are not finite.
+        return self._scaled is not None or self._zero is not None or (
+            self._clipping > 0.0 and self._engine.num_stages > 1)
 
     def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
         engine = self._engine

@@ -35,9 +35,7 @@ def _zero_features(engine: PipelineEngine) -> list[tuple[bool, str]]:
     """What goes with ZeRO-1 in stock, and not here."""
     zero, sharded = engine._config.zero_config, engine.zero_optimization_stage() == 1
     names = ("round_robin_gradients", "parameter_alignment", "elastic_checkpoint", "offload_optimizer", "zenflow")
-    found = [(sharded and bool(getattr(zero, name, None)), f"zero_optimization.{name}: leave it out") for name in names]
-    return [*found, (sharded and engine.fp16_enabled(), "fp16 with ZeRO-1: use bf16, or set zero_optimization.stage to "
-                     "0")]
+    return [(sharded and bool(getattr(zero, name, None)), f"zero_optimization.{name}: leave it out") for name in names]
 
 
 def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
@@ -62,7 +60,8 @@ def _features(engine: PipelineEngine) -> list[tuple[bool, str]]:
         (any(isinstance(part, nn.Embedding) and part.sparse for part in engine.module.modules()),
          "sparse embedding gradients: use nn.Embedding(sparse=False)"),
         (engine.communication_data_type not in (None, torch.float16 if engine.fp16_enabled() else torch.float32)
-         and not engine.bfloat16_enabled(), "communication_data_type: leave it at its default"),
+         and not engine.bfloat16_enabled() and engine.zero_optimization_stage() != 1,
+         "communication_data_type: leave it at its default"),
         (not engine.postscale_gradients() or engine.gradient_predivide_factor() != 1.0,
          "prescale_gradients and gradient_predivide_factor: leave them at their defaults"),
         (engine._config.checkpoint_config["writer"] is not None or engine._config.datastates_config.enabled,

@@ -7,6 +7,7 @@ and the form of checkpoints are stock's.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -15,16 +16,20 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, even, trained
+from megatron_recycle.runtime.stage import Averaging
 
 _BASE, _MASTERS = "base_optimizer_state", "single_partition_of_fp32_groups"
+_SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""State of the loss scaling that an update changes."""
 
 
 class ZeroOptimizer(DeepSpeedOptimizer):
@@ -37,19 +42,23 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         copies: of each shard.
         names: of the parameters.
         clipping: limit on the gradient's norm; 0: none.
+        wire: the type in which gradients travel.
+        scaler: stock's, of losses.
+        bf16: whether stock would take its `BF16_Optimizer` for it.
     """
 
-    loss_scale = cur_scale = 1.0
-
     def __init__(self, optimizer: torch.optim.Optimizer, group: Any, rank: int, size: int, copies: int,
-                 names: Mapping[nn.Parameter, str], clipping: float) -> None:
+                 names: Mapping[nn.Parameter, str], clipping: float, wire: torch.dtype, scaler: LossScalerBase,
+                 bf16: bool) -> None:
         self._groups = trained(optimizer)
-        self.shards = ShardedOptimizer(optimizer, even(self._groups, size), to_begin_with(rank, size, copies))
+        self.shards = ShardedOptimizer(optimizer, even(self._groups, size), to_begin_with(rank, size, copies), wire)
         self.optimizer = optimizer
         self.dp_process_group = group
         self._rank = rank
         self._names = names
         self._clipping = clipping
+        self.scaler = scaler
+        self._bf16 = bf16
         self.overflow = False
         """Whether the next `step` does nothing, since gradients are not finite."""
 
@@ -66,8 +75,46 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """The model's parameters by group, by the name that stock asks for when it writes their shapes."""
         return self._groups
 
+    @property
+    def averaging(self) -> Averaging:
+        """Where stock divides by the number of pipelines."""
+        return "after" if self._bf16 else "before"
+
+    @property
+    def norm_type(self) -> torch.dtype:
+        """The type in which stock adds up the squares of a gradient norm."""
+        return torch.float32 if self._bf16 else get_norm_dtype()
+
+    # ---- the loss's scale
+
+    @property
+    def scales(self) -> bool:
+        """Whether losses are scaled, and overflows skipped."""
+        return self.scaler.dynamic or self.loss_scale != 1.0
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of a micro-batch's loss before its backward."""
+        return float(self.scaler.cur_scale)
+
+    @property
+    def cur_scale(self) -> float:
+        """`loss_scale` by another of stock's names."""
+        return self.loss_scale
+
+    def counters(self) -> dict[str, Any]:
+        """State that `step` changes besides shards."""
+        return {name: vars(self.scaler)[name] for name in _SCALING if name in vars(self.scaler)}
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Put back what `counters` gave."""
+        vars(self.scaler).update(counters)
+
     def step(self, closure: None = None) -> None:
-        """One update of this worker's shards, with the gradients that they were given."""
+        """One update of this worker's shards, with the gradients that they were given, which are unscaled already;
+        after an overflow only the scale changes."""
+        if self.scales:
+            self.scaler.update_scale(self.overflow)
         if not self.overflow:
             self.shards.step()
 
@@ -87,12 +134,18 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                                    f"{', '.join(map(str, held))}: use engine.save_checkpoint(), which finds all")
         place, each = held.index(shard), len(held)
         paddings = [self._padding(number, shard) for number in range(len(self._groups))]
-        return {"loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False, "overflow": False,
-                "clip_grad": self._clipping,
-                _BASE: {"state": {number: inner["state"][number * each + place] for number in range(len(self._groups))
-                                  if number * each + place in inner["state"]},
-                        "param_groups": [{**group, "params": [number]}
-                                         for number, group in enumerate(inner["param_groups"])]},
+        base = {"state": {number: inner["state"][number * each + place] for number in range(len(self._groups))
+                          if number * each + place in inner["state"]},
+                "param_groups": [{**group, "params": [number]} for number, group in enumerate(inner["param_groups"])]}
+        if self._bf16:
+            last = shard == shards.count - 1
+            return {"clip_grad": self._clipping, _BASE: base,
+                    _MASTERS: [master.detach().clone().requires_grad_() for master in shards.masters(shard)],
+                    "group_paddings": paddings if last else [0] * len(paddings),
+                    "partition_count": [shards.count] * len(self._groups), "ds_version": deepspeed.__version__,
+                    "param_slice_mappings": self._mappings(shard)}
+        return {"loss_scaler": copy.copy(self.scaler), "dynamic_loss_scale": self.scaler.dynamic,
+                "overflow": self.overflow, "clip_grad": self._clipping, _BASE: base,
                 _MASTERS: [master.detach()[:master.numel() - padding]
                            for master, padding in zip(shards.masters(shard), paddings)],
                 "zero_stage": ZeroStageEnum.optimizer_states, "group_paddings": paddings,
@@ -108,6 +161,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                                    "the plugin, and save")
         for shard in self.shards.held:
             self._load(shard, state_dict_list[shard], load_optimizer_states, load_from_fp32_weights)
+            if self.scales and state_dict_list[shard].get("loss_scaler") is not None:
+                self.scaler = copy.copy(state_dict_list[shard]["loss_scaler"])
         if not load_from_fp32_weights:
             self.refresh_fp32_params()
 
@@ -135,7 +190,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 group.update({key: value for key, value in values.items() if key != "params"})
         if masters:
             for master, values in zip(shards.masters(shard), saved[_MASTERS], strict=True):
-                master.data[:values.numel()].copy_(values)
+                length = min(values.numel(), master.numel())  # with padding, or without
+                master.data[:length].copy_(values[:length])
 
     def refresh_fp32_params(self) -> None:
         """Make the masters what the model's parameters are: only those were loaded."""
@@ -165,7 +221,7 @@ def clipping_coefficient(norm_squares: Sequence[float], stages: int, limit: floa
         for value in norm_squares[stage * each:(stage + 1) * each]:
             of_stage += value
         total += of_stage
-    norm = total.pow(1.0 / 2.0)
+    norm = torch.linalg.vector_norm(torch.stack([total.pow(1.0 / 2.0)]))  # of groups, as if there were one
     if not math.isfinite(norm.item()):
         return math.nan
     if limit <= 0.0:
