@@ -60,7 +60,7 @@ class CampaignJob(Job):
 
     def _start_coordinator(self) -> str:
         environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        spec = coordinator_process.CoordinatorSpec(self.size, self.folder, "token", "127.0.0.1", environ, store_port=-1,
+        spec = coordinator_process.CoordinatorSpec(self.size, self.folder, "token", "127.0.0.1", environ,
                                                    embedded=True)
         self._service = coordinator_process.start(spec)
         self._over = threading.Event()

@@ -11,6 +11,8 @@ from importlib.util import find_spec
 from megatron_recycle.backends.lazy import when_imported
 from megatron_recycle.backends.options import Options
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.environment import Launched
+from megatron_recycle.runtime.comm.job_store import take_over
 from megatron_recycle.runtime.comm.standalone import set_up
 from megatron_recycle.runtime.compute.data import Factory
 from megatron_recycle.runtime.phases import Observer
@@ -36,6 +38,8 @@ def enable(config: RecycleConfig | None, *, flags: argparse.Namespace | None, da
     A framework that the script never imports is not loaded, nor is its backend. ``embed`` starts a coordinator for a
     job whose launcher brings none.
     """
+    if Launched.read().by_recycle_run:
+        take_over()
     options = Options(config, flags, data, observer, embed, set_up())
     frameworks = {module.partition(".")[0] for module in BACKENDS}
     installed = {name for name in frameworks if find_spec(name) is not None}

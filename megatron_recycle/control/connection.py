@@ -12,9 +12,9 @@ from typing import Protocol
 
 from megatron_recycle.control.sockets import watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError, encode
-from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_NEWCOMER, FROM_WORKER, check
+from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_NEWCOMER, FROM_STORE, FROM_WORKER, check
 
-_ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER}
+_ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER, "store": FROM_STORE}
 _UNREAD_LIMIT = 32 * 1024 * 1024
 """Bytes that may wait for a peer before it is cut off."""
 
@@ -37,9 +37,9 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """`role` is "worker", "launcher" or "newcomer" once the peer has said hello; `incarnation` (a worker's), `host` and
-    `places` (a launcher's: the processes that its host can start in the job's next life) are set by the owner. `heard`
-    is when something last came in (monotonic)."""
+    """`role` is "worker", "launcher", "newcomer" or "store" (a process at the job's store) once the peer has said
+    hello; `incarnation` (a worker's), `host` and `places` (a launcher's: the processes that its host can start in the
+    job's next life) are set by the owner. `heard` is when something last came in (monotonic)."""
 
     def __init__(self, owner: Owner) -> None:
         self.role: str | None = None
@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         if self.role is None:
             role = message.get("role")
             if message["type"] != "hello" or role not in _ROLES:
-                raise WireError("the first message is no hello of a worker, a launcher or a newcomer")
+                raise WireError("the first message is no hello of any role")
             check(message, _ROLES[role])
             self.role = role
             if self._deadline is not None:

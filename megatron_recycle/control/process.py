@@ -48,7 +48,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--run-dir", type=Path, required=True)
     made.add_argument("--interface", default="127.0.0.1", help="the only address to listen on")
     made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
-    made.add_argument("--store-port", type=int, default=-1, help="of torch's store, for hosts that join; -1: none")
     made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
     made.add_argument("--life", default="null", help="the job's life, in JSON; null: it has one only")
     made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
@@ -115,8 +114,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     planning = Planning(PlanFolder(args.run_dir / PLANS).keep)
     if past.state is not None and past.state.description:
         planning.resume(past.state.description, past.state.failed, past.told)
-    store = f"{args.interface}:{args.store_port}"
-    offered = None if args.store_port < 0 else Offered(store, settings_of(os.environ))
+    offered = None if args.embedded else Offered(settings_of(os.environ))
     coordinator = Coordinator(
         size=args.size,
         token=token,

@@ -9,6 +9,7 @@ import time
 from typing import Protocol
 
 from megatron_recycle.control.connection import Connection
+from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.strangers import Strangers
 from megatron_recycle.control.wire import Message, encode
 from megatron_recycle.membership import messages
@@ -45,6 +46,7 @@ class Server:
     Attributes:
         workers: the connection of each process, by incarnation.
         launchers: the connections of launchers.
+        shelf: the content of torch's store.
     """
 
     def __init__(self, size: int, token: str, hello_timeout: float, hearer: Hearer) -> None:
@@ -53,6 +55,7 @@ class Server:
         self.workers: dict[str, Connection] = {}
         self.launchers: set[Connection] = set()
         self.strangers: Strangers[Connection] = Strangers(size + _SPARE_STRANGERS)
+        self.shelf = Shelf()
         self._hearer = hearer
         self._connections: set[Connection] = set()
         self._refusals: RateLimit[str] = RateLimit(60.0)
@@ -113,6 +116,7 @@ class Server:
         self._connections.discard(connection)
         self.strangers.gone(connection)
         self.launchers.discard(connection)
+        self.shelf.gone(connection)
         if connection.host is not None and all(other.host != connection.host for other in self.launchers):
             self._hearer.launcher_gone(connection.host)
         worker = connection.incarnation
@@ -134,6 +138,11 @@ class Server:
         if connection.role == "newcomer":
             if message["type"] == "hello":
                 self._hearer.newcomer(connection, message["rank"])
+        elif connection.role == "store":
+            if message["type"] == "hello":
+                connection.send({"type": "welcome", "shelf": self.shelf.name})
+            else:
+                self.shelf.ask(connection, message, connection.send)
         elif connection.role == "launcher":
             self._from_launcher(connection, message)
         elif message["type"] == "hello":

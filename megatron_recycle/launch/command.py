@@ -34,7 +34,6 @@ from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.summary import print_table
-from megatron_recycle.launch.torch_store import TorchStore, keep_store
 from megatron_recycle.launch.worker_command import default_nproc, python_command, say_to, torchrun_environment
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.observe.output import spare_output
@@ -43,7 +42,7 @@ __all__ = ["add_arguments", "launch", "run"]
 _JOIN_SECONDS = 600.0  # --join-timeout
 _PORT_LIMIT, _PAUSE = 60.0, 0.5
 """Seconds that a job which starts again waits for its ports, and between two tries."""
-_Led = tuple[Meeting, service.Service, TorchStore | None]
+_Led = tuple[Meeting, service.Service]
 _TERMINATED = 128 + signal.SIGTERM
 """The status of a job that a SIGTERM has ended."""
 _START_LIMIT = 600.0
@@ -78,8 +77,8 @@ def run(args: argparse.Namespace) -> int:
     return launch(args, python_command(args.script, args.arguments))
 
 
-def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> int:
-    """Like `run`, with the workers' command given; without `store` no store of torch.distributed is started."""
+def launch(args: argparse.Namespace, command: list[str]) -> int:
+    """Like `run`, with the workers' command given."""
     spare_output()
     config = RecycleConfig.resolve()
     check(args)
@@ -98,7 +97,7 @@ def launch(args: argparse.Namespace, command: list[str], store: bool = True) -> 
     life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
                              hosts.count, most=args.restarts)
     while life is not None:
-        launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, store, say)
+        launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, say)
         _tell(launcher)
         if (end := launcher.ending.end) is not None and end["status"] == 1 and not launcher.ending.interrupted:
             job = launcher.job
@@ -121,20 +120,18 @@ def _ask_slurm(args: argparse.Namespace, hosts: Hosts, say: Callable[[str], None
 
 
 def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, token: str | None, nproc: int,
-          command: list[str], config: RecycleConfig, store: bool, say: Callable[[str], None]) -> tuple[Launcher, int]:
+          command: list[str], config: RecycleConfig, say: Callable[[str], None]) -> tuple[Launcher, int]:
     """One life of the job on this host: its launcher, which has ended, and its status."""
     coordinator: service.Service | None = None
-    kept: TorchStore | None = None
     try:
         if hosts.rank == 0:
             assert token is not None, "the first host has made one"
-            found, coordinator, kept = _lead_in_time(
-                lambda: _lead(args, config, hosts, run_dir, token, nproc, store, life), _PORT_LIMIT * bool(life.number))
+            found, coordinator = _lead_in_time(
+                lambda: _lead(args, config, hosts, run_dir, token, nproc, life), _PORT_LIMIT * bool(life.number))
         else:
             found = _follow(args, hosts, run_dir, token, nproc, say, life)
         nodes, node = (hosts.task.nodes, hosts.task.node) if hosts.task else (life.nodes, life.node)
-        environ = torchrun_environment(not_handed_over(_environ(args)), found.host, max(found.store_port, 0), nodes,
-                                       node) | life.variables()
+        environ = torchrun_environment(not_handed_over(_environ(args)), found.control, nodes, node) | life.variables()
         environ |= Launched(control=found.control, token=found.token, run_dir=str(run_dir),
                             chaos=args.chaos is not None,
                             microbatches=None if life.shape is None else life.shape.microbatches).variables()
@@ -155,7 +152,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             places=nproc,
         )
         say(f"recycle: {len(life.ranks)} workers, control at {found.control}, logs and events in {run_dir}")
-        launcher = Launcher(job, found.control, found.token, say, coordinator, kept)
+        launcher = Launcher(job, found.control, found.token, say, coordinator)
         with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir):
             return launcher, launcher.run()
     finally:
@@ -214,15 +211,13 @@ def _lead_in_time(lead: Callable[[], _Led], limit: float) -> _Led:
 
 
 def _lead(
-    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, store: bool,
-    life: Life,
-) -> tuple[Meeting, service.Service, TorchStore | None]:
-    """Start torch's store and the coordinator, and write their addresses into the run folder.
+    args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int, life: Life,
+) -> _Led:
+    """Start the coordinator, and write its address into the run folder.
 
     Raises:
-        RecycleError: one of them cannot be started; the hosts that wait for this one read why.
+        RecycleError: it cannot be started; the hosts that wait for this one read why.
     """
-    kept: TorchStore | None = None
     if not hosts.name:
         host = args.master_addr or config.interface
         check_host(host, hosts.count > 1)
@@ -239,22 +234,16 @@ def _lead(
             check_host(host, several=alone is None)
             check_listening(host, args.master_port)
         environ = tokens.without(_environ(args))
-        if store:
-            kept = keep_store(host, args.master_port + 1 if args.master_port else 0, environ, run_dir)
-        store_at = -1 if kept is None else kept.port
-        spec = service.CoordinatorSpec(life.size, run_dir, token, host, environ, args.master_port, store_at,
-                                       life=life.told())
+        spec = service.CoordinatorSpec(life.size, run_dir, token, host, environ, args.master_port, life=life.told())
         coordinator = service.start(spec)
     except RecycleError as error:
-        if kept is not None:
-            kept.end()
         if hosts.name:
             meeting.publish(run_dir, Meeting(_name(hosts, life), refusal=str(error)))
         raise
-    found = Meeting(_name(hosts, life), coordinator.control, token, store_at, nproc,
+    found = Meeting(_name(hosts, life), coordinator.control, token, nproc,
                     command=(args.script, *args.arguments), folder=os.getcwd())
     meeting.publish(run_dir, found)
-    return found, coordinator, kept
+    return found, coordinator
 
 
 def _name(hosts: Hosts, life: Life) -> str:
@@ -275,7 +264,7 @@ def _follow(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str | 
         say(f"recycle: waiting for host 0 at {control}")
         await_coordinator(control, token, _START_LIMIT, say)
         make(run_dir)
-        return Meeting(hosts.name, control, token, args.master_port + 1, nproc)
+        return Meeting(hosts.name, control, token, nproc)
     make(run_dir)
     kind = "task" if hosts.task else "node"
     say(f"recycle: {kind} {hosts.rank} of {hosts.count} waits for the first one, in {run_dir}")
@@ -310,10 +299,9 @@ def _join(
                              _JOIN_SECONDS if args.join_timeout is None else args.join_timeout, say)
     run_dir = _run_dir(args, config)
     make(run_dir)
-    host, _, port = found.store.rpartition(":")
     # Hosts are told apart by their number: no other one has this.
     outer = {**not_handed_over(os.environ), **found.environ}
-    environ = torchrun_environment(outer, host, int(port), 1, found.size + found.ranks[0])
+    environ = torchrun_environment(outer, control, 1, found.size + found.ranks[0])
     environ |= Launched(control=control, token=token, run_dir=str(run_dir)).variables()
     job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
               _grace(config), leader=False)

@@ -26,8 +26,7 @@ _TOLD_LINES = 5
 
 @dataclass(frozen=True)
 class CoordinatorSpec:
-    """A coordinator to be started. `port` 0 is any; `store_port` is where torch's store is, for hosts that join; -1:
-    there is none of ours. `life`: which of the job's lives this is, in JSON.
+    """A coordinator to be started. `port` 0 is any. `life`: which of the job's lives this is, in JSON.
 
     `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits.
     """
@@ -38,7 +37,6 @@ class CoordinatorSpec:
     interface: str
     environ: Mapping[str, str]
     port: int = 0
-    store_port: int = -1
     tied: bool = True
     embedded: bool = False
     resume: bool = False
@@ -47,7 +45,7 @@ class CoordinatorSpec:
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "megatron_recycle.control.process"]
         command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
-        command += ["--port", str(self.port), "--store-port", str(self.store_port), "--life", self.life]
+        command += ["--port", str(self.port), "--life", self.life]
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
 
 

@@ -35,7 +35,6 @@ def start(settings: RecycleConfig) -> tuple[str, str]:
         token=token,
         interface=settings.interface,
         environ=environ,
-        store_port=-1,
         tied=False,
         embedded=True,
     )

@@ -20,12 +20,11 @@ _PATIENCE = 20.0
 
 @dataclass(frozen=True)
 class Vacancies:
-    """The answer to a host that joins: ranks without a worker, the job's size, "host:port" of torch's store, and the
+    """The answer to a host that joins: ranks without a worker, the job's size, and the
     settings in the environment of the job's first host."""
 
     ranks: tuple[int, ...]
     size: int
-    store: str
     environ: Mapping[str, str]
 
 
@@ -44,7 +43,7 @@ def ask(control: str, token: str, count: int, timeout: float, say: Callable[[str
             told = _answer(answers, link)
             why, left = told["refusal"], limit - time.monotonic()
             if not why:
-                return Vacancies(tuple(told["ranks"]), told["size"], told["store"], dict(told["environ"]))
+                return Vacancies(tuple(told["ranks"]), told["size"], dict(told["environ"]))
             if not told["again_s"] or left <= 0:
                 waited = f"; waited {timeout:.0f} s (--join-timeout)" if told["again_s"] and timeout else ""
                 raise RecycleError(f"this host cannot join the job at {control}: {why}{waited}")

@@ -2,7 +2,7 @@
 
 One thread waits for everything: process ends (pidfd), messages of the coordinator, signals. Messages to the coordinator
 are queued, and the link's thread sends them. The parts: `processes`, `starting` (again, and for moves), `ending`
-(signals, time limits), `obeying` (the coordinator's commands), `services` (coordinator and store).
+(signals, time limits), `obeying` (the coordinator's commands), `services` (the coordinator).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from megatron_recycle.launch.restarts import Restarts
 from megatron_recycle.launch.services import Services
 from megatron_recycle.launch.starting import Starting, Starts
 from megatron_recycle.launch.summary import Summary
-from megatron_recycle.launch.torch_store import TorchStore
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.messages import TO_LAUNCHER
 from megatron_recycle.observe.text import printable
@@ -46,7 +45,7 @@ class Launcher:
     Args:
         control, token: of the coordinator.
         say: gets each line for the user.
-        coordinator, store: their processes, if this launcher is to look after them.
+        coordinator: its process, if this launcher is to look after it.
     """
 
     def __init__(
@@ -56,7 +55,6 @@ class Launcher:
         token: str,
         say: Callable[[str], None],
         coordinator: Service | None = None,
-        store: TorchStore | None = None,
     ) -> None:
         self.summary = Summary()
         self._say = lambda line: say(printable(line))
@@ -64,7 +62,7 @@ class Launcher:
         starts = Starts({rank: index for index, rank in enumerate(job.ranks, job.first_local)})
         self.processes = Processes(job, starts.devices, self._say)
         self.ending = Ending(self.processes, self.restarts, self._say, self._tell)
-        self.services = Services(coordinator, store, self.ending, self._say)
+        self.services = Services(coordinator, self.ending, self._say)
         self.starting = Starting(self.processes, self.restarts, starts, self._say, self.spawn, self._tell)
         self._follower = Follower(job.run_dir, job.show, say)
         self._obeying = Obeying(self.processes, self.restarts, self.starting, self.ending, self.services,
@@ -191,7 +189,6 @@ class Launcher:
         if self._link.lost_since is None:  # nobody else would let them in
             self.starting.again()
         self.starting.moves()
-        self.services.tend()
         self._check_coordinator()
         self._follower.poll(self.processes.shown())
         self.processes.kill_late()

@@ -18,7 +18,7 @@ from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.network import knock
 
 FILE = "join.json"
-_FORMAT = {"format": "recycle-join", "version": 1}
+_FORMAT = {"format": "recycle-join", "version": 2}
 _PAUSE = 0.2
 
 
@@ -26,15 +26,14 @@ _PAUSE = 0.2
 class Meeting:
     """The first host, as the others need to know it.
 
-    `control` is "host:port" of the coordinator, `store_port` that of torch's store on the same host (-1: there is
-    none). `name` tells the job from earlier jobs in the folder. A `refusal` says why the first host has started
-    nothing. `command` is the script with its arguments, and `folder` where it was started: for hosts that join.
+    `control` is "host:port" of the coordinator. `name` tells the job from earlier jobs in the folder. A `refusal` says
+    why the first host has started nothing. `command` is the script with its arguments, and `folder` where it was
+    started: for hosts that join.
     """
 
     name: str
     control: str = ""
     token: str = ""
-    store_port: int = -1
     nproc: int = 0
     refusal: str = ""
     command: Sequence[str] = ()

@@ -102,7 +102,7 @@ def await_coordinator(control: str, token: str, limit: float, say: Callable[[str
 def knock(control: str, token: str) -> str | None:
     """None if the coordinator of the job with this token answers at `control`; else why that cannot be said.
 
-    An open port says nothing: it may be another job's, or of torch's store.
+    An open port says nothing: it may be another job's.
     """
     host, _, port = control.rpartition(":")
     try:

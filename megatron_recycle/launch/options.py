@@ -8,8 +8,7 @@ from pathlib import Path
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.chaos_script import check_script
 
-_HIGHEST_PORT = 65534
-"""The next one is for torch's store."""
+_HIGHEST_PORT = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="PORT",
-        help="control port on host 0; torch's store takes the next one (default on one host: any)",
+        help="control port on host 0 (default on one host: any)",
     )
     parser.add_argument(
         "--run-dir", type=Path, help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)"

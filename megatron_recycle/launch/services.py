@@ -1,4 +1,4 @@
-"""The processes of the job that its first launcher looks after: the coordinator, and torch's store."""
+"""The process of the job that its first launcher looks after: the coordinator."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.coordinator_process import Service
 from megatron_recycle.launch.ending import Ending
 from megatron_recycle.launch.processes import Say
-from megatron_recycle.launch.torch_store import TorchStore
 
 
 class Services:
-    """Starts what has died again; where that does not help any more, the job ends.
+    """Starts it again when it has died; where that does not help any more, the job ends.
 
     Attributes:
         coordinator: its process; None: another launcher looks after it.
     """
 
-    def __init__(self, coordinator: Service | None, store: TorchStore | None, ending: Ending, say: Say) -> None:
+    def __init__(self, coordinator: Service | None, ending: Ending, say: Say) -> None:
         self.coordinator = coordinator
-        self._store = store
         self._ending = ending
         self._say = say
 
@@ -36,24 +34,12 @@ class Services:
             self._ending.give_up(f"no coordinator any more: {error}")
         return self.coordinator
 
-    def tend(self) -> None:
-        """Start torch's store again if it has died."""
-        if self._store is None or self._ending.over:
-            return
-        try:
-            if self._store.tend():
-                self._say("the process of torch's store has died; starting it again")
-        except RecycleError as error:
-            self._ending.give_up(str(error))
-
     def progress(self) -> None:
         """An iteration was committed: what has died before may die again."""
-        for service in (self.coordinator, self._store):
-            if service is not None:
-                service.deaths.progress()
+        if self.coordinator is not None:
+            self.coordinator.deaths.progress()
 
     def end(self) -> None:
         """The job is over."""
-        for service in (self.coordinator, self._store):
-            if service is not None:
-                service.end()
+        if self.coordinator is not None:
+            self.coordinator.end()

@@ -11,15 +11,17 @@ from megatron_recycle import nccl_settings
 
 
 def torchrun_environment(
-    environ: Mapping[str, str], host: str, store_port: int, nodes: int, node: int
+    environ: Mapping[str, str], control: str, nodes: int, node: int
 ) -> dict[str, str]:
-    """The variables that torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker."""
+    """The variables that torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker.
+    torch's store is where the coordinator listens, `control`: see `runtime.comm.job_store`."""
+    host, _, port = control.rpartition(":")
     return {
         "OMP_NUM_THREADS": "1",
         **nccl_settings.defaults(environ),
         **environ,
         "MASTER_ADDR": host,
-        "MASTER_PORT": str(store_port),
+        "MASTER_PORT": port,
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_NAME": "default",

@@ -77,6 +77,15 @@ FROM_NEWCOMER: Mapping[str, Mapping[str, Any]] = {
     "heartbeat": {"progress": (dict, type(None))},
 }
 """Messages of a process that is to join, before its script begins."""
+FROM_STORE: Mapping[str, Mapping[str, Any]] = {
+    "hello": {},
+    "ask": {"op": str, "keys": list, "values": list, "stamps": list, "number": int, "once": str},
+}
+"""Messages of a process's connection to the job's store: one ask at a time; see `control.shelf`."""
+TO_STORE: Mapping[str, Mapping[str, Any]] = {
+    "welcome": {"shelf": str},
+    "answer": {"values": list, "number": int, "stamp": int, "error": str},
+}
 TO_NEWCOMER: Mapping[str, Mapping[str, Any]] = {"learnt": {"record": list}}
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {
     "stop": {"generation": int, "role": str, "missing": int},
@@ -108,7 +117,7 @@ TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "drop": {"rank": int, "move": int},
     "progress": {},
     "speaks": {"rank": int, "pid": int, "offset": int},
-    "places": {"ranks": list, "size": int, "store": str, "environ": dict, "refusal": str, "again_s": _NUMBER},
+    "places": {"ranks": list, "size": int, "environ": dict, "refusal": str, "again_s": _NUMBER},
     "end": {"status": int, "message": str},
 }
 REPORT = {
@@ -140,6 +149,8 @@ def check(message: Message, known: Mapping[str, Mapping[str, Any]]) -> Message:
         raise WireError(f"out: {message['kind']!r:.60} is no kind of failure")
     if kind == "measured":
         _check_measured(message)
+    if kind == "ask":
+        _check_ask(message)
     if kind == "ready":
         _check_description(message["description"])
         _fields(kind, message, {"learnt": list} if "learnt" in message else {})
@@ -190,6 +201,12 @@ def _check_description(description: Mapping[str, Any]) -> None:
         Grid(grid["stages"], tuple(grid["microbatches"]))
     except ValueError as error:
         raise WireError(f"ready: {error}") from error
+
+
+def _check_ask(message: Message) -> None:
+    texts = [*message["keys"], *(value for value in message["values"] if value is not None)]
+    if not all(isinstance(text, str) for text in texts):
+        raise WireError("ask: a key or value is no text")
 
 
 def _check_measured(message: Mapping[str, Any]) -> None:

@@ -17,9 +17,8 @@ _AGAIN_S = 2.0
 
 @dataclass(frozen=True)
 class Offered:
-    """Facts for a host that joins: "host:port" of torch's store, and the settings in the environment."""
+    """Facts for a host that joins: the settings in the environment."""
 
-    store: str
     environ: Mapping[str, str]
 
 
@@ -52,10 +51,10 @@ def free_places(state: State, places: Reservations | None, count: int, now: floa
                        again_s=_AGAIN_S)
     places.kept.update(dict.fromkeys(free, now + _KEPT_S))
     ranks, offered = [state.ranks[name] for name in free], places.offered
-    return _answer(ranks=ranks, size=state.size, store=offered.store, environ=dict(offered.environ))
+    return _answer(ranks=ranks, size=state.size, environ=dict(offered.environ))
 
 
 def _answer(**fields: Any) -> dict[str, Any]:
     """`again_s`: seconds after which it is worth asking again; 0: never."""
-    empty = {"ranks": [], "size": 0, "store": "", "environ": {}, "refusal": "", "again_s": 0}
+    empty = {"ranks": [], "size": 0, "environ": {}, "refusal": "", "again_s": 0}
     return {"type": "places", **empty, **fields}

@@ -87,10 +87,6 @@ class Running:
         """Pid of the coordinator's process; 0: there is none."""
         return next((pid for pid in self.children() if b"control.process" in _command(pid)), 0)
 
-    def store(self) -> int:
-        """Pid of the process of torch's store."""
-        return next(pid for pid in self.children() if b"launch.torch_store" in _command(pid))
-
     def children(self) -> list[int]:
         """Live processes of this job (all of them have its folder in their environment)."""
         found = []

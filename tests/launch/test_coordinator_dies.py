@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from tests.launch.running import Running, launched
 
@@ -104,34 +102,4 @@ def test_without_its_journal_no_coordinator_leads(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGKILL)
         assert job.wait() == 1, job.where()
         assert "refuses to lead" in job.output.read_text()
-        assert job.children() == []
-
-
-def _store(job: Running) -> TCPStore:
-    """A new connection to the store of torch's that the job's workers know."""
-    environ = (Path("/proc") / str(job.paused(0)[0]) / "environ").read_bytes().decode().split("\0")
-    port = next(int(text.partition("=")[2]) for text in environ if text.startswith("MASTER_PORT="))
-    return TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30), wait_for_workers=False)
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-def test_the_store_outlives_the_coordinator_and_comes_back_after_its_own_death(tmp_path: Path) -> None:
-    token = "a token that the store does not need"
-    # Torch is loaded three times, which a busy machine takes long for.
-    environ = {"RECYCLE_TEST_STORE": "1", "RECYCLE_TOKEN": token}
-    with launched(tmp_path / "run", {"pause": {"0": 2}}, nproc=2, environ=environ) as job:
-        job.deadline += 30
-        _store(job).set("known", "yes")
-        os.kill(job.coordinator(), signal.SIGKILL)
-        job.event("restarted")
-        assert _store(job).get("known") == b"yes"
-        before = job.store()
-        assert token.encode() not in Path(f"/proc/{before}/environ").read_bytes()
-        os.kill(before, signal.SIGKILL)
-        again = _store(job)
-        assert job.store() != before and not again.check(["known"])
-        job.go_on(0)
-        assert job.wait() == 0, job.where()
-        assert "the process of torch's store has died; starting it again" in job.output.read_text()
         assert job.children() == []

@@ -183,13 +183,3 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
             second.folder = tmp_path / "none"  # the first job's processes are not the second's
         first.go_on(0)
         assert first.wait() == 0, first.where()
-
-
-@pytest.mark.processes
-def test_a_script_without_the_plugin_runs_and_meets_at_the_store(tmp_path: Path) -> None:
-    """Nobody says hello to the coordinator; the store of torch.distributed is there all the same."""
-    script = Path(__file__).with_name("store_worker.py")
-    with launched(tmp_path / "run", {}, nproc=2, script=script, environ={"RECYCLE_TEST_STORE": "1"}) as job:
-        assert job.wait() == 0, job.where()
-        assert "none of them trained with the plugin" in job.event("finished")["message"]
-        assert (job.folder / "worker-1.log").read_text() == "all met\n"

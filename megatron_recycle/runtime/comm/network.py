@@ -11,8 +11,6 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Protocol
 
-import torch.distributed as dist
-
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.abort import Ending, abort, retire
@@ -118,7 +116,7 @@ def _build(generation: int, prefix: str, place: Place, members: Sequence[Worker]
            interrupted: Callable[[], bool], threads: Threads, rested: Rested, turn: Turn) -> Groups:
     # First all members meet at the store, which takes as long as the slowest of them.
     with failing_ends(f"generation {generation}: meeting at torch's store"):
-        store = dist.PrefixStore(f"recycle/{prefix}", job_store(limits.connect, interrupted))
+        store = job_store(f"recycle/{prefix}", limits.connect, interrupted)
         everyone = sorted(rank for worker in members for rank in place.ranks[worker])
         meet(store, place.ranks[place.me][place.part], everyone, interrupted, limits.meet, list(rested.said()))
     names = place.names

@@ -17,12 +17,14 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.job_store import JobStore, open_store
 from megatron_recycle.runtime.comm.threads import Threads
 
 CONNECTING = "recycle-connect"
 """Name of the threads that are inside a library that connects, and can be left behind."""
 _POLL_SECONDS = 0.002
-_LONGEST_ABSENCE = 60.0  # of torch's store, in seconds
+_GLANCE_SECONDS = 0.1
+"""Seconds between looks at whether those that wait at the coordinator's store still have to."""
 _SAID_AGAIN = 0.5  # seconds after which a worker that waits for others at the store says again that it is there
 _LONGEST_CONNECT = 55.0
 """Seconds that the end of the process waits for handles that were left behind: gloo gives up connecting after five
@@ -111,25 +113,16 @@ def told_by_first(key: str, tell: Callable[[], str]) -> str:
     return told.decode()
 
 
-def job_store(timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
-    """A new connection to the job's store: the one that torch opened at the start is dead if the store was started
-    again meanwhile. A store that is being started again, which takes as long as torch takes to load, is waited for.
-
-    Raises GenerationOver when interrupted, and RuntimeError.
-    """
-    address = Launched.read().store
-    if address is None:  # a job that met some other way, without a coordinator that comes back
-        return c10d._get_default_store()
-    limit = time.monotonic() + _LONGEST_ABSENCE
-    while True:
-        try:
-            return dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-        except RuntimeError:
-            if interrupted():
-                raise GenerationOver("a newer generation was announced while the store was sought") from None
-            if time.monotonic() > limit:
-                raise
-        time.sleep(_POLL_SECONDS)
+def job_store(prefix: str, timeout: float, interrupted: Callable[[], bool]) -> dist.Store:
+    """The part of the job's store under ``prefix``: the coordinator's, or, where another launcher has started the job,
+    a new connection to that one's TCPStore. Raises RuntimeError."""
+    launched = Launched.read()
+    if launched.control is not None:
+        return open_store(launched, timedelta(seconds=timeout), f"{prefix}/", interrupted)
+    if launched.store is None:  # a job that met some other way
+        return dist.PrefixStore(prefix, c10d._get_default_store())
+    return dist.PrefixStore(prefix, dist.TCPStore(*launched.store, is_master=False, timeout=timedelta(seconds=timeout),
+                                                  wait_for_workers=False))
 
 
 def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callable[[], bool],
@@ -137,15 +130,16 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
     """Wait at ``store`` until all ``members`` (ranks) have arrived. Each ``says`` some words to the others
     (`heard`).
 
-    Every process that reaches the store can delete its keys. So each member writes its key again and again while it
-    waits, and once more when it has seen all others. To see a member once is enough.
+    Every process that reaches a TCPStore can delete its keys, and a coordinator that comes back begins without any. So
+    each member writes its key again and again while it waits, and once more when it has seen all others. To see a
+    member once is enough.
 
     Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: in a new generation
     everybody tries again.
     """
     here, missing, words = f"met/{me}", list(members), "\n".join(("here", *says))
     begun = again = time.monotonic()
-    while missing and not store.check([f"met/{rank}" for rank in missing]):
+    while missing and not _there(store, [f"met/{rank}" for rank in missing]):
         if interrupted():
             raise GenerationOver("a newer generation was announced while this one was being built")
         now = time.monotonic()
@@ -156,8 +150,17 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
             store.set(here, words)
             missing = [rank for rank in missing if not store.check([f"met/{rank}"])]
             again = now + _SAID_AGAIN
-        time.sleep(_POLL_SECONDS)
     store.set(here, words)
+
+
+def _there(store: dist.Store, keys: Sequence[str]) -> bool:
+    """Whether all of ``keys`` are there, after a little while if not at once."""
+    if isinstance(store, JobStore):
+        return store.arrived(keys, _GLANCE_SECONDS)
+    if store.check(keys):
+        return True
+    time.sleep(_POLL_SECONDS)  # a TCPStore's wait that ends without them costs more
+    return False
 
 
 def heard(store: dist.Store, ranks: Sequence[int]) -> list[list[str]]:

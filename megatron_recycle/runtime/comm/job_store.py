@@ -1,0 +1,160 @@
+"""torch's store of a job of `recycle run`: on the coordinator's shelf, behind the job's token.
+
+torch's own store, a TCPStore, lets in whoever reaches its port. Here the port is the coordinator's, whose connections
+prove the token; there is no other process, and a wait ends when its generation does. `take_over` makes torch use it:
+whoever asks for a TCPStore at MASTER_ADDR and MASTER_PORT, as torch does for a script's `init_process_group()`, gets
+this one. A TCPStore at any other port stays torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_recycle.control.shelf import LARGEST
+from megatron_recycle.control.shelf_client import Answer, GivenUp, NotThere, Said, ShelfClient
+from megatron_recycle.environment import Launched
+from megatron_recycle.errors import GenerationOver
+
+_DEFAULT = timedelta(seconds=300)
+"""As a TCPStore has it."""
+_GENERATIONS = 2
+"""Generations whose keys this process can tell again: the one that is being built, and the one before."""
+
+
+def _never() -> bool:
+    return False
+
+
+class JobStore(dist.Store):
+    """The store of this job, or the part of it under ``prefix``. Every ask, of any thread, ends with RuntimeError
+    (torch's DistStoreError where its time is over), or with GenerationOver once ``given_up()`` is true."""
+
+    def __init__(self, client: ShelfClient, said: Said, timeout: timedelta, prefix: str = "",
+                 given_up: Callable[[], bool] = _never) -> None:
+        super().__init__()
+        self.set_timeout(timeout)
+        self._client = client
+        self._said = said
+        self._prefix = prefix
+        self._given_up = given_up
+
+    def _ask(self, op: str, keys: Sequence[str], values: Sequence[bytes | str] = (), number: int = 0,
+             timeout: timedelta | None = None) -> Answer:
+        limit = (self.timeout if timeout is None else timeout).total_seconds()
+        try:
+            return self._client.ask(op, [self._prefix + key for key in keys], [_bytes(value) for value in values],
+                                    number=number, timeout=limit, given_up=self._given_up, said=self._said)
+        except NotThere as error:
+            raise dist.DistStoreError(f"wait timeout after {limit * 1000:.0f}ms: {error}") from None
+        except GivenUp:
+            raise GenerationOver("the generation was given up while its workers met at the job's store") from None
+        except ValueError as error:
+            raise RuntimeError(str(error)) from None
+
+    def arrived(self, keys: Sequence[str], seconds: float) -> bool:
+        """Whether all of ``keys`` are there, within so many seconds."""
+        try:
+            self.wait(keys, timedelta(seconds=seconds))
+        except dist.DistStoreError:
+            return False
+        return True
+
+    # As torch calls them, from C++ too
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._ask("set", [key], [value])
+
+    def get(self, key: str) -> bytes:
+        return self._ask("get", [key]).values[0]
+
+    def add(self, key: str, amount: int) -> int:
+        return self._ask("add", [key], number=amount).number
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._ask("check", list(keys)).number == 1
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._ask("wait", list(keys), timeout=timeout)
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return self._ask("compare_set", [key], [expected, desired]).values[0]
+
+    def append(self, key: str, value: bytes | str) -> None:
+        self._ask("append", [key], [value])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._ask("get", list(keys)).values
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        if sum(map(len, values)) <= LARGEST:
+            self._ask("set", list(keys), values)
+            return
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._ask("delete", [key]).number == 1
+
+    def num_keys(self) -> int:
+        return self._ask("count", []).number
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> JobStore:
+        return _keep(JobStore(self._client, self._said, self.timeout, self._prefix, self._given_up))
+
+    deleteKey, getNumKeys = delete_key, num_keys  # by these names a PrefixStore calls them
+
+
+_STOCK = dist.TCPStore
+_kept: list[JobStore] = []
+"""All of them: torch keeps the half in C++ alone alive, which cannot do anything then."""
+_clients: dict[str, ShelfClient] = {}
+
+
+def _keep(store: JobStore) -> JobStore:
+    _kept.append(store)
+    return store
+
+
+def open_store(launched: Launched, timeout: timedelta, prefix: str = "",
+               given_up: Callable[[], bool] = _never) -> JobStore:
+    """The store of the job that ``launched`` this process."""
+    assert launched.control is not None, "only `recycle run` brings a coordinator"
+    client = _clients.setdefault(launched.control, ShelfClient(launched.control, launched.token))
+    return _keep(JobStore(client, client.said(_GENERATIONS), timeout, prefix, given_up))
+
+
+def take_over() -> None:
+    """Make this process, started by `recycle run`, find the job's store where torch and scripts look for one."""
+    if isinstance(dist.TCPStore, _Door):
+        return
+    door = _Door("TCPStore", (_STOCK,), {"__new__": _open_or_stock})
+    for name in ("torch.distributed", "torch.distributed.rendezvous"):  # a function hides the latter
+        setattr(import_module(name), "TCPStore", door)  # noqa: B010
+
+
+class _Door(type(_STOCK)):  # type: ignore[misc]
+    """The class of what stands for torch's TCPStore: what is one for torch is one for a script."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, (JobStore, _STOCK))
+
+
+def _open_or_stock(cls: Any, *arguments: Any, **options: Any) -> Any:
+    named = dict(zip(("host_name", "port"), arguments, strict=False)) | options
+    launched = Launched.read()
+    if (named.get("host_name"), named.get("port")) != launched.store or launched.control is None:
+        return _STOCK(*arguments, **options)
+    timeout = options.get("timeout", arguments[4] if len(arguments) > 4 else _DEFAULT)
+    return open_store(launched, timeout)
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
