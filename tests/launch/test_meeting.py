@@ -64,7 +64,7 @@ def test_an_open_port_is_not_taken_for_this_jobs_coordinator(monkeypatch: pytest
 
 def test_a_file_of_an_earlier_job_is_waited_out(tmp_path: Path) -> None:
     with coordinator(TOKEN) as ours, coordinator(ANOTHER) as theirs:
-        late = Meeting("slurm-8.0.0", ours, TOKEN, 15000, 2)
+        late = Meeting("slurm-8.0.0", ours, TOKEN, 2)
         for wrong, why in ((Meeting("slurm-7.0.0", theirs, ANOTHER), "is of another job"),
                            (Meeting("slurm-8.0.0", theirs, TOKEN), "nobody of this job answers"), (None, "no .*yet")):
             if wrong is None:
@@ -86,7 +86,7 @@ def test_a_host_does_not_wait_for_one_that_has_refused(tmp_path: Path) -> None:
         meeting.await_first(tmp_path, "slurm-8.0.0", 20.0, print)
 
 
-@pytest.mark.parametrize("text", ["{", '{"format": "recycle-join", "version": 1, "port": 3}', "[]"])
+@pytest.mark.parametrize("text", ["{", '{"format": "recycle-join", "version": 2, "port": 3}', "[]"])
 def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / meeting.FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"join\.json is damaged"):

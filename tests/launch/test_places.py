@@ -34,7 +34,7 @@ def test_a_host_that_joins_waits_until_a_place_is_free_and_gives_up_in_words(
     monkeypatch.setattr(vacancies, "_AGAIN_S", 0.02)
     said: list[str] = []
     found: list[Vacancies] = []
-    with service(tmp_path, offered=vacancies.Offered("host:1", {})) as running, ExitStack() as stack:
+    with service(tmp_path, offered=vacancies.Offered({})) as running, ExitStack() as stack:
         with pytest.raises(RecycleError, match="its training has not begun yet$"):
             ask(running.address, TOKEN, 2, 0.0, said.append)
         in_training(running, stack)

@@ -223,7 +223,7 @@ def test_a_process_of_another_host_that_came_first_ends_the_move_and_is_taken_in
 def test_the_position_is_offered_to_no_host() -> None:
     cluster = Moves()
     cluster.moving()
-    places = Reservations(Offered("host:1", {}))
+    places = Reservations(Offered({}))
     assert free_places(cluster.state, places, 4, now=0.0)["ranks"] == [cluster.names.index("1:0")]
 
 

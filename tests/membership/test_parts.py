@@ -236,7 +236,7 @@ def test_a_stranded_keeps_its_place_until_it_is_silent() -> None:
     cluster = without_a_part()
     ((_, refusal),) = told(cluster.hello("0:1.0", life=1), "end")
     assert "another process" in refusal["message"]
-    places = Reservations(Offered("host:1", {}))
+    places = Reservations(Offered({}))
     assert free_places(cluster.state, places, 8, cluster.now)["ranks"] == [cluster.names.index("0:1.1")]
     decisions = cluster.feed(inputs.Lost((inputs.Loss("0:1.0/0", FailureKind.FROZEN),), cluster.now))
     assert told(decisions, "end") and events(decisions, "suspected")[0]["kind"] == "frozen"

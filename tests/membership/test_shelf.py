@@ -1,0 +1,115 @@
+"""The content of torch's store in the coordinator: asked, waited for, kept through the death of a coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_recycle.control.ports import listen
+from megatron_recycle.control.server import Server
+from megatron_recycle.control.shelf import LARGEST, Shelf, decoded, encoded
+from megatron_recycle.control.shelf_client import GivenUp, NotThere, ShelfClient
+
+TOKEN = "a token that only this test has"
+
+
+def ask(shelf: Shelf, op: str, keys: Sequence[str], values: Sequence[bytes] = (), who: object = "one", number: int = 0,
+        once: str = "", stamps: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """The answers, in a list that a later one may come to."""
+    answers: list[dict[str, Any]] = []
+    message = {"type": "ask", "op": op, "keys": list(keys), "values": encoded(values), "number": number, "once": once,
+               "stamps": list(stamps)}
+    shelf.ask(who, message, answers.append)
+    return answers
+
+
+def test_whoever_waits_is_answered_when_the_last_key_is_there_and_not_after_it_has_gone() -> None:
+    shelf = Shelf()
+    first, gone = ask(shelf, "get", ["a", "b"], who="first"), ask(shelf, "wait", ["b"], who="gone")
+    ask(shelf, "set", ["a"], [b"1"])
+    shelf.gone("gone")
+    assert not first and ask(shelf, "check", ["a", "b"])[0]["number"] == 0
+    ask(shelf, "set", ["b"], [b"2"])
+    assert decoded(first[0]["values"]) == [b"1", b"2"] and not gone
+
+
+def test_what_must_not_be_done_twice_is_done_once_although_its_answer_was_lost() -> None:
+    shelf = Shelf()
+    for _ in range(2):
+        assert ask(shelf, "add", ["n"], number=3, once="this one")[0]["number"] == 3
+    assert ask(shelf, "add", ["n"], number=1, once="another")[0]["number"] == 4
+
+
+@pytest.mark.parametrize(("op", "values", "fields"), [
+    ("set", [b"x" * (LARGEST + 1)], {}), ("dance", [b"x"], {}), ("set", [b"x", b"y"], {}), ("compare_set", [b"x"], {}),
+    ("tell", [b"x"], {"stamps": [-1]}), ("tell", [b"x"], {"stamps": []}), ("add", [], {"keys": []})])
+def test_an_ask_that_makes_no_sense_is_answered_so(op: str, values: list[bytes], fields: dict[str, Any]) -> None:
+    shelf = Shelf()
+    (answer,) = ask(shelf, op, fields.pop("keys", ["k"]), values, **fields)
+    assert answer["error"]
+
+
+def test_a_full_shelf_takes_no_more_and_keeps_what_it_has() -> None:
+    shelf = Shelf(most=10)
+    assert not ask(shelf, "set", ["a"], [b"12345678"])[0]["error"]
+    assert "full" in ask(shelf, "set", ["b"], [b"123"])[0]["error"]
+    assert not ask(shelf, "set", ["a"], [b"1"])[0]["error"] and not ask(shelf, "set", ["b"], [b"123"])[0]["error"]
+
+
+@contextmanager
+def serving(port: int = 0) -> Iterator[tuple[str, Server]]:
+    """A server with a shelf, in a thread."""
+    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def serve() -> None:
+        async def go() -> None:
+            server, over = Server(1, TOKEN, 5.0, SimpleNamespace(refused=lambda *_: None)), asyncio.Event()
+            found.put((await server.start(listen("127.0.0.1", port)), server, asyncio.get_running_loop(), over))
+            await over.wait()
+            await server.close()
+
+        asyncio.run(go())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    address, server, loop, over = found.get(timeout=60)
+    try:
+        yield address, server
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join(60)
+
+
+def test_an_empty_shelf_is_told_what_was_on_the_one_before_and_the_latest_value_counts() -> None:
+    with serving() as (address, _):
+        one, other = ShelfClient(address, TOKEN), ShelfClient(address, TOKEN)
+        mine, its = one.said(2), other.said(2)
+        one.ask("set", ["k", "gone"], [b"old", b"x"], timeout=60, said=mine)
+        other.ask("set", ["k"], [b"new"], timeout=60, said=its)
+        other.ask("add", ["n"], number=2, timeout=60, said=its)
+        other.ask("delete", ["gone"], timeout=60, said=its)
+    with serving(int(address.rpartition(":")[2])):
+        other.ask("check", ["k"], timeout=60)
+        assert one.ask("add", ["n"], number=3, timeout=60, said=mine).number == 5
+        assert one.ask("get", ["k"], timeout=60).values == [b"new"]
+        assert one.ask("check", ["gone"], timeout=60).number == 0
+
+
+def test_a_wait_ends_with_its_time_or_its_purpose_and_its_connection_with_it() -> None:
+    with serving() as (address, server):
+        client = ShelfClient(address, TOKEN)
+        with pytest.raises(NotThere, match="k: not there in time"):
+            client.ask("wait", ["k"], timeout=0.01)
+        with pytest.raises(GivenUp):
+            client.ask("get", ["k"], timeout=60, given_up=lambda: True)
+        assert client.ask("count", [], timeout=60).number == 0
+        with pytest.raises(NotThere, match="cannot be reached"):
+            ShelfClient(address, "another token, of somebody").ask("count", [], timeout=0.2)
+        assert client.ask("set", ["k"], [b"v"], timeout=60).stamp
