@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
     made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
     made.add_argument("--life", default="null", help="the job's life, in JSON; null: it has one only")
+    made.add_argument("--node", default="0", help="number of this host among the job's")
     made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
     return made
 
@@ -130,7 +131,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         state=past.state,
         offered=offered,
         told=(*past.told, *past.untold),
-        host=socket.gethostname() + ("" if args.embedded else "/0"),
+        host=socket.gethostname() + ("" if args.embedded else f"/{args.node}"),
         shape=Shape(**life["shape"]) if life.get("shape") else None,
         restarts=life.get("restarts", False),
     )

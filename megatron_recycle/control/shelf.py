@@ -23,7 +23,7 @@ LARGEST = 2 << 20
 """Bytes of one value, and of all that is asked for at once: an answer is one message."""
 TOO_MUCH = "more than an answer holds: ask for one at a time"
 _REMEMBERED = 4096
-_WAITS = ("get", "wait")
+_WAITS = ("get", "wait", "around")
 
 Send = Callable[[Message], None]
 
@@ -53,6 +53,8 @@ class Shelf:
     _wanted: dict[str, set[object]] = field(default_factory=dict)
     _done: dict[str, Message] = field(default_factory=dict)
     """The latest answers to what must not be done twice, by the ask's name."""
+    _beside: dict[str, dict[str, None]] = field(default_factory=dict)
+    """The keys in each folder: the part of a key before its last slash."""
     _bytes: int = 0
     _stamp: int = 0
 
@@ -150,7 +152,9 @@ class Shelf:
         self._bytes = size
         self._values[key] = stamp, value
         if value is None:
+            self._beside.get(_folder(key), {}).pop(key, None)
             return
+        self._beside.setdefault(_folder(key), {})[key] = None
         for who in self._wanted.pop(key, ()):
             waiting = self._waiting[who]
             waiting.missing.discard(key)
@@ -159,14 +163,25 @@ class Shelf:
                 waiting.send(self._found(waiting.message))
 
     def _found(self, message: Message) -> Message:
-        values = [self._get(key) for key in message["keys"]] if message["op"] == "get" else []
+        """With `around`, all that is in the folders of the keys asked for."""
+        if message["op"] == "around":
+            keys = list(dict.fromkeys((*message["keys"], *(
+                key for folder in {*map(_folder, message["keys"])} for key in self._beside[folder]))))
+            values = [self._get(key) for key in keys]
+            if sum(len(key) + len(value or b"") for key, value in zip(keys, values, strict=True)) <= LARGEST:
+                return {**_answer(values), "keys": keys}
+        values = [] if message["op"] == "wait" else [self._get(key) for key in message["keys"]]
         if len(values) > 1 and sum(len(value or b"") for value in values) > LARGEST:
             return _answer(error=TOO_MUCH)
         return _answer(values)
 
 
 def _answer(values: Sequence[bytes | None] = (), number: int = 0, stamp: int = 0, error: str = "") -> Message:
-    return {"type": "answer", "values": encoded(values), "number": number, "stamp": stamp, "error": error}
+    return {"type": "answer", "keys": [], "values": encoded(values), "number": number, "stamp": stamp, "error": error}
+
+
+def _folder(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def _number(value: bytes | None) -> int:

@@ -48,6 +48,9 @@ class Said:
 
 @dataclass
 class Answer:
+    """`keys` are named where more was found than was asked for."""
+
+    keys: list[str]
     values: list[bytes]
     number: int
     stamp: int
@@ -116,11 +119,11 @@ class ShelfClient:
                 elif line is not None:
                     line.close()
         if told["error"] == TOO_MUCH:
-            each = [self.ask(op, [key], timeout=timeout, given_up=given_up).values[0] for key in keys]
-            return Answer(each, 0, 0)
+            each = [self.ask("get", [key], timeout=timeout, given_up=given_up).values[0] for key in keys]
+            return Answer(list(keys), each, 0, 0)
         if told["error"]:
             raise ValueError(f"the job's store: {told['error']}")
-        answer = Answer(decoded(told["values"]), told["number"], told["stamp"])
+        answer = Answer(told["keys"] or list(keys), decoded(told["values"]), told["number"], told["stamp"])
         if said is not None and answer.stamp:
             self._remember(said, op, keys, values, answer)
         return answer

@@ -92,13 +92,13 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     nproc = args.nproc or (1 if hosts.task else default_nproc(os.environ))
     if hosts.rank == 0:
         _ask_slurm(args, hosts, say)
-    run_dir = _run_dir(args, config, hosts.folder)
+    run_dir = run_dir_of(args.run_dir, config, hosts.folder)
     token = token or (tokens.new() if hosts.rank == 0 else None)
     life: Life | None = Life(nproc * hosts.count, range(nproc * hosts.rank, nproc * (hosts.rank + 1)), hosts.rank,
                              hosts.count, most=args.restarts)
     while life is not None:
         launcher, status = _live(args, life, hosts, run_dir, token, nproc, command, config, say)
-        _tell(launcher)
+        closing_table(launcher)
         if (end := launcher.ending.end) is not None and end["status"] == 1 and not launcher.ending.interrupted:
             job = launcher.job
             if (folder := collect(run_dir, end, job.environ, launcher.processes.host)) is not None:
@@ -124,7 +124,10 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
     """One life of the job on this host: its launcher, which has ended, and its status."""
     coordinator: service.Service | None = None
     try:
-        if hosts.rank == 0:
+        if args.coordinator is not None:
+            assert token is not None, "_hosts() has looked"
+            found = _at_service(args.coordinator, hosts, run_dir, token, nproc, say)
+        elif hosts.rank == 0:
             assert token is not None, "the first host has made one"
             found, coordinator = _lead_in_time(
                 lambda: _lead(args, config, hosts, run_dir, token, nproc, life), _PORT_LIMIT * bool(life.number))
@@ -145,7 +148,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             size=life.size,
             show=args.show,
             heartbeat_interval=config.heartbeat_interval,
-            grace=_grace(config),
+            grace=grace_of(config),
             leader=hosts.rank == 0,
             first_local=slurm.local_rank(os.environ, hosts.task) if hosts.task else 0,
             local_size=hosts.task.count if hosts.task else None,
@@ -160,6 +163,15 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             meeting.withdraw(run_dir)
 
 
+def _at_service(control: str, hosts: Hosts, run_dir: Path, token: str, nproc: int,
+                say: Callable[[str], None]) -> Meeting:
+    """Wait for a coordinator that is a service of its own. Raises RecycleError."""
+    say(f"recycle: waiting for the coordinator at {control}")
+    await_coordinator(control, token, _START_LIMIT, say)
+    make(run_dir)
+    return Meeting(hosts.name, control, token, nproc)
+
+
 def _environ(args: argparse.Namespace) -> dict[str, str]:
     """The environment for workers, coordinator and hosts that join: a job that is to be started again saves first."""
     return {**({variable("on_leave"): "checkpoint"} if args.requeue else {}), **os.environ}
@@ -167,6 +179,8 @@ def _environ(args: argparse.Namespace) -> dict[str, str]:
 
 def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
     """The hosts, as the options say, or else as Slurm does. Raises ConfigError."""
+    if args.coordinator is not None and token is None:
+        raise ConfigError("--coordinator needs the service's token: --token-file, or RECYCLE_TOKEN")
     if args.nnodes is None:
         step = slurm.step_of(os.environ, args.nproc)
         if step is None:
@@ -175,7 +189,7 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
             raise ConfigError("--restarts needs one launcher per node: srun --ntasks-per-node=1 ... recycle run "
                               f"--nproc {step.task.count}")
         return Hosts(step.launchers, step.rank, step.name, step.folder, step.task)
-    if args.nnodes > 1:
+    if args.nnodes > 1 and args.coordinator is None:
         missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
         if missing:
             flags = " and ".join("--" + name.replace("_", "-") for name in missing)
@@ -186,14 +200,15 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
     return Hosts(args.nnodes, args.node_rank)
 
 
-def _grace(config: RecycleConfig) -> Grace:
+def grace_of(config: RecycleConfig) -> Grace:
     """Times that the coordinator may refuse, or be out of reach: longer than workers bear to be without it."""
     patience = config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout
     return Grace(refused=max(60.0, 10.0 + patience), cut_off=2 * patience)
 
 
-def _run_dir(args: argparse.Namespace, config: RecycleConfig, folder: str | None = None) -> Path:
-    given = args.run_dir or config.run_dir or folder
+def run_dir_of(option: Path | None, config: RecycleConfig, folder: str | None = None) -> Path:
+    """The run's folder: as the options say, the settings, Slurm (``folder``), or a new one."""
+    given = option or config.run_dir or folder
     return Path(given or f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}").absolute()
 
 
@@ -297,23 +312,23 @@ def _join(
                           "--token-file, or RECYCLE_TOKEN, as the job was started with")
     found = join_request.ask(control, token, args.nproc or default_nproc(os.environ),
                              _JOIN_SECONDS if args.join_timeout is None else args.join_timeout, say)
-    run_dir = _run_dir(args, config)
+    run_dir = run_dir_of(args.run_dir, config)
     make(run_dir)
     # Hosts are told apart by their number: no other one has this.
     outer = {**not_handed_over(os.environ), **found.environ}
     environ = torchrun_environment(outer, control, 1, found.size + found.ranks[0])
     environ |= Launched(control=control, token=token, run_dir=str(run_dir)).variables()
     job = Job(command, environ, run_dir, found.ranks, found.size, True, args.show, config.heartbeat_interval,
-              _grace(config), leader=False)
+              grace_of(config), leader=False)
     ranks = ", ".join(map(str, found.ranks))
     say(f"recycle: rank {ranks} of {found.size} join the job at {control}, logs in {run_dir}")
     launcher = Launcher(job, control, token, say)
     status = launcher.run()
-    _tell(launcher)
+    closing_table(launcher)
     return status
 
 
-def _tell(launcher: Launcher) -> None:
+def closing_table(launcher: Launcher) -> None:
     """Print the closing table."""
     lives = sorted(launcher.processes.lives, key=lambda worker: worker.rank)
     rows = [(worker.rank, worker.child.pid, describe_status(worker.status)) for worker in lives]

@@ -28,7 +28,8 @@ _TOLD_LINES = 5
 class CoordinatorSpec:
     """A coordinator to be started. `port` 0 is any. `life`: which of the job's lives this is, in JSON.
 
-    `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits.
+    `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits. `node`: the
+    number of its host among the job's.
     """
 
     size: int
@@ -41,11 +42,12 @@ class CoordinatorSpec:
     embedded: bool = False
     resume: bool = False
     life: str = "null"
+    node: str = "0"
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", "megatron_recycle.control.process"]
         command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
-        command += ["--port", str(self.port), "--life", self.life]
+        command += ["--port", str(self.port), "--life", self.life, "--node", self.node]
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
 
 
@@ -57,6 +59,8 @@ class Service:
     control: str
     spec: CoordinatorSpec
     deaths: Deaths = field(default_factory=lambda: Deaths("the coordinator"))
+    linger: float = _END_LIMIT
+    """Seconds that it has to end by itself at the end of the job, while others still hear of it."""
     later: bool = False
     """Whether it was started again, so that nobody has read yet what it said."""
 
@@ -74,7 +78,7 @@ class Service:
             raise RecycleError(_not_started(self.child.log, said))
         self.deaths.died(self.child.log)
         spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True)
-        return Service(_spawn(spec), self.control, spec, self.deaths, later=True)
+        return Service(_spawn(spec), self.control, spec, self.deaths, self.linger, later=True)
 
     def _said(self) -> dict[str, str]:
         """The line of a process that has ended, if it got as far as that; nobody has read it yet."""
@@ -83,7 +87,7 @@ class Service:
 
     def end(self) -> None:
         """Wait for the process, which ends by itself once nobody is connected any more; kill it if it does not."""
-        if self.child.wait(_END_LIMIT) is None:
+        if self.child.wait(self.linger) is None:
             self.child.signal(signal.SIGKILL)
             self.child.wait(_END_LIMIT)
         self.child.release()

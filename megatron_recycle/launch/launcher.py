@@ -132,7 +132,7 @@ class Launcher:
             return self.ending.end["message"]
         if self.job.joining:
             return "this host has left the job"
-        if not self.job.leader and self._link.lost_since is not None:
+        if self.services.coordinator is None and self._link.lost_since is not None:
             return (f"the coordinator at {self._link.address} is out of reach and did not say how the job ended; if it "
                     f"goes on, {self._how_to_join()}")
         return "the coordinator did not say how the job ended"
@@ -225,8 +225,8 @@ class Launcher:
             self._refused = True
             self.ending.give_up(
                 f"the coordinator at {self._link.address} has refused connections for {self.job.grace.refused:.0f} s "
-                f"({self._link.error}): the first host's launcher has ended, or its port is another job's by now. "
-                "Restart the job from its last checkpoint")
+                f"({self._link.error}): the launcher or service that keeps it has ended, or its port is another job's "
+                "by now. Restart the job from its last checkpoint")
 
     def _check_idle(self) -> None:
         """A host without workers says what becomes of it."""
@@ -254,9 +254,9 @@ class Launcher:
         return lost is None or time.monotonic() - lost < self._longest_cut()
 
     def _longest_cut(self) -> float:
-        """Seconds after which nobody waits for the network any more. The first host's coordinator is at home."""
+        """Seconds after which nobody waits for the network any more. A coordinator of its own is at home."""
         grace = self.job.grace
-        return grace.failed if self.job.leader else max(grace.failed, grace.cut_off)
+        return grace.failed if self.services.coordinator is not None else max(grace.failed, grace.cut_off)
 
     def _how_to_join(self) -> str:
         return (f"`recycle run --join {self._link.address} --nproc {len(self.job.ranks)}` with the job's token, script "

@@ -7,7 +7,17 @@ from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.chaos_script import check_script
+from megatron_recycle.launch.network import check_address
 
+_AT_SERVICE = "the service says where it listens"
+_BESIDE = {
+    "--join": "to join a running job, give --join alone, with the service's address",
+    "--master-addr": _AT_SERVICE,
+    "--master-port": _AT_SERVICE,
+    "--restarts": "a service serves one life of a job; leave --restarts out, or start the job without a service",
+    "--requeue": "a service does not outlive the job's first life; leave one of them out",
+}
+"""What to do about an option that `--coordinator` leaves no room for."""
 _HIGHEST_PORT = 65535
 
 
@@ -25,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="PORT",
         help="control port on host 0 (default on one host: any)",
+    )
+    parser.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="the job's coordinator is a service there (`recycle serve`), and no host is the first",
     )
     parser.add_argument(
         "--run-dir", type=Path, help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)"
@@ -97,6 +112,12 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--restarts is the job's, and --join takes the job as it is: give it where that was started")
     if args.requeue and args.join is not None:
         raise ConfigError("--requeue is the job's, and --join takes the job as it is: give it where that was started")
+    if args.coordinator is not None:
+        check_address("--coordinator", args.coordinator)
+        given = [f"--{name.replace('_', '-')}" for name in ("join", "master_addr", "master_port", "restarts", "requeue")
+                 if getattr(args, name)]
+        if given:
+            raise ConfigError(f"--coordinator and {given[0]} contradict each other: " + _BESIDE[given[0]])
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

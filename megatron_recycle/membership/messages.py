@@ -84,7 +84,7 @@ FROM_STORE: Mapping[str, Mapping[str, Any]] = {
 """Messages of a process's connection to the job's store: one ask at a time; see `control.shelf`."""
 TO_STORE: Mapping[str, Mapping[str, Any]] = {
     "welcome": {"shelf": str},
-    "answer": {"values": list, "number": int, "stamp": int, "error": str},
+    "answer": {"keys": list, "values": list, "number": int, "stamp": int, "error": str},
 }
 TO_NEWCOMER: Mapping[str, Mapping[str, Any]] = {"learnt": {"record": list}}
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {

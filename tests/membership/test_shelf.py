@@ -40,6 +40,18 @@ def test_whoever_waits_is_answered_when_the_last_key_is_there_and_not_after_it_h
     assert decoded(first[0]["values"]) == [b"1", b"2"] and not gone
 
 
+def test_whoever_looks_for_a_key_gets_its_neighbours() -> None:
+    shelf = Shelf()
+    ask(shelf, "set", ["g/a/0", "g/a/2", "g/b/0"], [b"0", b"2", b"x"])
+    ask(shelf, "delete", ["g/a/2"])
+    waits = ask(shelf, "around", ["g/a/1"], who="one")
+    ask(shelf, "set", ["g/a/1"], [b"1"])
+    assert waits[0]["keys"] == ["g/a/1", "g/a/0"] and decoded(waits[0]["values"]) == [b"1", b"0"]
+    for key in ("g/a/3", "g/a/4"):
+        ask(shelf, "set", [key], [b"x" * (LARGEST // 2 + 1)])
+    assert ask(shelf, "around", ["g/a/0"])[0]["keys"] == [], "the neighbours are too much: this one alone"
+
+
 def test_what_must_not_be_done_twice_is_done_once_although_its_answer_was_lost() -> None:
     shelf = Shelf()
     for _ in range(2):
@@ -103,7 +115,7 @@ def test_an_empty_shelf_is_told_what_was_on_the_one_before_and_the_latest_value_
 
 
 def test_a_wait_ends_with_its_time_or_its_purpose_and_its_connection_with_it() -> None:
-    with serving() as (address, server):
+    with serving() as (address, _):
         client = ShelfClient(address, TOKEN)
         with pytest.raises(NotThere, match="k: not there in time"):
             client.ask("wait", ["k"], timeout=0.01)

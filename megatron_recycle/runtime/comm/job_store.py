@@ -8,6 +8,7 @@ this one. A TCPStore at any other port stays torch's.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -22,6 +23,8 @@ from megatron_recycle.errors import GenerationOver
 
 _DEFAULT = timedelta(seconds=300)
 """As a TCPStore has it."""
+_FRESH_S = 2.0
+"""Seconds for which what was seen of a generation's part is as good as new."""
 _GENERATIONS = 2
 """Generations whose keys this process can tell again: the one that is being built, and the one before."""
 
@@ -42,6 +45,7 @@ class JobStore(dist.Store):
         self._said = said
         self._prefix = prefix
         self._given_up = given_up
+        self._seen: tuple[float, dict[str, bytes]] = 0.0, {}
 
     def _ask(self, op: str, keys: Sequence[str], values: Sequence[bytes | str] = (), number: int = 0,
              timeout: timedelta | None = None) -> Answer:
@@ -55,6 +59,22 @@ class JobStore(dist.Store):
             raise GenerationOver("the generation was given up while its workers met at the job's store") from None
         except ValueError as error:
             raise RuntimeError(str(error)) from None
+
+    def _look(self, keys: Sequence[str], timeout: timedelta | None = None) -> list[bytes]:
+        """The values of ``keys``, once they are there. In a generation's part a key is written once, and whoever looks
+        for one needs its neighbours next: gloo asks for its peers' addresses one after the other, twice each."""
+        if not self._prefix:
+            return self._ask("get", keys, timeout=timeout).values
+        seen_at, seen = self._seen
+        if time.monotonic() > seen_at + _FRESH_S:
+            seen = {}
+        missing = [key for key in keys if key not in seen]
+        if missing:
+            found = self._ask("around", missing, timeout=timeout)
+            names = (key.removeprefix(self._prefix) for key in found.keys)
+            seen = {**seen, **dict(zip(names, found.values, strict=True))}
+            self._seen = time.monotonic(), seen
+        return [seen[key] for key in keys]
 
     def arrived(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all of ``keys`` are there, within so many seconds."""
@@ -70,7 +90,7 @@ class JobStore(dist.Store):
         self._ask("set", [key], [value])
 
     def get(self, key: str) -> bytes:
-        return self._ask("get", [key]).values[0]
+        return self._look([key])[0]
 
     def add(self, key: str, amount: int) -> int:
         return self._ask("add", [key], number=amount).number
@@ -79,7 +99,10 @@ class JobStore(dist.Store):
         return self._ask("check", list(keys)).number == 1
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", list(keys), timeout=timeout)
+        if self._prefix:
+            self._look(list(keys), timeout)
+        else:
+            self._ask("wait", list(keys), timeout=timeout)
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
         return self._ask("compare_set", [key], [expected, desired]).values[0]
@@ -88,7 +111,7 @@ class JobStore(dist.Store):
         self._ask("append", [key], [value])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._ask("get", list(keys)).values
+        return self._look(list(keys))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         if sum(map(len, values)) <= LARGEST:

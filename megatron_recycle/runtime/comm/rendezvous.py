@@ -130,15 +130,17 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
     """Wait at ``store`` until all ``members`` (ranks) have arrived. Each ``says`` some words to the others
     (`heard`).
 
-    Every process that reaches a TCPStore can delete its keys, and a coordinator that comes back begins without any. So
-    each member writes its key again and again while it waits, and once more when it has seen all others. To see a
-    member once is enough.
+    Every process that reaches a TCPStore can delete its keys. So each member writes its key again and again while it
+    waits, and once more when it has seen all others. To see a member once is enough.
 
     Raises GenerationOver when interrupted, or when some have not come within ``limit`` seconds: in a new generation
     everybody tries again.
     """
     here, missing, words = f"met/{me}", list(members), "\n".join(("here", *says))
     begun = again = time.monotonic()
+    if isinstance(store, JobStore):
+        store.set(here, words)
+        again += _SAID_AGAIN
     while missing and not _there(store, [f"met/{rank}" for rank in missing]):
         if interrupted():
             raise GenerationOver("a newer generation was announced while this one was being built")
@@ -150,7 +152,8 @@ def meet(store: dist.Store, me: int, members: Sequence[int], interrupted: Callab
             store.set(here, words)
             missing = [rank for rank in missing if not store.check([f"met/{rank}"])]
             again = now + _SAID_AGAIN
-    store.set(here, words)
+    if not isinstance(store, JobStore):
+        store.set(here, words)
 
 
 def _there(store: dist.Store, keys: Sequence[str]) -> bool:

@@ -1,0 +1,92 @@
+"""`recycle serve`: a job's coordinator on a machine that trains nothing, so that any training host may die.
+
+One service serves one job. It is a launcher without workers: it starts its coordinator again when it dies, prints what
+happens, and ends with the job. A service that was itself ended, or whose machine was started again, goes on with
+`--resume`: the workers train meanwhile, as long as none of them fails, and wait for it for as long as they wait for any
+coordinator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.control import tokens
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch import coordinator_process as service
+from megatron_recycle.launch import meeting
+from megatron_recycle.launch.command import closing_table, grace_of, run_dir_of
+from megatron_recycle.launch.launcher import Launcher
+from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.launch.network import check_host, check_listening
+from megatron_recycle.launch.processes import Job
+from megatron_recycle.launch.run_folder import make, prepare
+from megatron_recycle.launch.worker_command import say_to
+from megatron_recycle.observe.output import spare_output
+
+NODE = "service"
+"""Where training hosts have a number in their name, a service has this."""
+_LINGER = 30.0
+"""Seconds that hosts have to hear of the end."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `recycle serve`."""
+    parser.add_argument("--workers", type=int, required=True, metavar="N",
+                        help="of the job: hosts (--nnodes) times workers on each (--nproc)")
+    parser.add_argument("--interface", metavar="HOST", help="only address to listen on (default: RECYCLE_INTERFACE, "
+                        "or 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, metavar="PORT", help="to listen on (default: any)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE",
+                        help="where the job's token stands (default: RECYCLE_TOKEN)")
+    parser.add_argument("--run-dir", type=Path,
+                        help="where the journal and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)")
+    parser.add_argument("--resume", action="store_true",
+                        help="go on with the job of --run-dir, whose service has ended, at the same --port")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve one job; returns its status.
+
+    Raises:
+        ConfigError: options that contradict each other.
+        RecycleError: the coordinator did not start.
+    """
+    spare_output()
+    config, say = RecycleConfig.resolve(), say_to(sys.stderr)
+    if args.workers < 1:
+        raise ConfigError(f"--workers is {args.workers}; give 1 or more")
+    token = tokens.given(os.environ, args.token_file)
+    if token is None:
+        raise ConfigError("a service needs a token, the same as on each host: --token-file, or RECYCLE_TOKEN; make one "
+                          "with `openssl rand -hex 16`")
+    if args.resume and (not args.port or args.run_dir is None):
+        raise ConfigError("--resume takes a job up where its service left it: give the same --run-dir and --port")
+    host = args.interface or config.interface
+    check_host(host, several=False)
+    check_listening(host, args.port)
+    run_dir = run_dir_of(args.run_dir, config)
+    if args.resume:
+        make(run_dir)
+    else:
+        prepare(run_dir)
+    spec = service.CoordinatorSpec(args.workers, run_dir, token, host, tokens.without(os.environ), args.port,
+                                   resume=args.resume, node=NODE)
+    coordinator = service.start(spec)
+    coordinator.linger = _LINGER
+    meeting.publish(run_dir, Meeting("", coordinator.control, token))
+    say(f"recycle: serving a job of {args.workers} workers at {coordinator.control}, logs and events in {run_dir}; "
+        f"start its hosts: recycle run --coordinator {coordinator.control} --token-file FILE --nnodes N --node-rank K "
+        "--nproc M SCRIPT")
+    job = Job([], {"GROUP_RANK": NODE}, run_dir, (), args.workers, show="none",
+              heartbeat_interval=config.heartbeat_interval, grace=grace_of(config))
+    launcher = Launcher(job, coordinator.control, token, say, coordinator)
+    try:
+        status = launcher.run()
+    finally:
+        meeting.withdraw(run_dir)
+    closing_table(launcher)
+    return status
