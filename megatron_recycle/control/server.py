@@ -56,6 +56,7 @@ class Server:
         self.launchers: set[Connection] = set()
         self.strangers: Strangers[Connection] = Strangers(size + _SPARE_STRANGERS)
         self.shelf = Shelf()
+        self._size = size
         self._hearer = hearer
         self._connections: set[Connection] = set()
         self._refusals: RateLimit[str] = RateLimit(60.0)
@@ -151,12 +152,17 @@ class Server:
             self._hearer.from_worker(connection.incarnation, message)
 
     def _from_launcher(self, connection: Connection, message: Message) -> None:
-        if message["type"] == "hello":
+        if message["type"] == "hello" and message.get("size", self._size) != self._size:
+            why = (f"{message['host']} starts a part of a job of {message['size']} workers, and this coordinator's job "
+                   f"has {self._size}: give the same --nnodes and --nproc on each host, or another --coordinator")
+            connection.send({"type": "end", "status": 1, "message": why})
+        elif message["type"] == "hello":
             connection.host, connection.places = message["host"], message["places"]
             self.launchers.add(connection)
             self._hearer.launcher_came(connection, message["host"])
         else:
-            assert connection.host is not None, "a launcher says hello first"
+            if connection.host is None:
+                return  # of another job
             self._hearer.from_launcher(connection, connection.host, message)
 
     def _welcome(self, connection: Connection, message: Message) -> None:

@@ -273,7 +273,7 @@ class Launcher:
     # Called by others: the link's thread, the signal handler
 
     def _hello(self) -> list[Message]:
-        hello = {"type": "hello", "role": "launcher", "host": self.processes.host}
+        hello = {"type": "hello", "role": "launcher", "host": self.processes.host, "size": self.job.size}
         staying = [_stays_out(rank) for rank in sorted(self.restarts.given_up)]
         places = 0 if self.job.joining else self.job.places
         return [{**hello, "ranks": list(self.job.ranks), "places": places}, *self._told, *staying]
