@@ -135,6 +135,7 @@ class Attempt:
 
     def run(self) -> None:
         """All actions. Raises GenerationOver, WrongGuess, DataError, and whatever the user's code raises."""
+        self._stepper.begin()
         handlers = {**dict.fromkeys(self._COMPUTES, self._micro_batch), "S": self._reduce_and_step}
         rest = self._program.actions[len(self._stepper.standing.done):]
         execute(self._site, self._stepper.standing, rest, handlers, self._enter, f"iteration {self._iteration}")
@@ -176,6 +177,7 @@ class Attempt:
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(Message("F", pipeline, microbatch)))
+        self._stepper.enter_action()
         layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
         site.framework.generators.seed(seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.me.stage))
         with (self._generation.groups.together(), layers, site.meters.watch.measure("F"),
@@ -231,6 +233,7 @@ class Attempt:
     def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
         place, seed = self._site.place, self._site.config.seed
         gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
+        self._stepper.enter_action()
         self._keeping.torn = True
         forward = self.computed.forwards.pop((pipeline, microbatch))
         self._site.meters.memory.begin_backward((pipeline, microbatch), gradients)
@@ -248,6 +251,7 @@ class Attempt:
 
     def _weight(self, action: Action) -> None:
         _, pipeline, microbatch = action
+        self._stepper.enter_action()
         self._keeping.torn = True
         queue = self.computed.queues.pop((pipeline, microbatch))
         with torch.no_grad(), self._site.meters.watch.measure("W"):

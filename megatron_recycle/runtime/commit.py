@@ -29,6 +29,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import COMMITS
 from megatron_recycle.runtime.comm.threads import Threads
 from megatron_recycle.runtime.comm.tree_allreduce import add_up
+from megatron_recycle.runtime.halting import Halt
 
 _LONGEST_CLOSE = 5.0
 """Seconds that the end waits for a thread that waits for a verdict."""
@@ -89,49 +90,52 @@ class Commit:
             promise to adopt it: numbers whose mean is this worker's, and whose squares' mean is its square, are
             all the same.
         plan: a number of the plan that was followed, below 2**20: workers that followed another one find out.
-        notify: called with this object, in the thread that runs it, when it is done.
+        halt: where the next iteration stops if the guess was wrong; None: there is none under way.
+        heard: called with this object, in the thread that runs it, when the verdict is known, and before it is done.
     """
 
     def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int,
-                 plan: int, notify: Callable[[Commit], None]) -> None:
+                 plan: int, heard: Callable[[Commit], None] = lambda _: None, halt: Halt | None = None) -> None:
         self.iteration = held.iteration
         self.offer = offer
         self.plan = plan
         self.done = threading.Event()
         self._grid = grid
-        self._all = groups.control
-        self._slots = grid.stages * groups.parts
-        self._notify = notify
-        self._error: BaseException | None = None
+        self._groups = groups
+        self.halt = halt
+        self._heard = heard
+        self._errors: Sequence[BaseException] | None = None
+        """None until the numbers have been added up, or never will be."""
         self._vector = _contribution(held, grid, groups, guess, offer, plan)
 
     def run(self) -> None:
         """Take part; returns when it is done, whichever way."""
         try:
-            add_up(self._vector, self._all, COMMITS[self.iteration])
+            add_up(self._vector, self._groups.control, COMMITS[self.iteration])
+            self._errors = ()
+            self._heard(self)
         except BaseException as error:  # noqa: BLE001  (raised again in the thread that waits, which would wait for ever)
-            self._error = error
+            self._errors = (error,)
         self.done.set()
-        self._notify(self)
 
     @property
     def known(self) -> bool:
         """Whether the verdict is there."""
-        return self.done.is_set() and self._error is None
+        return self._errors == ()
 
     def verdict(self) -> tuple[Verdict, bool]:
-        """The verdict, and whether every worker has the offer; call when `done` is set.
+        """The verdict, and whether every worker has the offer; call when it is `known`, or `done`.
 
         Raises:
             GenerationOver: the generation ended before all workers held the iteration, as far as this one knows.
             DataError: the first and the last stage read different data.
             VerificationError: workers followed different plans.
         """
-        if self._error is not None:
-            raise self._error
-        total, members = self._grid.total, self._all.size
+        for error in self._errors or ():
+            raise error
+        total, members = self._grid.total, self._groups.control.size
         alone = len(self._vector) - _ALONE - 2 * total
-        norms = alone - self._slots
+        norms = alone - self._grid.stages * self._groups.parts
         numbers = self._vector.tolist()
         _compare(self.iteration, self._grid, numbers[-2 * total:-total], numbers[-total:])
         loss, weight, offers, squares, zeros, plans, plan_squares = numbers[alone:alone + _ALONE]

@@ -2,8 +2,8 @@
 
 A wrong guess voids what all workers have of the next iteration, while all of them live: what one end has begun, the
 other one can bring to its end. So nothing is aborted, and no communicator is made again, which takes NCCL seconds. Each
-worker opens the void attempt, if it has not, tells how many transfers it has begun on each of its channels, and
-then sends and receives what is missing.
+worker, stopped where :mod:`.halting` says, opens the void attempt, if it has not, tells how many transfers it has begun
+on each of its channels, and then sends and receives what is missing. Equal parts of workers have channels of their own.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ def drain(generation: Generation, iteration: int) -> bool:
     plan = generation.program_of(iteration).plan
     pairs = sorted(channels(plan))
     mine = transport.begun()
-    counts = torch.tensor([*(count for pair in pairs for count in mine.get(pair, (0, 0))), not transport.can_drain],
-                          dtype=torch.float64)
+    width, part = 2 * len(pairs), groups.part
+    counts = torch.zeros(width * groups.parts + 1, dtype=torch.float64)
+    counts[part * width:(part + 1) * width] = torch.tensor([count for pair in pairs for count in mine.get(pair, (0, 0))])
+    counts[-1] = not transport.can_drain
     add_up(counts, groups.control, DRAINS[iteration])
-    *found, cannot = map(int, counts.tolist())
+    *everybody, cannot = map(int, counts.tolist())
     if cannot:
         return False
+    found = everybody[part * width:(part + 1) * width]
     transport.drain(plan, dict(zip(pairs, zip(found[::2], found[1::2], strict=True), strict=True)))
     for agreement, losses in list(generation.shared)[-1:]:
         agreement.end()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_recycle.errors import RecycleError
+from megatron_recycle.errors import GenerationOver, RecycleError
 from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
@@ -26,6 +26,7 @@ from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.comm.tags import HELD, SHARD_HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
 from megatron_recycle.runtime.compute.random_state import seed_of
+from megatron_recycle.runtime.halting import Halt
 from megatron_recycle.runtime.phases import Phase
 from megatron_recycle.runtime.profiling import Profiling
 from megatron_recycle.runtime.shards import gather, keep_only, views
@@ -38,7 +39,15 @@ _FIRST = ("0:0", "0:0.0")
 
 
 class WrongGuess(Exception):
-    """A verdict showed that some stage's step was wrong; the work on the next iteration is void."""
+    """A verdict showed that some stage's step was wrong; the work on the next iteration is void.
+
+    Attributes:
+        drains: whether all workers have stopped in that where they can go on with their communicators.
+    """
+
+    def __init__(self, iteration: int, drains: bool) -> None:
+        super().__init__(f"iteration {iteration}")
+        self.drains = drains
 
 
 class Stepper:
@@ -78,15 +87,9 @@ class Stepper:
         keep_only(self._site.stage, self._site.current.get().cuts, groups.me)
         self.held, early = held, self.standing.early
         self._site.phases.enter(Phase.REDUCED, held.iteration)
-        guess, free = self.guess(), groups.way_out()
-
-        def wake(commit: Commit) -> None:
-            # The training thread may be waiting for an activation that nobody is going to send any more.
-            if early and commit.known and self._is_wrong(commit):
-                free()
-
+        guess, halt = self.guess(), Halt(groups, held.iteration) if early else None
         self.pending = Commit(held, self._site.grids.of(held.iteration), groups, guess=guess, offer=offer, plan=plan,
-                              notify=wake)
+                              heard=self._heard, halt=halt)
         self._committer.start(self.pending)
         if early:
             self._save()
@@ -101,20 +104,40 @@ class Stepper:
         Raises WrongGuess, GenerationOver (the generation ended), DataError, VerificationError.
         """
         if self.pending is not None:
+            if self.pending.halt is not None:
+                self.pending.halt.stay_out()
             with self._site.phases.waiting("a verdict"):
                 self.pending.done.wait()
             self.poll()
 
+    def begin(self) -> None:
+        """An attempt at the next iteration begins."""
+        if self.pending is not None and self.pending.halt is not None:
+            self.pending.halt.begin()
+
+    def enter_action(self) -> None:
+        """The next action of the attempt has what it waits for, and begins. Raises GenerationOver if the attempt is void
+        and stops before it."""
+        halt = None if self.pending is None else self.pending.halt
+        if halt is None:
+            return
+        number = len(self.standing.done) + 1
+        while (may := halt.enter(number)) is None:
+            with self._site.phases.waiting("a verdict"):
+                halt.decided.wait()
+        if not may:
+            raise GenerationOver(f"the attempt is void, and stops before action {number}")
+
     def poll(self) -> None:
         """Make the last step final if its verdict has arrived. Raises as `wait`."""
         commit = self.pending
-        if commit is None or not commit.done.is_set():
+        if commit is None or not commit.done.is_set() or (commit.halt is not None and commit.halt.runs_on):
             return
         (verdict, adopt), early = commit.verdict(), self.standing.early
         self.pending = None
         self.settle(verdict, adopt)
         if early and verdict.refutes(self._right(verdict)):
-            raise WrongGuess(f"iteration {verdict.iteration}")
+            raise WrongGuess(verdict.iteration, commit.halt is not None and commit.halt.drains)
         if not early:
             self.gather()
 
@@ -233,22 +256,41 @@ class Stepper:
         self._save()
         self._step(used)
 
+    def _heard(self, commit: Commit) -> None:
+        """The training thread may be waiting for what nobody is going to send any more."""
+        if commit.halt is None:
+            return
+        try:
+            verdict = commit.verdict()[0]
+        except RecycleError:
+            commit.halt.break_off()  # it will meet the same error, but has to wake up for it
+            return
+        if verdict.refutes(self._right(verdict)):
+            commit.halt.agree()
+
     def _is_wrong(self, commit: Commit) -> bool:
         try:
             verdict = commit.verdict()[0]
             return verdict.refutes(self._right(verdict))
         except RecycleError:
-            return True  # the training thread will meet the same error, but has to wake up for it
+            return True
 
     def close(self) -> None:
         """Nothing more is committed here."""
+        self._give_up()
         self._committer.close()
+
+    def _give_up(self) -> Commit | None:
+        commit, self.pending = self.pending, None
+        if commit is not None and commit.halt is not None:
+            commit.halt.give_up()
+        return commit
 
     # ---- a failure
 
     def leave(self) -> None:
         """The generation is over: take in a verdict that has arrived, and forget the commit that has not."""
-        commit, self.pending = self.pending, None
+        commit = self._give_up()
         if commit is not None and commit.known:
             self.settle(commit.verdict()[0])
 
@@ -264,8 +306,7 @@ class Stepper:
             self.settle(todo.verdict)
         elif todo.anew:
             assert self.held is not None
-            commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0,
-                            notify=lambda _: None)
+            commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0)
             self._committer.start(commit)
             commit.done.wait()
             self.settle(commit.verdict()[0])

@@ -467,8 +467,8 @@ class StageWorker:
         while True:
             try:
                 return run()
-            except WrongGuess:
-                self._roll_back()
+            except WrongGuess as guess:
+                self._roll_back(guess.drains)
             except GenerationOver as error:
                 self._leave_generation(error)
 
@@ -481,8 +481,8 @@ class StageWorker:
         try:
             if commit is not None and commit.known and not self.interrupted():
                 self.stepper.poll()
-        except WrongGuess:
-            self._roll_back()
+        except WrongGuess as guess:
+            self._roll_back(guess.drains)
         else:
             self._recover(error)
 
@@ -492,19 +492,20 @@ class StageWorker:
         with self.site.phases.waiting(RECOVERY), _failing_alone():
             recovery.recover(self.site, self.stepper, error)
 
-    def _roll_back(self) -> None:
-        """Void the work on the next iteration, on all workers alike, and begin it again."""
+    def _roll_back(self, drains: bool) -> None:
+        """Void the work on the next iteration, on all workers alike, and begin it again. ``drains``: all can bring what
+        is under way of it to its end."""
         site, standing, committed = self.site, self.standing, self.standing.committed
         groups, begun = self.current_groups(), not standing.promises.ends_before(committed + 1)
         groups.reopen()
         try:
-            if groups.drains and begun and standing.iteration == committed:  # others may have: all end the same
+            if drains and begun and standing.iteration == committed:  # others may have: all end the same
                 opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)
             site.agent.event("rolled_back", iteration=committed, actions=standing.roll_back())
             site.phases.enter(Phase.RECOVERING, committed + 1)
             with site.phases.waiting(HANDLES):
                 generation = site.current.get()
-                if not groups.drains or (begun and not drain(generation, committed + 1)):
+                if not drains or (begun and not drain(generation, committed + 1)):
                     standing.renew()
                     recovery.renew(site, standing, generation)
             self.stepper.gather()

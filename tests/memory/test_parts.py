@@ -1,13 +1,16 @@
 """Workers of two parts (tensor parallelism): one that dies takes its worker out, and the others end with the same
-bits."""
+bits. A wrong guess takes nobody's communicators."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from megatron_recycle.runtime.halting import OUT, last_actions
+from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Moment, Shape, check
 from tests.memory.scenes import PHASES
 from tests.memory.wires import Asked
@@ -16,8 +19,11 @@ from tests.seeds import seeds
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
 SHAPE = Shape(2, 2, 2, 3, parts=2)
-SHAPES = [SHAPE, replace(SHAPE, clipping=0.05), replace(SHAPE, stages=3, microbatches=3),
+CLIPPED = replace(SHAPE, stages=3, microbatches=3, clipping=0.05)
+SHAPES = [SHAPE, replace(SHAPE, clipping=0.05), replace(SHAPE, stages=3, microbatches=3), CLIPPED,
           SHAPE.with_settings(step="barrier")]
+VERDICT = Moment("0:2.0", "reduced", 0)
+"""It does not come before this, and stages step before it comes."""
 PROCESSES = [f"{worker}.{part}" for worker in SHAPE.workers for part in range(2)]
 
 
@@ -43,3 +49,59 @@ def test_random_campaign(seed: int):
     calm.run()
     one = draw.choice(calm.deaths.all())
     ends_well(shape, one.worker[:3], seed, [], [one])
+
+
+def ends_on_its_first_communicators(job: Job) -> None:
+    check(job, job.wait())
+    assert {event["iteration"] for event in job.control.events if event["event"] == "rolled_back"} == {0, 1, 2}
+    assert len({prefix for prefix, _ in job.fabric.communicators}) == 1
+
+
+@pytest.mark.parametrize("seed", seeds(8))
+def test_wrong_guesses_leave_the_bits_of_waiting_and_all_communicators(seed: int):
+    """Wherever each part is when it hears that all are void; every other seed with NCCL's rules."""
+    shape = random.Random(seed).choice([CLIPPED, replace(CLIPPED, stages=2), replace(CLIPPED, parts=4)])
+    with Job(shape, seed=seed, slow=random.Random(seed).choice([0.0, 0.1, 0.5])) as job:
+        ends_on_its_first_communicators(job)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_part_that_is_behind_runs_on_to_where_its_sibling_waits_for_it(seed: int, nth: int):
+    """The other one is inside an action, in a collective, and nothing but an abort would get it out. Which of them is
+    behind does not matter, nor that others wait for what they would send."""
+    behind = Moment("1:1.0", "forward", 1, nth)
+    with Job(CLIPPED, holds=[behind, VERDICT], seed=seed) as job:
+        job.wait_held()
+        job.wait_waiting(r"worker1:1: a sum")
+        job.release(VERDICT)
+        job.wait_waiting(r"rank 2 .*how far a void iteration has come")
+        job.release(behind)
+        ends_on_its_first_communicators(job)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_part_whose_script_alone_asks_for_the_verdict_costs_new_communicators(seed: int, monkeypatch: Any):
+    """It does not begin the iteration in which its sibling waits for it: that one has to be got out."""
+    train = StageWorker.train
+
+    def train_and_settle(worker: StageWorker, iteration: int) -> float:
+        loss = train(worker, iteration)
+        if worker.site.place.name == "1:1.0":
+            worker.settle()
+        return loss
+
+    monkeypatch.setattr(StageWorker, "train", train_and_settle)
+    asks = Moment("1:1.0", "stepped", 0)
+    with Job(CLIPPED, holds=[asks, VERDICT], seed=seed) as job:
+        job.wait_held()
+        job.wait_waiting(r"worker1:1: a sum")
+        job.release(VERDICT)
+        job.release(asks)
+        check(job, job.wait())
+    assert {process.worker.standing.epoch.renewal > 0 for process in job.processes.values()} == {True}
+
+
+def test_where_the_parts_stop():
+    assert last_actions([2, 3, 0, 0, OUT, OUT], 2) == [3, 0, 0]
+    assert last_actions([2, 3, OUT, 1], 2) is None

@@ -138,7 +138,8 @@ class Alone:
     def run(self, order: list[Action]) -> Attempt:
         self.standing.stand_at(0)
         with patch.multiple(attempts, LossRelay=MagicMock(), Agreement=MagicMock()):
-            self.attempt = Attempt(self.site, SimpleNamespace(standing=self.standing), self.generation)
+            stepper: Any = SimpleNamespace(standing=self.standing, enter_action=lambda: None)
+            self.attempt = Attempt(self.site, stepper, self.generation)
         for action in order:
             self.attempt.do(action)
         return self.attempt

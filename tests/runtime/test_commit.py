@@ -34,7 +34,7 @@ def held(iteration: int) -> Held:
 
 
 def commits(me: Worker, groups: Groups) -> Commit:
-    commit = Commit(held(3), GRID, groups, guess=1.0, offer=0, plan=5, notify=lambda done: None)
+    commit = Commit(held(3), GRID, groups, guess=1.0, offer=0, plan=5)
     commit.run()
     return commit
 
@@ -53,7 +53,7 @@ def test_a_commit_that_ends_in_an_unexpected_way_is_not_waited_for_for_ever():
     """Here by the death of its process, whose training thread has to end as well."""
     fabric = Fabric()
     one, _ = connected(fabric, GRID, [Worker(0, 0), Worker(0, 1)]).values()
-    commit, committer = Commit(held(3), GRID, one, guess=1.0, offer=0, plan=5, notify=lambda done: None), Committer()
+    commit, committer = Commit(held(3), GRID, one, guess=1.0, offer=0, plan=5), Committer()
     committer.start(commit)
     fabric.die(one.control.group.process)
     assert commit.done.wait(60) and not commit.known

@@ -64,7 +64,7 @@ def test_wherever_each_worker_has_stopped(ordered: bool, seed: int) -> None:
     groups = connected(fabric, GRID, live)
     parties = {me: Party(groups[me], plan) for me in live}
     stops = {me: draw.randrange(len(plan.actions(me)) + 1) for me in live}
-    ways_out = [groups[me].way_out() for me in live]
+    ways_out = [groups[me].world.exits.way_out.take for me in live]
 
     def stop(me: Worker) -> None:
         try:
@@ -99,7 +99,7 @@ def test_what_came_too_late_to_free_anybody_frees_nobody_later():
     """The thread that waits for the verdict may tell of it when the training thread has known for long."""
     fabric = Fabric()
     one, other = connected(fabric, Grid(2, (1,)), [Worker(0, 0), Worker(0, 1)]).values()
-    take = one.way_out()
+    take = one.world.exits.way_out.take
     one.reopen()
     take()
     into = torch.zeros(1)

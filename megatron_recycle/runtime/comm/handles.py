@@ -7,14 +7,14 @@ generation still sends can reach anybody (promise P6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.plan import Worker
-from megatron_recycle.runtime.comm.abort import Ending, abort
+from megatron_recycle.runtime.comm.abort import Ending
 from megatron_recycle.runtime.comm.comm import Comm, failing_ends, is_broken
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.waits import WayOut
@@ -112,26 +112,8 @@ class Groups:
             stages.append(self.world)
         return stages
 
-    @property
-    def drains(self) -> bool:
-        """Whether these handles stay when what is under way on them is void. Where a worker has parts, one may be
-        inside a collective of the framework's that another one never comes to: only an abort gets it out."""
-        return self.siblings is None
-
-    def way_out(self) -> Callable[[], None]:
-        """What frees, from any thread, every thread that waits for an activation, a gradient, or a sibling that waits
-        for one, and no other, until they are drained (`reopen`)."""
-        siblings = self.siblings
-        if siblings is None:
-            return self.world.exits.way_out.take
-
-        def take() -> None:
-            abort([self.world, siblings], self.ending.threads)
-
-        return take
-
     def reopen(self) -> None:
-        """Transfers are waited for again."""
+        """Transfers are waited for again, after the way out of such waits has been taken."""
         self.world.exits.way_out = WayOut()
 
     def together(self) -> AbstractContextManager[None]:

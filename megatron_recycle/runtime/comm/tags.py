@@ -83,6 +83,8 @@ COMMITS = CONTROL.take("an iteration's commit", 2**29, again=True)
 DRAINS = CONTROL.take("how far a void iteration has come", 2**20, again=True)
 """By iteration."""
 
+HALTS = CONTROL.take("where a void iteration ends", 2**20, again=True)
+"""By iteration."""
 GUARD = CONTROL.take("a copy of a stage's state", 2**28)
 """What describes it (its size, and the text), its checksums, and its pieces."""
 
