@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -20,7 +21,7 @@ from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.ledger import Ledger, agree
 from megatron_recycle.runtime.comm.memory import Killed, MemoryNetwork
 from megatron_recycle.runtime.comm.rendezvous import heard, meet
-from megatron_recycle.runtime.comm.reuse import Fate, Rested, fate
+from megatron_recycle.runtime.comm.reuse import Fate, Rested, Turn, fate
 from megatron_recycle.runtime.comm.tags import SLICES
 from megatron_recycle.runtime.place import Place
 from tests.memory.wires import Asked, Deaths, Wires
@@ -175,8 +176,12 @@ def test_who_is_stuck_in_one_that_was_left_is_freed_by_an_abort(
     job = Job(ordered)
     one = job.begin(WORKERS)[Worker(0, 0)]
     framework = one.stage._group.allreduce([torch.zeros(1)])
-    one.abort()
-    assert one.stage.aborted
+    started: list[str] = []
+    start = one.ending.threads.start
+    monkeypatch.setattr(one.ending.threads, "start", lambda name, *given: (started.append(name), start(name, *given))[1])
+    for _ in range(3):  # by further failures before anybody has left
+        one.abort()
+    assert one.stage.aborted and started.count("recycle-leave-watch") == 1
     job.networks[one.me].threads.close()
     assert framework.over and one.stage.ledger.gone and list(one.park().said()) == []
 
@@ -307,6 +312,38 @@ def test_a_try_that_was_left_behind_takes_nothing_any_more() -> None:
     with pytest.raises(GenerationOver, match="a newer generation"):
         rested.take(old, "stage0.0", "generation 2", one.stage.names, lambda: [words] * 3)
     assert rested.take(new, "stage0.0", "generation 3", one.stage.names, lambda: [words] * 3) is not None
+
+
+def test_a_try_that_was_left_behind_gives_up_nothing_that_the_next_one_goes_on_with(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has found that something is under way on one that is to be made again, and then the next one comes."""
+    one = Job(ordered=True).begin(WORKERS)[Worker(0, 0)]
+    one.rest()
+    rested, looks, goes_on = one.park(), threading.Event(), threading.Event()
+    words, of, names = list(rested.said()), one.stage.ledger, one.stage.names
+
+    def idle(ledger: Ledger) -> bool:
+        if ledger is of:
+            looks.set()
+            goes_on.wait(60)
+        return False
+
+    monkeypatch.setattr(Ledger, "idle", property(idle))
+    ends: list[BaseException | Comm | None] = []
+
+    def left_behind(turn: Turn) -> None:
+        try:
+            ends.append(rested.take(turn, "stage0.0", "generation 2", names, lambda: [[]] * 3))
+        except GenerationOver as error:
+            ends.append(error)
+
+    old = threading.Thread(target=left_behind, args=[rested.turn()])
+    old.start()
+    assert looks.wait(60)
+    kept = rested.take(rested.turn(), "stage0.0", "generation 3", names, lambda: [words] * 3)
+    goes_on.set()
+    old.join(60)
+    assert kept is not None and not kept.ledger.gone and isinstance(ends[0], GenerationOver)
 
 
 def test_gloo_goes_on_with_one_in_which_a_sum_was_left() -> None:

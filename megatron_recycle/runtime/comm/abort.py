@@ -96,9 +96,9 @@ class Ending:
         too, if nobody has settled (`park`, `retire`) two seconds later: somebody may be stuck in one of them, or wait
         for the device, in a place that nobody can leave.
         """
-        if self.rests:
+        if self.rests or not self._abort(comms, spare):
             return
-        if self._abort(comms, spare):
+        if self._aborting:
             self.threads.start("recycle-abort-watch", self._watch, _LONGEST_ABORT)
         if self.spared and not self._settled.is_set():
             self.threads.start("recycle-leave-watch", self._watch_spared, _LONGEST_LEAVE + _LONGEST_ABORT)
@@ -119,7 +119,7 @@ class Ending:
         retire(comms, self.threads, aborting)
 
     def _abort(self, comms: Sequence[Comm], spare: Callable[[], Collection[Comm]] = tuple) -> bool:
-        """Whether aborts are under way that were begun here."""
+        """Whether it was done here, and not before."""
         with self._lock:
             if self._aborting is not None:
                 return False
@@ -129,7 +129,7 @@ class Ending:
             for comm in self.spared:
                 comm.leave()
             self._aborting = abort([comm for comm in comms if comm not in self.spared], self.threads)
-            return bool(self._aborting)
+            return True
 
     def _settle(self) -> Collection[Comm]:
         """Nobody waits any more; those that have been spared until now."""

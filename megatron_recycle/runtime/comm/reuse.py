@@ -84,18 +84,22 @@ class Rested:
         if had is None:
             return None
         found = fate(had.identity, had.names, names, heard())
+        # What is under way on it may keep the device from making another one.
+        over = found is Fate.MADE_AGAIN and not had.backend.quick and not had.ledger.idle
         with self._lock:
             if turn is not self._turn:
                 raise GenerationOver(f"{of}: a newer generation has what there was of older ones")
             if found is Fate.KEPT:
                 turn.kept[name] = had
                 return had.again(of)
-            if found is Fate.SHRUNK:  # whatever becomes of it: nobody else may use this one from now on
-                turn.over.append(self._comms.pop(name))
+            if found is Fate.SHRUNK or over:  # whatever becomes of it: nobody else may use this one from now on
+                del self._comms[name]
+            if found is Fate.SHRUNK:
+                turn.over.append(had)
         if found is Fate.SHRUNK:
             return had.without(set(had.names) - set(names), of, ends=not self._rests)
-        if not had.backend.quick and not had.ledger.idle:  # what is under way may keep the device from making another
-            for thread in self._give_up([name]):
+        if over:
+            for thread in self._end([had]):
                 thread.join()
         return None
 
@@ -116,11 +120,11 @@ class Rested:
 
     def retire(self) -> None:
         """Nobody needs any of them any more."""
-        self._give_up(list(self._comms))
-
-    def _give_up(self, names: Collection[str]) -> list[threading.Thread]:
         with self._lock:
-            gone = [comm for name in names if (comm := self._comms.pop(name, None)) is not None]
+            gone, self._comms = list(self._comms.values()), {}
+        self._end(gone)
+
+    def _end(self, gone: Sequence[Comm]) -> list[threading.Thread]:
         aborting = abort(gone, self._threads)
         retire(gone, self._threads, aborting)
         return aborting
