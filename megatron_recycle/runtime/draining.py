@@ -28,7 +28,8 @@ def drain(generation: Generation, iteration: int) -> bool:
     mine = transport.begun()
     width, part = 2 * len(pairs), groups.part
     counts = torch.zeros(width * groups.parts + 1, dtype=torch.float64)
-    counts[part * width:(part + 1) * width] = torch.tensor([count for pair in pairs for count in mine.get(pair, (0, 0))])
+    own = [count for pair in pairs for count in mine.get(pair, (0, 0))]
+    counts[part * width:(part + 1) * width] = torch.tensor(own)
     counts[-1] = not transport.can_drain
     add_up(counts, groups.control, DRAINS[iteration])
     *everybody, cannot = map(int, counts.tolist())

@@ -29,8 +29,8 @@ OUT = -1
 
 
 def last_actions(entered: Sequence[int], parts: int) -> list[int] | None:
-    """After how many actions each worker stops, if its processes, ``parts`` of each worker, have ``entered`` so many, or
-    are `OUT`; None if a worker's parts cannot stop alike, since one of them is out and another one is not."""
+    """After how many actions each worker stops, if its processes, ``parts`` of each worker, have ``entered`` so many,
+    or are `OUT`; None if a worker's parts cannot stop alike, since one of them is out and another one is not."""
     workers = [entered[first:first + parts] for first in range(0, len(entered), parts)]
     if any(min(worker) == OUT < max(worker) for worker in workers):
         return None

@@ -116,8 +116,8 @@ class Stepper:
             self.pending.halt.begin()
 
     def enter_action(self) -> None:
-        """The next action of the attempt has what it waits for, and begins. Raises GenerationOver if the attempt is void
-        and stops before it."""
+        """The next action of the attempt has what it waits for, and begins. Raises GenerationOver if the attempt is
+        void and stops before it."""
         halt = None if self.pending is None else self.pending.halt
         if halt is None:
             return
