@@ -11,10 +11,11 @@ import time
 from typing import Protocol
 
 from megatron_recycle.control.sockets import watch_peer
-from megatron_recycle.control.wire import Message, Session, WireError, encode
+from megatron_recycle.control.wire import GUEST, Message, Session, WireError, encode
 from megatron_recycle.membership.messages import FROM_LAUNCHER, FROM_NEWCOMER, FROM_STORE, FROM_WORKER, check
 
 _ROLES = {"worker": FROM_WORKER, "launcher": FROM_LAUNCHER, "newcomer": FROM_NEWCOMER, "store": FROM_STORE}
+_NOT_FOR_GUESTS = ("interrupt",)
 _UNREAD_LIMIT = 32 * 1024 * 1024
 """Bytes that may wait for a peer before it is cut off."""
 
@@ -40,6 +41,11 @@ class Connection(asyncio.Protocol):
     """`role` is "worker", "launcher", "newcomer" or "store" (a process at the job's store) once the peer has said
     hello; `incarnation` (a worker's), `host` and `places` (a launcher's: the processes that its host can start in the
     job's next life) are set by the owner. `heard` is when something last came in (monotonic)."""
+
+    @property
+    def guest(self) -> bool:
+        """Whether the peer may join and no more: it has the secret of those that join, not the job's token."""
+        return self._session.guest
 
     def __init__(self, owner: Owner) -> None:
         self.role: str | None = None
@@ -104,6 +110,8 @@ class Connection(asyncio.Protocol):
             if message["type"] != "hello" or role not in _ROLES:
                 raise WireError("the first message is no hello of any role")
             check(message, _ROLES[role])
+            if self.guest and role == "worker" and not message["incarnation"].startswith(GUEST):
+                raise WireError("the secret of hosts that join is no worker's that the job began with")
             self.role = role
             if self._deadline is not None:
                 self._deadline.cancel()
@@ -111,6 +119,8 @@ class Connection(asyncio.Protocol):
             raise WireError("a second hello on one connection")
         else:
             check(message, _ROLES[self.role])
+            if self.guest and message["type"] in _NOT_FOR_GUESTS:
+                raise WireError(f"{message['type']} needs the job's token, not the secret of hosts that join")
         self._owner.received(self, message)
 
     def _refuse(self, reason: str) -> None:

@@ -25,7 +25,7 @@ from megatron_recycle.control.memory import Memory
 from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Searches
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.telling import Telling
-from megatron_recycle.control.wire import Message
+from megatron_recycle.control.wire import GUEST, Message
 from megatron_recycle.membership import commands, messages, moving
 from megatron_recycle.membership.decisions import End, Improve
 from megatron_recycle.membership.failure_kinds import FailureKind
@@ -159,6 +159,10 @@ class Coordinator:
 
     def worker_came(self, message: Message) -> None:
         who, now = message["incarnation"], time.monotonic()
+        if who.startswith(GUEST) and self.state.phase is Phase.FORMING:
+            text = "with the secret of hosts that join nobody begins a job: give the job's token"
+            self.server.tell(messages.end((who,), 1, text))
+            return
         if self._places is not None:
             self._places.taken(message["worker"])
         self._clocks.watch.came(who)
@@ -209,7 +213,9 @@ class Coordinator:
 
     def from_launcher(self, connection: Connection, host: str, message: Message) -> None:
         kind = message["type"]
-        if kind == "exit":
+        if kind in ("exit", "stays_out") and connection.guest and not self._of_guests(message):
+            log.warning("recycle: %s, which has joined, speaks of rank %d, which is not its own", host, message["rank"])
+        elif kind == "exit":
             names = ("rank", "pid", "status", "log", "move")
             self.feed(Exited(since=message["t"], **{name: message[name] for name in names}))
         elif kind == "stays_out":
@@ -219,6 +225,12 @@ class Coordinator:
         elif kind == "interrupt":
             self.interrupt(message["status"], message["message"])
         self._clocks.watch.launcher_beat(host, time.monotonic())
+
+    def _of_guests(self, message: Message) -> bool:
+        """Whether a host that has joined may speak of this rank: its process is one that has joined, or is unknown."""
+        pid, processes = message.get("pid"), self.state.members if "pid" not in message else self.state.known
+        return all(one.incarnation.startswith(GUEST) or pid not in (None, one.pid)
+                   for one in processes.values() if one.rank == message["rank"])
 
     def newcomer(self, connection: Connection, rank: int) -> None:
         connection.send(messages.learnt(self.state, rank))

@@ -11,7 +11,7 @@ from typing import Protocol
 from megatron_recycle.control.connection import Connection
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.strangers import Strangers
-from megatron_recycle.control.wire import Message, encode
+from megatron_recycle.control.wire import Message, WireError, encode
 from megatron_recycle.membership import messages
 from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.detectors import RateLimit
@@ -157,6 +157,8 @@ class Server:
                    f"has {self._size}: give the same --nnodes and --nproc on each host, or another --coordinator")
             connection.send({"type": "end", "status": 1, "message": why})
         elif message["type"] == "hello":
+            if connection.guest and any(one.host == message["host"] and not one.guest for one in self.launchers):
+                raise WireError(f"{message['host']} is a host of the job's own")
             connection.host, connection.places = message["host"], message["places"]
             self.launchers.add(connection)
             self._hearer.launcher_came(connection, message["host"])

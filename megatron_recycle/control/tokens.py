@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron_recycle.control.wire import for_joining
 from megatron_recycle.environment import SHORTEST_TOKEN, TOKEN
 from megatron_recycle.errors import ConfigError
 
+FOR_JOINING = "join.token"
 _HOW = "make one with `openssl rand -hex 16`"
 
 
@@ -28,6 +31,15 @@ def given(environ: Mapping[str, str], file: Path | None = None) -> str | None:
         raise ConfigError(f"--token-file {file} cannot be read ({getattr(error, 'strerror', None) or error}): {_HOW}"
                           ) from error
     return _checked(token, f"--token-file {file}")
+
+
+def publish(folder: Path, token: str) -> None:
+    """Write the secret for hosts that join into FOLDER/join.token, for this user only."""
+    with contextlib.suppress(OSError):  # a convenience
+        path = folder / FOR_JOINING
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            file.write(for_joining(token) + "\n")
 
 
 def readable_by_others(file: Path) -> bool:

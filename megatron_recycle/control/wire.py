@@ -4,6 +4,9 @@ A frame is a 4-byte big-endian length, a 32-byte HMAC-SHA256 and that many bytes
 speaks first and sends a random challenge; every later frame is authenticated under a key made from the job's
 token and the nonces of this very connection, and carries a count. So a frame recorded on one connection is
 refused on every other one, a repeated or dropped frame is refused on its own, and the token never travels.
+
+A host that joins may have a lesser secret, made from the token: it opens connections on which less is allowed (see
+`Session.guest`), and does not tell the token.
 """
 
 from __future__ import annotations
@@ -22,6 +25,8 @@ _KEYS = "1"
 MAX_PAYLOAD = 4 * 1024 * 1024
 MAX_FIRST_PAYLOAD = 64 * 1024
 """The limit until a peer has proved the token: a stranger cannot make us hold much."""
+GUEST = "join-"
+"""The beginning of a secret with which a host can join and nothing else, and of the incarnations of its workers."""
 _LENGTH = struct.Struct(">I")
 _MAC_BYTES = 32
 _HEADER = _LENGTH.size + _MAC_BYTES
@@ -33,6 +38,11 @@ def _mac(key: bytes, payload: bytes) -> bytes:
 
 def _derive(token: bytes, *parts: str) -> bytes:
     return _mac(token, "|".join(("recycle", _KEYS, *parts)).encode())
+
+
+def for_joining(token: str) -> str:
+    """The secret of hosts that join the job with this token (or with this very secret)."""
+    return token if token.startswith(GUEST) else GUEST + _derive(token.encode(), "join").hex()[:32]
 
 
 def encode(message: Message) -> bytes:
@@ -55,6 +65,11 @@ def unseal(payload: bytes, mac: bytes, key: bytes) -> Message:
     """The message of a frame; nothing of the payload is looked at before its authenticity is known."""
     if not hmac.compare_digest(mac, _mac(key, payload)):
         raise WireError("a frame does not authenticate: wrong token, or a frame of another connection")
+    return opened(payload)
+
+
+def opened(payload: bytes) -> Message:
+    """The message of a payload that is authentic, or does not have to be; raises WireError."""
     try:
         message = json.loads(payload)
     except (ValueError, RecursionError) as error:
@@ -73,12 +88,17 @@ class Session:
     Make it with `Session.server` or `Session.client`. A server's `greeting` is to be sent first. A client may
     call `seal` only when `open` is true, that is after it was fed the greeting. Every error is final: close
     the connection.
+
+    Attributes:
+        guest: whether the client has proved the secret of those that join, and not the job's token. A client with that
+            secret cannot check the greeting; the server proves itself with its next frame.
     """
 
     def __init__(self, token: str, server: bool) -> None:
         if not token:
             raise WireError("the job's token is empty: set RECYCLE_TOKEN to the token of the job")
         self._token = token.encode()
+        self.guest = not server and token.startswith(GUEST)
         self._server = server
         self._buffer = bytearray()
         self._sent = 0
@@ -142,8 +162,11 @@ class Session:
         return messages
 
     def _receive(self, payload: bytes, mac: bytes) -> Message | None:
-        message = unseal(payload, mac, self._receive_key)
-        if not self._server and self._send_key is None:
+        if self._server and self._send_key is None:
+            self._recognise(payload, mac)
+        greeted = not self._server and self._send_key is None
+        message = opened(payload) if greeted and self.guest else unseal(payload, mac, self._receive_key)
+        if greeted:
             self._challenge = _nonce(message)
             self._send_key = _derive(self._token, "client", self._challenge)
             self._receive_key = _derive(self._token, "server", self._challenge, self._answer)
@@ -156,6 +179,14 @@ class Session:
             self._answer = _nonce(message)
             self._send_key = _derive(self._token, "server", self._challenge, self._answer)
         return message
+
+
+    def _recognise(self, payload: bytes, mac: bytes) -> None:
+        """Whether a client's first frame was made with the secret of those that join."""
+        token = for_joining(self._token.decode()).encode()
+        key = _derive(token, "client", self._challenge)
+        if token != self._token and hmac.compare_digest(mac, _mac(key, payload)):
+            self.guest, self._token, self._receive_key = True, token, key
 
 
 def _nonce(message: Message) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig, variable
 from megatron_recycle.control import tokens
+from megatron_recycle.control.wire import GUEST, for_joining
 from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
@@ -86,6 +87,8 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     token = tokens.given(os.environ, args.token_file)
     if args.token_file is not None and tokens.readable_by_others(args.token_file):
         say(f"recycle: warning: others can read the token in {args.token_file}: chmod 600 {args.token_file}")
+    if args.join is None and (token or "").startswith(GUEST):
+        raise ConfigError("that token lets a host join a running job, and no more: give the job's own, or --join")
     if args.join is not None:
         return _join(args, command, config, token, say)
     hosts = _hosts(args, token)
@@ -258,6 +261,7 @@ def _lead(
     found = Meeting(_name(hosts, life), coordinator.control, token, nproc,
                     command=(args.script, *args.arguments), folder=os.getcwd())
     meeting.publish(run_dir, found)
+    tokens.publish(run_dir, token)
     return found, coordinator
 
 
@@ -305,7 +309,7 @@ def _join(
         if there is None or not there.control:
             raise ConfigError(f"--join {args.join}: no job of `recycle run` runs in that folder (it has no "
                               f"{meeting.FILE})")
-        control, token = there.control, there.token
+        control, token = there.control, for_joining(there.token)
     check_address("--join", control)
     if token is None:
         raise ConfigError("--join needs the job's token: give the job's run folder instead of its address, or "

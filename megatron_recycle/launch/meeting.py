@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from megatron_recycle.control import tokens
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.network import knock
 
@@ -60,8 +61,9 @@ def publish(run_dir: Path, meeting: Meeting) -> None:
 
 def withdraw(run_dir: Path) -> None:
     """Remove the file: the job is over."""
-    with contextlib.suppress(OSError):
-        (run_dir / FILE).unlink()
+    for name in (FILE, tokens.FOR_JOINING):
+        with contextlib.suppress(OSError):
+            (run_dir / name).unlink()
 
 
 def read(run_dir: Path) -> Meeting | None:

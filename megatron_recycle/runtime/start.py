@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent, Ended
+from megatron_recycle.control.wire import GUEST
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
@@ -41,7 +42,8 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
         on_stop(sys.maxsize)
 
     agent = Agent(address=address, token=token, worker=place.name, rank=place.ranks[place.me][place.part],
-                  incarnation=uuid.uuid4().hex[:12], heartbeat_interval=config.heartbeat_interval,
+                  incarnation=GUEST * token.startswith(GUEST) + uuid.uuid4().hex[:12],
+                  heartbeat_interval=config.heartbeat_interval,
                   on_stop=lambda stop: on_stop(stop.generation), on_end=ended,
                   joining=launched.joining, host=launched.host,
                   patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)

@@ -110,17 +110,17 @@ def submit(lab: Path, name: str, nodes: str, *arguments: str, options: tuple[str
     return Job(number, folder)
 
 
-def processes(node: int, text: str) -> list[int]:
-    """Processes on a node whose command line has this text."""
+def ours(node: int) -> list[int]:
+    """The launcher and the workers on a node, in the order in which they were started."""
     found = []
     for pid in slurm("ip", "netns", "pids", f"rclab{node}").split():
         try:
             line = Path("/proc", pid, "cmdline").read_bytes()
         except OSError:
             continue
-        if text.encode() in line:
+        if b"recycle\0run" in line or b"-m\0megatron_recycle" in line:
             found.append(int(pid))
-    return found
+    return sorted(found)
 
 
 def kill(pids: list[int]) -> float:
@@ -157,7 +157,7 @@ def losses(lab: Path) -> Event:
     t = kill([job.event("started")["pids"]["1:0"]])
     figures["worker_resumed_s"] = job.event("resumed", after=t)["t"] - t
     job.committed()
-    t = kill(processes(3, "megatron_recycle") + processes(3, "recycle run"))
+    t = kill(ours(3))
     figures["step_resumed_s"] = job.event("resumed", after=t + 0.5)["t"] - t
     check("Slurm keeps the job", job.state() == "RUNNING" and job.state("NodeList") == "n[1-3]", job.state())
     job.committed()
@@ -213,7 +213,7 @@ def first_host(lab: Path) -> Event:
     job = submit(lab, "first", "n1,n2,n3", "--checkpoints", str(lab / "first-ckpt"), "--save-every", "5")
     job.event("started")
     job.committed(12)
-    t = kill(processes(1, "megatron_recycle") + processes(1, "recycle run"))
+    t = kill(ours(1))
     until("end", lambda: job.state() not in ("RUNNING", "COMPLETING"))
     figures: Event = {"killed_ended_s": time.time() - t, "killed_state": job.state()}
     again = submit(lab, "down", "n1,n2,n3", "--checkpoints", str(lab / "first-ckpt"), "--save-every", "5")

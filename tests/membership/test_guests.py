@@ -1,0 +1,109 @@
+"""A host that joins may have a lesser secret than the job's token: with it workers come in, and nobody commands."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_recycle.control.link import Link
+from megatron_recycle.control.wire import GUEST, Message, Session, WireError, for_joining
+from megatron_recycle.membership.messages import TO_LAUNCHER, TO_WORKER
+from tests.membership.cluster import report
+from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
+
+SECRET = for_joining(TOKEN)
+WORKERS = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
+
+
+def test_the_secret_does_not_tell_the_token_and_is_another_for_every_job() -> None:
+    assert SECRET.startswith(GUEST) and TOKEN not in SECRET and for_joining(SECRET) == SECRET
+    assert len({for_joining(token) for token in ("a", "b", TOKEN)}) == 3
+
+
+def test_both_sides_know_which_of_the_secrets_was_used() -> None:
+    for secret, guest in ((TOKEN, False), (SECRET, True)):
+        server, client = Session.server(TOKEN), Session.client(secret)
+        client.feed(server.greeting())
+        assert server.feed(client.seal({"type": "a"}) + client.seal({"type": "b"}))[1]["type"] == "b"
+        assert client.feed(server.seal({"type": "c"}))[0]["type"] == "c"
+        assert (server.guest, client.guest) == (guest, guest)
+    for wrong in (for_joining("another job's"), "another job's"):
+        server, client = Session.server(TOKEN), Session.client(SECRET)
+        client.feed(server.greeting())
+        with pytest.raises(WireError, match="wrong token"):
+            Session.server(wrong).feed(client.seal({"type": "a"}))
+
+
+def test_who_has_the_secret_cannot_pass_for_the_coordinator() -> None:
+    """Of a host that joins, too, it can only be the coordinator: the secret is the same for all of them."""
+    impostor, worker = Session.server(SECRET), Session.client(TOKEN)
+    with pytest.raises(WireError, match="wrong token"):
+        worker.feed(impostor.greeting())
+
+
+@contextmanager
+def visit(running: Service, secret: str, hello: Message, *messages: Message, worker: bool = False
+          ) -> Iterator[queue.SimpleQueue[Message]]:
+    """A connection that says this; gives what is answered."""
+    answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
+    said: Sequence[Message] = [{"type": "hello", **hello}, *messages]
+    link = Link(running.address, secret, hello=lambda: list(said), handle=answers.put,
+                beat=lambda: {"type": "heartbeat", "progress": None}, interval=0.1,
+                known=TO_WORKER if worker else TO_LAUNCHER, name="visit")
+    link.start()
+    try:
+        yield answers
+    finally:
+        link.close()
+
+
+def launcher(host: str) -> Message:
+    return {"role": "launcher", "host": host, "ranks": [], "places": 0}
+
+
+EXIT = {"type": "exit", "rank": 2, "pid": 1002, "status": -9, "t": 0.0, "log": "", "move": 0}
+
+
+def test_a_guest_ends_no_job_and_no_worker_but_its_own(tmp_path: Path) -> None:
+    with service(tmp_path) as running:
+        agents = [agent(running.address, worker) for worker in WORKERS]
+        for one in agents:
+            one.ready(DESCRIPTION, report())
+        running.await_event("started")
+        for number, wrong in enumerate((
+            [launcher("far"), {"type": "interrupt", "status": 1, "message": "end"}],
+            [{"role": "worker", "worker": "1:0", "rank": 2, "incarnation": "1:0/0", "pid": 9, "host": "far",
+              "generation": 1}, {"type": "leave"}],
+        )):
+            with visit(running, SECRET, *wrong):
+                running._until(lambda number=number: sum(e["event"] == "refused" for e in running.events) > number,
+                               "refusal")
+                with running._changed:
+                    running.coordinator.server._refusals = type(running.coordinator.server._refusals)(60.0)
+        with visit(running, SECRET, launcher("far"), EXIT, {"type": "stays_out", "rank": 2},
+                   {"type": "join", "count": 1}) as answers:
+            while (answer := answers.get(timeout=LIMIT))["type"] != "places":
+                pass  # what has happened so far
+            assert "no place" in answer["refusal"] or "not started by" in answer["refusal"]
+        assert not any(event["event"] in ("decided", "suspected", "left", "finished") for event in running.events)
+        assert running.end is None
+        with visit(running, TOKEN, launcher("near"), EXIT):
+            running.await_event("decided", generation=2)
+        with visit(running, SECRET, {"role": "worker", "worker": "1:0", "rank": 2, "incarnation": f"{GUEST}1",
+                                     "pid": 77, "host": "far", "generation": 0},
+                   {"type": "ready", "description": DESCRIPTION, "report": report()}, worker=True):
+            running.await_event("waiting", worker="1:0", pid=77)
+        for one in agents:
+            one.close()
+
+
+def test_a_guest_begins_no_job(tmp_path: Path) -> None:
+    hello = {"role": "worker", "worker": "0:0", "rank": 0, "incarnation": f"{GUEST}1", "pid": 1, "host": "far",
+             "generation": 0}
+    with service(tmp_path) as running, visit(running, SECRET, hello, worker=True) as answers:
+        told = answers.get(timeout=LIMIT)
+        assert told["type"] == "end" and "nobody begins a job" in told["message"]
