@@ -13,6 +13,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import socket
 import sys
 import time
@@ -38,6 +39,7 @@ from megatron_recycle.observe.output import spare_output
 logger = logging.getLogger(__name__)
 PLANS = "plans"
 """The folder in a run's folder that keeps its plans."""
+_DESCRIPTORS = 65536
 LINGER = 30.0
 """Seconds that the services outlive a job without a launcher, for processes that still have to end."""
 
@@ -155,8 +157,17 @@ def _take_stdout() -> IO[str]:
     return line
 
 
+def _many_connections() -> None:
+    """A thousand workers, and as many strangers, are more than the usual limit of descriptors."""
+    with contextlib.suppress(ValueError, OSError):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
 def main() -> int:
     args = parser().parse_args()
+    _many_connections()
     starter = _take_stdout()
     spare_output()
     try:

@@ -16,8 +16,11 @@ from megatron_recycle.membership import messages
 from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.detectors import RateLimit
 
-_SPARE_STRANGERS = 64
-"""Connections without a hello, beside one for each worker; more of them would only cost memory."""
+_BACKLOG = 4096
+"""Connections that wait to be accepted: one that finds no room is tried again by its kernel after a second."""
+_SPARE_STRANGERS = 1000
+"""Connections without a hello, beside one for each worker. With thousands of them each second one with the token needs
+this many to have the time to say it; each costs a descriptor, and 64 KiB at most."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +69,8 @@ class Server:
     async def start(self, listener: socket.socket | None) -> str:
         """Listen, without a ``listener`` on any free port of 127.0.0.1; returns "host:port"."""
         listener = listener or socket.create_server(("127.0.0.1", 0))
-        self._server = await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listener)
+        self._server = await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listener,
+                                                                            backlog=_BACKLOG)
         host, port = self._server.sockets[0].getsockname()[:2]
         return f"{host}:{port}"
 

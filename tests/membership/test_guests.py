@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import queue
+import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +18,11 @@ from megatron_recycle.control.wire import GUEST, Message, Session, WireError, fo
 from megatron_recycle.membership.messages import TO_LAUNCHER, TO_WORKER
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
+
+_SPEC = importlib.util.spec_from_file_location("attack", Path(__file__).parents[2] / "scripts/lab/attack.py")
+assert _SPEC is not None and _SPEC.loader is not None
+sys.modules["attack"] = attack = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(attack)
 
 SECRET = for_joining(TOKEN)
 WORKERS = [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]
@@ -107,3 +116,22 @@ def test_a_guest_begins_no_job(tmp_path: Path) -> None:
     with service(tmp_path) as running, visit(running, SECRET, hello, worker=True) as answers:
         told = answers.get(timeout=LIMIT)
         assert told["type"] == "end" and "nobody begins a job" in told["message"]
+
+
+def test_attackers_from_outside_get_nothing_in_and_nothing_down(tmp_path: Path) -> None:
+    """scripts/lab/attack.py in small: 400 messages of ten kinds and 100 idle connections beside a job."""
+    with service(tmp_path) as running:
+        agents = [agent(running.address, worker) for worker in WORKERS]
+        for one in agents:
+            one.ready(DESCRIPTION, report())
+        running.await_event("started")
+        host, _, port = running.address.rpartition(":")
+        target = attack.Target(host, int(port), TOKEN, random.Random(0))
+        size = (tmp_path / "journal.jsonl").stat().st_size
+        seen = asyncio.run(attack.assault(target, 400, 100))
+        asyncio.run(asyncio.wait_for(attack.asked(target), LIMIT))
+        assert set(seen.sent) == {kind.__name__ for kind in attack.KINDS} and not seen.kept
+        assert {event["event"] for event in running.events} <= {"started", "planned", "refused"}
+        assert (tmp_path / "journal.jsonl").stat().st_size == size and running.end is None
+        for one in agents:
+            one.close()

@@ -8,7 +8,9 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megatron_recycle.control import Timeouts
+import pytest
+
+from megatron_recycle.control import Timeouts, server
 from megatron_recycle.control.strangers import Strangers
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, agent, service
@@ -27,8 +29,11 @@ def test_the_oldest_of_the_address_with_the_most_has_to_go() -> None:
     assert len(room) == 0
 
 
-def test_a_crowd_that_never_says_hello_and_is_renewed_all_the_time_keeps_nobody_out(tmp_path: Path) -> None:
+def test_a_crowd_that_never_says_hello_and_is_renewed_all_the_time_keeps_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From the address of those who have the token, and from others. Who is let in stays; who is not comes again."""
+    monkeypatch.setattr(server, "_SPARE_STRANGERS", 64)
     over = threading.Event()
 
     def crowd(address: str, held: list[socket.socket]) -> None:
