@@ -1,25 +1,23 @@
-"""One worker of the job: runs its part of every iteration, and goes on after failures.
+"""One worker of the job: what a script asks of it.
 
-An iteration is :mod:`megatron_recycle.runtime.attempt`, its end :mod:`megatron_recycle.runtime.stepper`, a failure
-:mod:`megatron_recycle.runtime.recovery`. Here is the loop that goes from one to the other.
+It runs its part of every iteration, and goes on after failures: :mod:`megatron_recycle.runtime.loop`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
-from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, RecycleError, UnsupportedError
+from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.membership import THE_END, Process, Standing, StepMode
-from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Grid, Plan, Worker
+from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import recovery
-from megatron_recycle.runtime.activity import HANDLES, RECOVERY, STANDING_BY, Activity
-from megatron_recycle.runtime.attempt import Attempt, evaluate, opened
+from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
+from megatron_recycle.runtime.attempt import evaluate
 from megatron_recycle.runtime.between import Between
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
@@ -28,32 +26,19 @@ from megatron_recycle.runtime.comm.living.exchange import Group
 from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import DataSource
-from megatron_recycle.runtime.draining import drain
-from megatron_recycle.runtime.equality import verify_boundary
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
-from megatron_recycle.runtime.generation import Current, Generation
-from megatron_recycle.runtime.guard import refresh
+from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.history import History
+from megatron_recycle.runtime.loop import Loop
 from megatron_recycle.runtime.memory_budget import announce
-from megatron_recycle.runtime.partners import connect_partners
-from megatron_recycle.runtime.phases import Observer, Phase, Phases
+from megatron_recycle.runtime.phases import Observer, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Write, save
 from megatron_recycle.runtime.shards import check as check_shards
 from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
-from megatron_recycle.runtime.stepper import Stepper, WrongGuess
+from megatron_recycle.runtime.stepper import Stepper
 from megatron_recycle.runtime.trainable import Trainable
 from megatron_recycle.runtime.transfers import Message, Transfers, raise_if_lost
-
-_POLL_SECONDS = 0.001
-
-
-class _Kept(Exception):
-    """The script has raised, and the coordinator wants this worker in the next generation all the same."""
-
-
-class RecoveryFailed(Exception):
-    """A recovery has met an error that is no end of a generation, its cause; the coordinator decides what follows."""
 
 
 class StageWorker:
@@ -94,7 +79,7 @@ class StageWorker:
                         Collectives(place), Transfers(place), History()))
         self.stepper = Stepper(self.site, self.standing)
         self._between = Between(self.site, self.stepper)
-        self._asked_apart = False
+        self._loop = Loop(self.site, self.standing, self.stepper, self._between)
         agent.doing, agent.progress = phases.activity.told, phases.where  # last: its thread asks at once
 
     # ---- the script's calls
@@ -104,7 +89,7 @@ class StageWorker:
         if self.standing.epoch.generation == 0:
             self.standing.stand_at(iteration)
             # Who comes in reads data to compare it: the script finds its random numbers as it left them all the same.
-            with self.site.phases.waiting(RECOVERY), self.site.framework.generators.kept(), self._telling():
+            with self.site.phases.waiting(RECOVERY), self.site.framework.generators.kept(), self._loop.telling():
                 generation = recovery.join(self.site, self.stepper)
             announce(self.site, generation.plan)
 
@@ -128,9 +113,9 @@ class StageWorker:
             if self.has_done(iteration):
                 return self._pass_over(iteration)
             self._between.take_in(self.settle)
-            self._through_failures(lambda: self._run_to(iteration))
+            self._loop.through_failures(lambda: self._loop.run_to(iteration))
             if self._between.trained():
-                with self._telling():
+                with self._loop.telling():
                     self._between.find_generators()
             self._between.leave()
             return self._loss_of(iteration)
@@ -152,14 +137,14 @@ class StageWorker:
         """
         def run() -> None:
             # Done already: a failure has told this worker so, or it was before this worker came in.
-            while self._stand_again() and self.standing.evaluated < self.standing.passes:
-                evaluate(self.site, self.standing, self._sized(self.site.place.grid), data, number, limit)
+            while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
+                evaluate(self.site, self.standing, self._loop.sized(self.site.place.grid), data, number, limit)
 
         with self._inside():
             self.begin(iteration)
             self.settle()
             self.standing.ask_pass(iteration)
-            self._apart(run)
+            self._loop.apart(run)
         return self.site.asked.evaluations.of(self.standing.passes)
 
     def save(self, iteration: int, write: Write) -> None:
@@ -169,7 +154,7 @@ class StageWorker:
         Raises JobEnded if the job cannot go on, and what ``write`` raises.
         """
         def run() -> None:
-            while self._stand_again() and self.standing.evaluated < self.standing.passes:
+            while self._loop.stand_again() and self.standing.evaluated < self.standing.passes:
                 save(self.site, self.standing, self.site.current.get(), write)
 
         with self._inside():
@@ -177,7 +162,7 @@ class StageWorker:
             self.settle()
             self.standing.ask_pass(iteration)
             with self._between.saved():
-                self._apart(run)
+                self._loop.apart(run)
 
     def collective(self, group: Group, call: Call, after: int) -> None:
         """Make a ``call`` of the script's, which has trained iteration ``after`` last, through any failures.
@@ -189,7 +174,7 @@ class StageWorker:
         site, collectives = self.site, self.site.asked.collectives
 
         def run() -> None:
-            self._stand_again()
+            self._loop.stand_again()
             site.phases.tell_resumed()  # after a failure: the next action may be far away
             entered = self.standing.entered
             if entered is not None and entered >= after:  # a part that was without another one: the others went on
@@ -201,7 +186,7 @@ class StageWorker:
         with self._inside():
             self.settle()
             collectives.begin(group, call, after)
-            self._apart(run)
+            self._loop.apart(run)
         collectives.end()
 
     def recall(self, group: Group, call: Call, after: int) -> None:
@@ -224,7 +209,7 @@ class StageWorker:
         transfers = self.site.asked.transfers
 
         def run() -> None:
-            self._stand_again()
+            self._loop.stand_again()
             transfers.post(message, self.current_groups(), self.standing.epoch)
 
         with self._inside():
@@ -234,7 +219,7 @@ class StageWorker:
             if entered is not None and entered >= after:
                 message.done = True
             else:
-                self._apart(run)
+                self._loop.apart(run)
         raise_if_lost(message)
         return message
 
@@ -244,7 +229,7 @@ class StageWorker:
         site = self.site
 
         def run() -> None:
-            self._stand_again()
+            self._loop.stand_again()
             site.phases.tell_resumed()
             with site.phases.waiting(f"the script's {message.what}()"):
                 site.asked.transfers.arrive(message, self.current_groups(), self.standing.epoch)
@@ -253,7 +238,7 @@ class StageWorker:
             self.site.asked.transfers.arrive(message, self.current_groups(), self.standing.epoch)
         elif not message.done:
             with self._inside():
-                self._apart(run)
+                self._loop.apart(run)
         raise_if_lost(message)
 
     def transfer_once(self, group: Group, peer: int, tensor: torch.Tensor, tag: int, sends: bool) -> Message:
@@ -268,7 +253,7 @@ class StageWorker:
         last = self.standing.stepped
         if self.standing.committed < last:
             with self._inside(), self._between.apart(last):
-                self._through_failures(lambda: self._run_to(last, commit=True))
+                self._loop.through_failures(lambda: self._loop.run_to(last, commit=True))
 
     def fail(self, error: BaseException) -> None:
         """The script has failed with ``error``, in its own code or by handling what it could not mend. Returns when it
@@ -277,20 +262,20 @@ class StageWorker:
             kept = self.site.agent.raised(self.site.phases.fault(error, outside=True))
         if kept:
             with suppress(JobEnded):
-                self._through_failures(lambda: None, _Kept())
+                self._loop.into_the_next()
 
     def finish(self) -> None:
         """Call when the script ends well; returns when the whole job has. Raises JobEnded if it failed."""
         self.settle()
         last = self.standing.stepped
         with self.site.phases.activity.during(STANDING_BY, THE_END):
-            self._through_failures(lambda: self._stand_by(last))
+            self._loop.through_failures(lambda: self._stand_by(last))
         self.close()
 
     def _stand_by(self, last: int) -> None:
         """The script has nothing more to do: wait until that is so everywhere, since another worker may fail before it
         has made its last step. Raises GenerationOver then."""
-        self._run_to(last, commit=True)  # all may have gone back
+        self._loop.run_to(last, commit=True)  # all may have gone back
         self.site.phases.tell_resumed()
         if not self.site.agent.finished():
             raise GenerationOver("another worker has failed while this one stood by")
@@ -372,72 +357,7 @@ class StageWorker:
         if self.site.agent.breaks_off:
             self.site.network.abort_default()
 
-    # ---- the loop
-
-    def _run_to(self, iteration: int, commit: bool = False) -> None:
-        # More than one iteration to run: a failure has undone a step that train() had already returned from.
-        while self.standing.stepped < iteration:
-            generation = self._at_boundary(self.standing.stepped + 1)
-            with Attempt(self.site, self.stepper, generation) as attempt:
-                attempt.run()
-        if commit:
-            self.stepper.wait()
-
-    def _at_boundary(self, iteration: int) -> Generation:
-        """Do what is due before ``iteration``: a switch, a check of the peers, another plan."""
-        site, standing, generation = self.site, self.standing, self.site.current.get()
-        self.stepper.poll()
-        if standing.promises.ends_before(iteration):
-            self._await_switch(iteration)
-        verify_boundary(site, self.stepper, generation, iteration)
-        refresh(site, self.stepper, generation, iteration)
-        return self._adopt(iteration)
-
-    def _adopt(self, iteration: int) -> Generation:
-        """The generation in force, with the plan that is agreed upon for ``iteration``."""
-        site, standing, generation = self.site, self.standing, self.site.current.get()
-        while plan := standing.promises.plan_from(iteration):
-            generation = generation.follow(plan, site.exact, site.stage)
-            site.current.set(generation)
-            site.agent.adopted(standing.epoch.generation, iteration, plan.digest)
-        return self._sized(site.grids.of(iteration))
-
-    def _sized(self, grid: Grid) -> Generation:
-        """The generation in force, with its plan for as many micro-batches as ``grid`` has."""
-        site, generation = self.site, self.site.current.get()
-        plan = site.grids.plan(generation.plan, grid)
-        if plan is not generation.plan:
-            generation = generation.follow(plan, site.exact, site.stage)
-            site.current.set(generation)
-        # Others may still be in the script's own code.
-        connect_partners(site, self.standing, generation, site.config.transport_timeout, site.phases.waiting(HANDLES))
-        return generation
-
-    def _await_switch(self, iteration: int) -> None:
-        """Wait between two iterations, with nothing in flight, for the generation that others come in or leave with."""
-        number = self.standing.epoch.generation
-        self.stepper.wait()
-        self.site.phases.enter(Phase.BOUNDARY, iteration)
-        self.current_groups().rest()
-        self.site.agent.boundary(number, iteration)
-        with self.site.phases.waiting("a switch"):
-            self.site.agent.wait_stop(number)
-        raise GenerationOver(f"generation {number} ends before iteration {iteration}, as agreed")
-
-    def _apart(self, run: Callable[[], None]) -> None:
-        """Run what all do together between two iterations, through any failures."""
-        self._asked_apart = True
-        try:
-            self._through_failures(run)
-        finally:
-            self._asked_apart = False
-
-    def _stand_again(self) -> bool:
-        """Between two iterations: make those again that all have gone back before. Returns True."""
-        if self.standing.stepped < self.standing.asked:
-            with self._between.again():
-                self._run_to(self.standing.asked, commit=True)
-        return True
+    # ---- parts of them
 
     def _loss_of(self, iteration: int) -> float:
         """The loss of ``iteration``, which this worker has trained, or has come in after."""
@@ -453,89 +373,11 @@ class StageWorker:
             recovery.compare_later(self.site, self.stepper)
         return loss
 
-    def _through_failures(self, run: Callable[[], None], kept: _Kept | None = None) -> None:
-        while True:
-            try:
-                with self._telling():
-                    if kept is not None:
-                        self._recover(GenerationOver(str(kept)))
-                    return self._through_generations(run)
-            except _Kept as again:
-                kept = again
-
-    def _through_generations(self, run: Callable[[], None]) -> None:
-        while True:
-            try:
-                return run()
-            except WrongGuess as guess:
-                self._roll_back(guess.drains)
-            except GenerationOver as error:
-                self._leave_generation(error)
-
-    def _leave_generation(self, error: GenerationOver) -> None:
-        """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""
-        commit = self.stepper.pending
-        with self.site.phases.waiting("a verdict"):
-            while commit is not None and not commit.done.wait(_POLL_SECONDS) and not self.interrupted():
-                pass
-        try:
-            if commit is not None and commit.known and not self.interrupted():
-                self.stepper.poll()
-        except WrongGuess as guess:
-            self._roll_back(guess.drains)
-        else:
-            self._recover(error)
-
-    def _recover(self, error: GenerationOver) -> None:
-        if self._asked_apart:
-            self._between.look_back()
-        with self.site.phases.waiting(RECOVERY), _failing_alone():
-            recovery.recover(self.site, self.stepper, error)
-
-    def _roll_back(self, drains: bool) -> None:
-        """Void the work on the next iteration, on all workers alike, and begin it again. ``drains``: all can bring what
-        is under way of it to its end."""
-        site, standing, committed = self.site, self.standing, self.standing.committed
-        groups, begun = self.current_groups(), not standing.promises.ends_before(committed + 1)
-        groups.reopen()
-        try:
-            if drains and begun and standing.iteration == committed:  # others may have: all end the same
-                opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)
-            site.agent.event("rolled_back", iteration=committed, actions=standing.roll_back())
-            site.phases.enter(Phase.RECOVERING, committed + 1)
-            with site.phases.waiting(HANDLES):
-                generation = site.current.get()
-                if not drains or (begun and not drain(generation, committed + 1)):
-                    standing.renew()
-                    recovery.renew(site, standing, generation)
-            self.stepper.gather()
-        except GenerationOver as error:
-            self._recover(error)
-
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """Not in the script's own code, which finds its random numbers as it left them."""
         with self.site.phases.working("begin"), self.site.framework.generators.kept():
             yield
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """A block whose errors the coordinator hears, and decides on, before the script gets them: the others know
-        first."""
-        try:
-            yield
-        except JobEnded:
-            raise
-        except (Exception, SystemExit) as error:
-            cause = error.__cause__ if isinstance(error, RecoveryFailed) else None
-            fault = self.site.phases.fault(error) if cause is None else self.site.phases.failed(cause)
-            with self.site.phases.waiting("a decision"):
-                kept = self.site.agent.raised(fault)
-            if not kept:
-                raise
-            what = "a recovery" if fault.recovery else "the script"
-            get_logger().error("megatron-recycle: %s has failed %s", what, fault.where, exc_info=error)
-            raise _Kept(str(fault)) from None
 
 
 def _check_policy(place: Place, config: RecycleConfig) -> None:
@@ -546,14 +388,3 @@ def _check_policy(place: Place, config: RecycleConfig) -> None:
     if config.policy == "lossy_forward" and place.parts > 1:
         raise ConfigError("policy lossy_forward is not there with tensor parallelism, whose parts would go on from "
                           "different places: give policy rollback, or leave it out")
-
-
-@contextmanager
-def _failing_alone() -> Iterator[None]:
-    """A block of a recovery: what it meets is neither the script's nor another worker's. Refusals stay refusals."""
-    try:
-        yield
-    except RecycleError:
-        raise
-    except Exception as error:
-        raise RecoveryFailed(f"the recovery has failed: {error}") from error

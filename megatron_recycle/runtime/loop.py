@@ -1,0 +1,213 @@
+"""The loop of one worker: from iteration to iteration, and from one generation to the next.
+
+An iteration is :mod:`megatron_recycle.runtime.attempt`, its end :mod:`megatron_recycle.runtime.stepper`, a failure
+:mod:`megatron_recycle.runtime.recovery`. Here is what goes from one to the other, whatever the script has asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
+from megatron_recycle.membership import Standing
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.plan import Grid
+from megatron_recycle.runtime import recovery
+from megatron_recycle.runtime.activity import HANDLES, RECOVERY
+from megatron_recycle.runtime.attempt import Attempt, opened
+from megatron_recycle.runtime.between import Between
+from megatron_recycle.runtime.draining import drain
+from megatron_recycle.runtime.equality import verify_boundary
+from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.guard import refresh
+from megatron_recycle.runtime.partners import connect_partners
+from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stepper import Stepper, WrongGuess
+
+_POLL_SECONDS = 0.001
+
+class _Kept(Exception):
+    """The script has raised, and the coordinator wants this worker in the next generation all the same."""
+
+
+class RecoveryFailed(Exception):
+    """A recovery has met an error that is no end of a generation, its cause; the coordinator decides what follows."""
+
+
+class Loop:
+    """The loop of one worker.
+
+    Args:
+        site, standing, stepper: of the worker.
+        between: what the script does between two iterations.
+    """
+
+    def __init__(self, site: Site, standing: Standing, stepper: Stepper, between: Between) -> None:
+        self.site, self.standing, self.stepper = site, standing, stepper
+        self._between = between
+        self._asked_apart = False
+
+    def run_to(self, iteration: int, commit: bool = False) -> None:
+        """All iterations up to this one; ``commit``: until it is final. Raises GenerationOver and WrongGuess."""
+        # More than one iteration to run: a failure has undone a step that train() had already returned from.
+        while self.standing.stepped < iteration:
+            generation = self._at_boundary(self.standing.stepped + 1)
+            with Attempt(self.site, self.stepper, generation) as attempt:
+                attempt.run()
+        if commit:
+            self.stepper.wait()
+
+    def _at_boundary(self, iteration: int) -> Generation:
+        """Do what is due before ``iteration``: a switch, a check of the peers, another plan."""
+        site, standing, generation = self.site, self.standing, self.site.current.get()
+        self.stepper.poll()
+        if standing.promises.ends_before(iteration):
+            self._await_switch(iteration)
+        verify_boundary(site, self.stepper, generation, iteration)
+        refresh(site, self.stepper, generation, iteration)
+        return self._adopt(iteration)
+
+    def _adopt(self, iteration: int) -> Generation:
+        """The generation in force, with the plan that is agreed upon for ``iteration``."""
+        site, standing, generation = self.site, self.standing, self.site.current.get()
+        while plan := standing.promises.plan_from(iteration):
+            generation = generation.follow(plan, site.exact, site.stage)
+            site.current.set(generation)
+            site.agent.adopted(standing.epoch.generation, iteration, plan.digest)
+        return self.sized(site.grids.of(iteration))
+
+    def sized(self, grid: Grid) -> Generation:
+        """The generation in force, with its plan for as many micro-batches as ``grid`` has."""
+        site, generation = self.site, self.site.current.get()
+        plan = site.grids.plan(generation.plan, grid)
+        if plan is not generation.plan:
+            generation = generation.follow(plan, site.exact, site.stage)
+            site.current.set(generation)
+        # Others may still be in the script's own code.
+        connect_partners(site, self.standing, generation, site.config.transport_timeout, site.phases.waiting(HANDLES))
+        return generation
+
+    def _await_switch(self, iteration: int) -> None:
+        """Wait between two iterations, with nothing in flight, for the generation that others come in or leave with."""
+        number = self.standing.epoch.generation
+        self.stepper.wait()
+        self.site.phases.enter(Phase.BOUNDARY, iteration)
+        self.site.current.get().groups.rest()
+        self.site.agent.boundary(number, iteration)
+        with self.site.phases.waiting("a switch"):
+            self.site.agent.wait_stop(number)
+        raise GenerationOver(f"generation {number} ends before iteration {iteration}, as agreed")
+
+    def apart(self, run: Callable[[], None]) -> None:
+        """Run what all do together between two iterations, through any failures."""
+        self._asked_apart = True
+        try:
+            self.through_failures(run)
+        finally:
+            self._asked_apart = False
+
+    def stand_again(self) -> bool:
+        """Between two iterations: make those again that all have gone back before. Returns True."""
+        if self.standing.stepped < self.standing.asked:
+            with self._between.again():
+                self.run_to(self.standing.asked, commit=True)
+        return True
+
+    def through_failures(self, run: Callable[[], None]) -> None:
+        """Run this, through any failures. Raises JobEnded, and what ``run`` raises if the job is over for that."""
+        self._through(run, None)
+
+    def into_the_next(self) -> None:
+        """Go to the next generation: the script has raised, and the coordinator wants this worker all the same."""
+        self._through(lambda: None, _Kept())
+
+    def _through(self, run: Callable[[], None], kept: _Kept | None) -> None:
+        while True:
+            try:
+                with self.telling():
+                    if kept is not None:
+                        self._recover(GenerationOver(str(kept)))
+                    return self._through_generations(run)
+            except _Kept as again:
+                kept = again
+
+    def _through_generations(self, run: Callable[[], None]) -> None:
+        while True:
+            try:
+                return run()
+            except WrongGuess as guess:
+                self._roll_back(guess.drains)
+            except GenerationOver as error:
+                self._leave_generation(error)
+
+    def _leave_generation(self, error: GenerationOver) -> None:
+        """A transfer was given up: for a failure, or because another worker knows that a guess was wrong."""
+        commit, site = self.stepper.pending, self.site
+        with site.phases.waiting("a verdict"):
+            while commit is not None and not commit.done.wait(_POLL_SECONDS) and not site.interrupted(self.standing):
+                pass
+        try:
+            if commit is not None and commit.known and not site.interrupted(self.standing):
+                self.stepper.poll()
+        except WrongGuess as guess:
+            self._roll_back(guess.drains)
+        else:
+            self._recover(error)
+
+    def _recover(self, error: GenerationOver) -> None:
+        if self._asked_apart:
+            self._between.look_back()
+        with self.site.phases.waiting(RECOVERY), _failing_alone():
+            recovery.recover(self.site, self.stepper, error)
+
+    def _roll_back(self, drains: bool) -> None:
+        """Void the work on the next iteration, on all workers alike, and begin it again. ``drains``: all can bring what
+        is under way of it to its end."""
+        site, standing, committed = self.site, self.standing, self.standing.committed
+        groups, begun = self.site.current.get().groups, not standing.promises.ends_before(committed + 1)
+        groups.reopen()
+        try:
+            if drains and begun and standing.iteration == committed:  # others may have: all end the same
+                opened(site, self._adopt(committed + 1), committed + 1, standing.next_attempt)
+            site.agent.event("rolled_back", iteration=committed, actions=standing.roll_back())
+            site.phases.enter(Phase.RECOVERING, committed + 1)
+            with site.phases.waiting(HANDLES):
+                generation = site.current.get()
+                if not drains or (begun and not drain(generation, committed + 1)):
+                    standing.renew()
+                    recovery.renew(site, standing, generation)
+            self.stepper.gather()
+        except GenerationOver as error:
+            self._recover(error)
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """A block whose errors the coordinator hears, and decides on, before the script gets them: the others know
+        first."""
+        try:
+            yield
+        except JobEnded:
+            raise
+        except (Exception, SystemExit) as error:
+            cause = error.__cause__ if isinstance(error, RecoveryFailed) else None
+            fault = self.site.phases.fault(error) if cause is None else self.site.phases.failed(cause)
+            with self.site.phases.waiting("a decision"):
+                kept = self.site.agent.raised(fault)
+            if not kept:
+                raise
+            what = "a recovery" if fault.recovery else "the script"
+            get_logger().error("megatron-recycle: %s has failed %s", what, fault.where, exc_info=error)
+            raise _Kept(str(fault)) from None
+
+
+@contextmanager
+def _failing_alone() -> Iterator[None]:
+    """A block of a recovery: what it meets is neither the script's nor another worker's. Refusals stay refusals."""
+    try:
+        yield
+    except RecycleError:
+        raise
+    except Exception as error:
+        raise RecoveryFailed(f"the recovery has failed: {error}") from error
