@@ -60,4 +60,6 @@ def test_the_run_of_weights_and_biases_has_its_name_before_deepspeed_opens_it(se
     environ = {"RECYCLE_RUN_DIR": "/runs/20260101-7"}
     monkeypatch.setattr(os, "environ", environ)
     name_run({} if section is None else {"wandb": section})
-    assert environ.get("WANDB_RUN_ID") == ("20260101-7" if section and section["enabled"] else None)
+    names = ("WANDB_RUN_ID", "WANDB_RESUME", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL")
+    wanted = ("20260101-7", "allow", "1") if section and section["enabled"] else (None,) * 3
+    assert tuple(map(environ.get, names)) == wanted

@@ -118,12 +118,13 @@ def _kill(events: Path, worker: str, after: int) -> None:
     raise AssertionError(f"iteration {after} was not committed in time")
 
 
-def come_back(folder: Path, checkout: Path, worker: str, after: int, *arguments: str, processes: int) -> str:
+def come_back(folder: Path, checkout: Path, worker: str, after: int, *arguments: str, processes: int,
+              forever: Sequence[str] = ("--train-iters", "100000")) -> str:
     """A job whose ``worker`` is killed after iteration ``after`` and started again, until it has trained with the
     others for 10 iterations; what the workers print. Peers compare all they hold in every iteration."""
     launcher = ("megatron_recycle.cli", "run", "--nproc", str(processes), "--run-dir", str(folder),
                 "--show", "none")  # nobody reads its screen before it ends
-    job = start(launcher, checkout, ("--mock-data", "--train-iters", "100000", *arguments))
+    job = start(launcher, checkout, ("--mock-data", *forever, *arguments))
     events = folder / "events.jsonl"
     try:
         _kill(events, worker, after)
@@ -409,6 +410,33 @@ def test_a_worker_that_is_told_of_the_data_by_others_comes_back(processes, worke
                                                                 comes_back):
     """A middle stage, and a tensor-parallel part that reads no data: they learn that there is some by a broadcast."""
     come_back(tmp_path, checkout, worker, 3, *options, processes=processes)
+
+
+@pytest.fixture
+def rampup(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Batches of 8 samples, and of 16 from iteration 4 on, up to so many samples."""
+    def up_to(samples: int) -> None:
+        options, at = ARGUMENTS[:], ARGUMENTS.index("--train-iters")
+        options[at:at + 2] = ["--train-samples", str(samples), "--rampup-batch-size", "8", "8", "32"]
+        monkeypatch.setattr(sys.modules[__name__], "ARGUMENTS", options)
+
+    return up_to
+
+
+def test_a_worker_killed_where_the_batch_grows_leaves_the_same_numbers(rampup, checkout, tmp_path, monkeypatch):
+    rampup(32 + 4 * 16)
+    expected = losses(stock(checkout, "--mock-data"))
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    found = losses(recycled(tmp_path, checkout, "--mock-data", kill=("0:0", 3)))
+    assert found.keys() == expected.keys() and len(expected) >= 8
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-5), key
+
+
+def test_a_worker_comes_back_after_the_batch_has_grown(rampup, checkout, tmp_path, comes_back):
+    rampup(10**7)
+    told = consumed(come_back(tmp_path, checkout, "1:1", 2, processes=4, forever=()))
+    assert told and all(samples == 8 * min(iteration, 4) + 16 * max(0, iteration - 4) for iteration, samples in told)
 
 
 @pytest.mark.parametrize(("kind", "more"), [("torch", ()), ("torch_dist", ("--use-checkpoint-args",))])
