@@ -70,8 +70,10 @@ def generate(hosts: int, gpus: int, duration: float, seed: int, *, of_gpus: Fail
     return checked(names, outages, duration, Cleaning())
 
 
-def spaced(hosts: int, every: float, duration: float, seed: int, repair: float = math.inf) -> Trace:
+def spaced(hosts: int, every: float, duration: float, seed: int, repair: float = math.inf,
+           first: float | None = None) -> Trace:
     """A host fails every ``every`` seconds, a drawn one of those that are left; it is back ``repair`` seconds later.
+    The ``first`` one fails after so many seconds (default: ``every``).
 
     ReCycle and Oobleck failed one machine after the other in this way ("every 6 h, 2 h, 30 min").
     """
@@ -79,7 +81,7 @@ def spaced(hosts: int, every: float, duration: float, seed: int, repair: float =
     names = [f"host{number}" for number in range(hosts)]
     until: dict[str, float] = {}
     outages: list[Outage] = []
-    at = every
+    at = every if first is None else first
     while at < duration:
         there = [name for name in names if until.get(name, -1.0) <= at]
         if not there:

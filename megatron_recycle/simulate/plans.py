@@ -15,7 +15,8 @@ from itertools import pairwise
 
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import plan_for
-from megatron_recycle.planner.alignment import natural
+from megatron_recycle.planner.adjoin import adjoined
+from megatron_recycle.planner.alignment import aligned, natural
 from megatron_recycle.planner.api import TWICE
 from megatron_recycle.planner.baselines import drop, one_f_one_b, shaped
 from megatron_recycle.planner.instance import Schedule, build
@@ -169,5 +170,9 @@ def _costs(rows: list[tuple[int, ...]], hop: int) -> Costs:
 def _quickly(problem: Problem) -> Schedule:
     """What the planner's quick plan takes, without the plan."""
     instance = build(problem)
-    found = [run(instance, each) for each in TEMPLATES[:2 if problem.failed and instance.actions <= TWICE else 1]]
-    return min(found, key=lambda one: goal(problem, one))
+    alignment = aligned(instance)
+    found = [run(instance, TEMPLATES[0], alignment)]
+    guests = found[0].route != [home[pipeline] for home in alignment.home for pipeline in alignment.label]
+    if guests and instance.actions <= TWICE:
+        found.append(run(instance, TEMPLATES[1], alignment))
+    return adjoined(instance, min(found, key=lambda one: goal(problem, one)))

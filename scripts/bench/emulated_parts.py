@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from megatron_recycle.runtime.compute.deferral import task_now
+
 WIDTH = 64
 
 
@@ -70,7 +72,7 @@ class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: Emulated) -> torch.Tensor:
         time.sleep(stage.seconds[0])
-        ctx.stage, ctx.number = stage, int(x.flatten()[0])
+        ctx.stage, ctx.number, ctx.made_in = stage, int(x.flatten()[0]), task_now()
         stage.ran.append(("F", ctx.number))
         return x.clone()
 
@@ -81,7 +83,7 @@ class _Sleep(torch.autograd.Function):
         time.sleep(stage.seconds[1])
         stage.ran.append(("B", ctx.number))
         splitter = stage.find_splitter()
-        queue = None if splitter is None else splitter.queue
+        queue = None if splitter is None else splitter.deferral.queue_for(ctx.made_in)
         if queue is None:
             return gradient.clone(), stage.weight_gradient(ctx.number), None
         queue.deferred.append(WeightLater(stage, ctx.number, gradient))

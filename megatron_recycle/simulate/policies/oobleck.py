@@ -9,6 +9,9 @@ from typing import ClassVar
 from megatron_recycle.simulate.cluster import Change, Unit
 from megatron_recycle.simulate.policies.base import CHECKPOINT, RECONFIGURE, RESTART, STANDS, Answer, Course, Setting
 
+PLANNED = 8
+"""Numbers of pipelines that are planned, those that promise most."""
+
 
 @dataclass(frozen=True)
 class OobleckConstants:
@@ -115,17 +118,25 @@ class Oobleck:
         job = self.setting.job
         longest = min(job.all_layers, 2 * job.stages)
         few, many = self.constants.faults + 1, min(count // self.least, job.pipelines * job.microbatches)
-        best: tuple[float, tuple[int, ...]] = (float("inf"), ())
+        found = []
         for pipelines in range(max(1, min(few, job.pipelines)), many + 1):
             each, more = divmod(count, pipelines)
-            if each + bool(more) > longest or abs(pipelines - job.pipelines) > max(2, job.pipelines // 2):
-                continue
-            lengths = tuple(each + (number < more) for number in range(pipelines))
-            best = min(best, (self._dealt(lengths)[0], lengths))
-        return best[1]
+            if each + bool(more) <= longest:
+                found.append(tuple(each + (number < more) for number in range(pipelines)))
+        likely = sorted(found, key=self._about)[:PLANNED]
+        return min(likely, key=self._seconds, default=())
 
-    def _dealt(self, lengths: tuple[int, ...]) -> tuple[float, dict[int, int]]:
-        """About how long an iteration takes, and the micro-batches of a pipeline by its length."""
+    def _about(self, lengths: tuple[int, ...]) -> int:
+        """Layers that the slowest pipeline runs one after the other, a measure of its time."""
+        deal = self._dealt(lengths)
+        return max((count + length - 1) * -(-self.setting.job.all_layers // length) for length, count in deal.items())
+
+    def _seconds(self, lengths: tuple[int, ...]) -> float:
+        """Of an iteration of such pipelines."""
+        return max(self.setting.plans.template(length, count) for length, count in self._dealt(lengths).items())
+
+    def _dealt(self, lengths: tuple[int, ...]) -> dict[int, int]:
+        """The micro-batches of a pipeline by its length, so that all end about together."""
         job = self.setting.job
         pace = {length: -(-job.all_layers // length) for length in lengths}
         rate = {length: 1 / pace[length] for length in pace}
@@ -136,11 +147,10 @@ class Oobleck:
         deal = {length: max(1, round(limit / pace[length]) - length + 1) for length in pace}
         while sum(deal[length] for length in lengths) < total:
             deal[min(deal, key=lambda length: (deal[length] + length) * pace[length])] += 1
-        return max((deal[length] + length - 1) * pace[length] for length in deal), deal
+        return deal
 
     def _course(self) -> Course:
         if not self._lengths:
             return STANDS
-        _, deal = self._dealt(self._lengths)
-        seconds = max(self.setting.plans.template(length, count) for length, count in deal.items())
+        seconds = self._seconds(self._lengths)
         return Course(seconds, seconds, self.setting.job.batch)

@@ -221,8 +221,9 @@ class Recycling:
         crowd = self.crowd
         if crowd is None:
             return replace(answer, pauses=pauses)
+        agreed = crowd.asked.switch  # what is offered with this commit is agreed upon with the next one
         crowd.commit(iteration, now)
-        if crowd.asked.switch:
+        if agreed:
             before = crowd.state
             crowd.stand(now, iteration)
             if crowd.asked.end is not None:
@@ -263,7 +264,9 @@ class Recycling:
         if self.seats.spare and self.pipelines < self.setting.job.pipelines and not self._growing:
             self._growing = True
             wakes += ((GROW_AFTER, "grow"),)
-        return replace(answer, wakes=wakes, boundary=answer.boundary or crowd.asked.switch or self._saving)
+        leaving = any(to in crowd.state.members for to in crowd.state.moves)  # once an iteration is committed
+        boundary = answer.boundary or crowd.asked.switch or self._saving or leaving
+        return replace(answer, wakes=wakes, boundary=boundary)
 
     # Plans
 
