@@ -143,8 +143,8 @@ def show(found: dict[str, Any], shape: Shape, unit: float, console: Console) -> 
         table.add_row(name, f"{measured:.2f}", f"{expected:.2f}", f"{100 * (expected / measured - 1):+.2f} %")
     console.print(table)
     slower, off = found["machine"], 100 * found["off_machine_taken_out"]
-    console.print(f"Before the first kill iterations took {slower:.3f} times as long as planned: the machine's part. With"
-                  f" stages slower by that the simulation is {off:+.2f} % off.")
+    console.print(f"Before the first kill iterations took {slower:.3f} times as long as planned, the machine's part.")
+    console.print(f"With stages slower by that the simulation is {off:+.2f} % off.")
 
 
 def main() -> int:
