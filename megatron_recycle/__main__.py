@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_recycle import enable
 from megatron_recycle.errors import ConfigError, JobEnded, UnsupportedError
+from megatron_recycle.launch.other_launchers import variables_of_srun
 from megatron_recycle.observe.output import spare_output
 from megatron_recycle.streams import open_standard_streams
 
@@ -41,6 +42,7 @@ def main(arguments: list[str]) -> int:
     if not script.exists():
         print(f"python -m megatron_recycle: there is no script {script}", file=sys.stderr)
         return USAGE_ERROR
+    os.environ.update(variables_of_srun(os.environ))
     try:
         enable()
     except (ImportError, ConfigError) as error:

@@ -22,17 +22,29 @@ def listen(interface: str, port: int) -> socket.socket:
     Raises:
         OSError: the port, or every port that was tried, is in use.
     """
+    family = _family(interface)
     if port:
-        return socket.create_server((interface, port))
+        return socket.create_server((interface, port), family=family)
     dice = random.SystemRandom()
     low, high = _free_range()
     for _ in range(_TRIES):
         try:
-            return socket.create_server((interface, dice.randrange(low, high)))
+            return socket.create_server((interface, dice.randrange(low, high)), family=family)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise OSError(errno.EADDRINUSE, f"no free port from {low} to {high} on {interface}")
+
+
+def _family(interface: str) -> int:
+    """IPv4, unless the interface's name or address has none."""
+    found = {entry[0] for entry in socket.getaddrinfo(interface, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+
+
+def joined(host: str, port: int) -> str:
+    """ "host:port", with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _free_range() -> tuple[int, int]:

@@ -9,6 +9,7 @@ import time
 from typing import Protocol
 
 from megatron_recycle.control.connection import Connection
+from megatron_recycle.control.ports import joined
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.strangers import Strangers
 from megatron_recycle.control.wire import Message, WireError, encode
@@ -72,7 +73,7 @@ class Server:
         self._server = await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listener,
                                                                             backlog=_BACKLOG)
         host, port = self._server.sockets[0].getsockname()[:2]
-        return f"{host}:{port}"
+        return joined(host, port)
 
     async def wait_quiet(self, linger: float | None) -> None:
         """Until nobody is connected any more, at most `linger` seconds (None: no limit)."""

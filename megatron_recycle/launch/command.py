@@ -31,6 +31,7 @@ from megatron_recycle.launch.network import (
     own_address,
 )
 from megatron_recycle.launch.options import add_arguments, check
+from megatron_recycle.launch.other_launchers import refuse
 from megatron_recycle.launch.post_mortem import collect
 from megatron_recycle.launch.processes import Grace, Job
 from megatron_recycle.launch.run_folder import make, prepare
@@ -83,6 +84,7 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     spare_output()
     config = RecycleConfig.resolve()
     check(args)
+    refuse(os.environ)
     say = say_to(sys.stderr)
     token = tokens.given(os.environ, args.token_file)
     if args.token_file is not None and tokens.readable_by_others(args.token_file):

@@ -42,7 +42,7 @@ class Meeting:
 
     @property
     def host(self) -> str:
-        return self.control.rpartition(":")[0]
+        return self.control.rpartition(":")[0].strip("[]")
 
 
 def publish(run_dir: Path, meeting: Meeting) -> None:

@@ -3,12 +3,14 @@ there yet."""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 from megatron_recycle.control.ports import listen
 from megatron_recycle.control.wire import Session, WireError
@@ -18,6 +20,7 @@ _CONNECT_LIMIT = 5.0
 _PAUSE = 0.2
 _TOLD_AFTER = 10.0
 _SIOCGIFADDR = 0x8915
+_INET6 = Path("/proc/net/if_inet6")
 _ANYWHERE = "203.0.113.1"
 """An address that nobody has: the default route leads there."""
 
@@ -42,7 +45,7 @@ def interface_towards(host: str) -> str | None:
     own = _source(host)
     if own is None:
         return None
-    return next((name for _, name in socket.if_nameindex() if _address(name) == own), None)
+    return next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)
 
 
 def check_address(option: str, text: str) -> None:
@@ -61,9 +64,9 @@ def check_host(host: str, several: bool) -> None:
     except OSError as error:
         raise ConfigError(f"nobody can listen on {host} ({error.strerror or error}): give an address of this host in "
                           "--master-addr or RECYCLE_INTERFACE") from error
-    if all(":" in address for address in found):
-        raise ConfigError(f"nobody can listen on {host}, which has IPv6 addresses only ({', '.join(sorted(found))}): "
-                          "give an IPv4 address of this host in --master-addr")
+    if all(ipaddress.ip_address(address).is_link_local for address in found):
+        raise ConfigError(f"{host} is an address of one link ({', '.join(sorted(found))}), which other hosts know by "
+                          "another name: give a routed address of this host in --master-addr")
     if several and host != "localhost" and host not in found and all(
             ipaddress.ip_address(address).is_loopback for address in found):
         own = own_address(())
@@ -127,20 +130,21 @@ def knock(control: str, token: str) -> str | None:
 
 
 def _source(host: str) -> str | None:
-    """The IPv4 address from which this host would send to `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    """The address from which this host would send to `host`, an IPv4 one if it has one for that."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing; any port will do
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    return None
 
 
-def _address(interface: str) -> str | None:
-    """The first IPv4 address of an interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError:
-            return None
-        return socket.inet_ntoa(answer[20:24])
+def _addresses(interface: str) -> Iterator[str]:
+    """The first IPv4 address of an interface, and its IPv6 addresses."""
+    with contextlib.suppress(OSError):
+        for line in _INET6.read_text().splitlines():
+            digits, *_, name = line.split()
+            if name == interface:
+                yield str(ipaddress.IPv6Address(bytes.fromhex(digits)))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        yield socket.inet_ntoa(answer[20:24])

@@ -20,7 +20,7 @@ def torchrun_environment(
         "OMP_NUM_THREADS": "1",
         **nccl_settings.defaults(environ),
         **environ,
-        "MASTER_ADDR": host,
+        "MASTER_ADDR": host.strip("[]"),
         "MASTER_PORT": port,
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),

@@ -17,6 +17,8 @@ from megatron_recycle.control.wire import Session
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import meeting, network, slurm
 from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.launch.worker_command import torchrun_environment
+from tests.membership.service import service
 
 TOKEN, ANOTHER = "0123456789abcdef", "fedcba9876543210"
 
@@ -91,6 +93,21 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / meeting.FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"join\.json is damaged"):
         meeting.read(tmp_path)
+
+
+def test_a_coordinator_may_have_an_ipv6_address(tmp_path: Path) -> None:
+    try:
+        listener = listen("::1", 0)
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with service(tmp_path, token=TOKEN, listener=listener) as running:
+        assert running.address.startswith("[::1]:")
+        assert network.knock(running.address, TOKEN) is None
+        assert Meeting("x", running.address).host == "::1"
+        network.check_address("--join", running.address)
+        environ = torchrun_environment({}, running.address, 1, 0)
+        assert environ["MASTER_ADDR"] == "::1" and environ["MASTER_PORT"] == running.address.rpartition(":")[2]
+    assert network.interface_towards("::1") == "lo"
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:

@@ -43,10 +43,11 @@ TASK = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0"}
         (["--nnodes", "2", "--master-addr", "h", "--master-port", "9", SCRIPT], {}, "openssl rand -hex 16"),
         (["--join", "127.0.0.1:1", SCRIPT], {}, "--join needs the job's token"),
         (["--join", "/", SCRIPT], {}, "--join /: no job of `recycle run` runs in that folder"),
-        (["--master-addr", "::1", SCRIPT], {}, "nobody can listen on ::1, which has IPv6 addresses only"),
+        (["--master-addr", "fe80::1", SCRIPT], {}, "fe80::1 is an address of one link"),
         ([SCRIPT], {"SLURM_JOB_ID": "7", "SLURM_NNODES": "3"}, "Slurm has given this job 3 nodes"),
         (["--nproc", "2", SCRIPT], {**TASK, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "8"},
          "--ntasks-per-node=1"),
+        ([SCRIPT], {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "8"}, "in the place of torchrun"),
         (["--requeue", SCRIPT], {}, "--requeue asks Slurm to start the job again, and this is no job of Slurm"),
     ],
 )

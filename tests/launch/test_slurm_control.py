@@ -12,6 +12,7 @@ import pytest
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch import heal, slurm, slurm_control
 from megatron_recycle.launch.meeting import Meeting
+from megatron_recycle.launch.other_launchers import refuse, variables_of_srun
 
 DEFAULTS = "KillOnBadExit           = 0\nWaitTime                = 0 sec\n"
 STRICT = "KillOnBadExit           = 1\nWaitTime                = 30 sec\n"
@@ -117,6 +118,25 @@ def test_local_rank_is_the_tasks_unless_it_sees_one_device_only() -> None:
     for visible, local in [("0,1,2,3", 2), ("2", 0), ("", 2), ("GPU-a", 0)]:
         assert slurm.local_rank({"CUDA_VISIBLE_DEVICES": visible}, task) == local
     assert slurm.local_rank({}, task) == 2
+
+
+def test_a_script_that_srun_has_started_once_per_worker_has_torchs_variables() -> None:
+    given = {**TASKS, "MASTER_ADDR": "n1"}
+    assert variables_of_srun(given) == {"RANK": "6", "WORLD_SIZE": "8", "LOCAL_RANK": "2"}
+    assert variables_of_srun({**given, "LOCAL_RANK": "0"}) == {"RANK": "6", "WORLD_SIZE": "8"}
+    for environ in (TASKS, {**given, "RANK": "3"}, {**given, "SLURM_STEP_NUM_TASKS": "1"}, {"MASTER_ADDR": "n1"}):
+        assert variables_of_srun(environ) == {}
+
+
+@pytest.mark.parametrize("environ", [
+    {}, {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "1"}, {"RANK": "3", "WORLD_SIZE": "8"},
+    {"TORCHELASTIC_RUN_ID": "recycle", "WORLD_SIZE": "8", "RECYCLE_COORDINATOR": "h:1"},  # a worker starts a job
+    {"SLURM_JOB_ID": "7", "PMI_RANK": "0", "PMI_SIZE": "8"},
+])
+def test_other_launchers_are_refused_only_where_each_process_would_be_a_job(environ: Mapping[str, str]) -> None:
+    refuse(environ)
+    with pytest.raises(ConfigError, match="mpirun has started this 4 times"):
+        refuse({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4"})
 
 
 @pytest.mark.parametrize(("environ", "nproc", "why"), [
