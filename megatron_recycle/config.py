@@ -69,6 +69,13 @@ class RecycleConfig:
         "last checkpoint",
         choices=("reroute", "drop", "rollback", "lossy_forward", "restart"),
     )
+    mtbf: float | None = _option(
+        None,
+        "seconds from one failure that ends a life of the job to the next, on average: with it the log says how often "
+        "to write a checkpoint, from what one is seen to cost (Young, Daly), and DeepSpeed's engine.checkpoint_due() "
+        "tells when; auto: unknown",
+        unit="s",
+    )
     placement: str | None = _option(
         None,
         "order of ranks, and so the workers of a host; spread: through a pipeline first, so that a host has few copies "

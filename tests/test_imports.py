@@ -43,7 +43,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "planner.command": frozenset({"plan", "planner", "observe"}),
     "membership": frozenset({"plan"}),
     "control": frozenset({"plan", "measure", "planner", "membership", "observe"}),
-    "runtime": frozenset({"plan", "membership", "control"}),
+    "runtime": frozenset({"plan", "membership", "control", "checkpoint_period"}),
     "runtime.compute": frozenset({"plan", "runtime"}),
     "backends": frozenset({"plan", "membership", "control", "runtime"}),
     "launch": frozenset({"plan", "measure", "planner", "membership", "control", "observe", "chaos"}),

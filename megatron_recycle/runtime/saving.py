@@ -9,6 +9,7 @@ tells them in the recovery, as after an evaluation.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -107,6 +108,7 @@ def load(site: Site, generation: int, checkpoint: Mapping[str, Any]) -> tuple[di
 def save(site: Site, standing: Standing, generation: Generation, write: Write) -> None:
     """One try. Returns when everybody's part is written and the checkpoint is named. Raises GenerationOver, and what
     ``write`` raises."""
+    began = time.monotonic()
     epoch, now, number = generation.epoch.generation, standing.committed, standing.passes
     facts = _facts(site, standing, _name(generation, number))
 
@@ -130,4 +132,7 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write) -
         count(generation.groups.control, True)
     if written and facts is not None:
         site.trainable.guard.save(now)
+    news = site.meters.checkpoints.wrote(began, now) if written else None
+    if news is not None and generation.groups.me == generation.groups.members[0] and not generation.groups.part:
+        get_logger().info("megatron-recycle: %s", news)
     standing.evaluate()

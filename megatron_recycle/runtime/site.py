@@ -12,6 +12,7 @@ import torch
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.membership import Standing
+from megatron_recycle.runtime.checkpoint_clock import CheckpointClock
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.network import Network
@@ -72,13 +73,15 @@ class Meters:
         memory: what micro-batches hold there.
         watch: how long actions take there.
         pace: of the thread that asks for them.
+        checkpoints: how long one takes, and how often there should be one.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, mtbf: float | None = None) -> None:
         self.device = device_of(device)
         self.memory = ActivationMemory(self.device)
         self.watch = Stopwatch(self.device)
         self.pace = Pace(self.device)
+        self.checkpoints = CheckpointClock(mtbf)
         self._before = self.device.outside()
 
     @property

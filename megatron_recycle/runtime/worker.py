@@ -73,7 +73,7 @@ class StageWorker:
         stage = framework.stage
         self.site = Site(
             place=place, config=config, framework=framework, agent=agent, network=network or TorchNetwork(),
-            phases=phases, trainable=Trainable(stage), meters=Meters(stage.device),
+            phases=phases, trainable=Trainable(stage), meters=Meters(stage.device, config.mtbf),
             current=Current(),
             asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
                         Collectives(place), Transfers(place), History()))

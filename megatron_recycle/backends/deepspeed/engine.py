@@ -57,7 +57,7 @@ from megatron_recycle.backends.readable import started_again
 from megatron_recycle.backends.session import Session
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import Launched
-from megatron_recycle.errors import RecycleError
+from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.standalone import backend_for
@@ -414,6 +414,16 @@ class RecyclePipelineEngine(PipelineEngine):
         if done and not self.session.catches_up:
             self._checkpoints.saved(given.get("tag"))
         return done
+
+    def checkpoint_due(self) -> bool:
+        """Whether the script should write a checkpoint now, so that with the failure rate that `mtbf` tells least time
+        is lost: the same on all ranks, which call it together. Raises ConfigError without `mtbf`."""
+        if self.session.settings.mtbf is None:
+            raise ConfigError("checkpoint_due() goes by how often the job fails: give mtbf (--recycle-mtbf SECONDS)")
+        started = self.session.started
+        due = torch.tensor([int(started and self.session.worker.site.meters.checkpoints.due)], device=self.device)
+        dist.broadcast(due, 0)
+        return bool(due.item())
 
     def load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock, also between two iterations, and while workers are missing: every worker reads its own stage's
