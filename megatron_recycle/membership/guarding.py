@@ -111,18 +111,19 @@ def empty_stages(state: State, names: Sequence[str] | None = None) -> list[int]:
     return [stage for stage in range(state.stages) if stage not in there]
 
 
-def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int],
-           newest: Message | None = None) -> Source | str:
+def source(reports: Mapping[str, Mapping[str, Any]], lost: Sequence[int], newest: Message | None = None,
+           copies: bool = True) -> Source | str:
     """The newest state that all of a job can go back to, by the reports of those that are left; or why there is none.
 
     Args:
         lost: stages that nobody holds.
         newest: the newest checkpoint of this run that can be loaded.
+        copies: whether workers keep some.
     """
     kept, loaded = _copies(reports, lost), _loadable(reports, newest)
     found = [one for one in (kept, loaded) if isinstance(one, tuple)]
     if not found:
-        return f"{kept}; {loaded}" if newest is not None else str(kept)
+        return "; ".join(str(one) for one in (kept if copies else "", loaded) if one)
     iteration, keepers = max(found, key=lambda one: one[0])
     asked = max(report.get("asked", report["iteration"]) for report in reports.values())
     return Source(iteration, asked - 1, keepers, None if keepers else newest)
@@ -133,8 +134,9 @@ def _loadable(reports: Mapping[str, Mapping[str, Any]], checkpoint: Message | No
     if checkpoint is None:
         return ""
     for name, report in reports.items():
-        back = report.get("guard", {}).get("back")
-        if back is None:
+        told = report.get("guard", {})
+        back = told.get("back")
+        if back is None or told.get("read", -1) > checkpoint["iteration"]:
             return f"what {name} has read of its data iterator since the last checkpoint cannot be read again"
         if back > checkpoint["iteration"]:
             return f"on {name} the script has changed something since the last checkpoint, before iteration {back}"
@@ -201,7 +203,7 @@ def not_started(state: State, rank: int, move: int) -> State:
 def resume(state: State) -> Resume | DeadEnd:
     """Where training goes on with the processes that have come for lost stages."""
     lost = empty_stages(state, [*state.proven])
-    found = source(state.reports, lost, checkpoint(state))
+    found = source(state.reports, lost, checkpoint(state), wanted(state))
     if isinstance(found, str):
         stages = ", ".join(map(str, lost))
         return DeadEnd(f"stage {stages} has no worker left and cannot come back: {found}. {RESTART}")

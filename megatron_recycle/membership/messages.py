@@ -167,8 +167,9 @@ def check_report(report: Mapping[str, Any]) -> None:
         raise WireError(f"report: guard is {report['guard']!r:.60}, which names no iterations")
     if "kept" in report:
         _fields("report: kept", report["kept"], {"iteration": int, "chain": int, "done": int})
-    if not isinstance(kept.get("back"), (int, type(None))):
-        raise WireError(f"report: guard goes back to {kept['back']!r:.60}, which is no iteration")
+    for name in ("back", "read"):
+        if not isinstance(kept.get(name), (int, type(None))):
+            raise WireError(f"report: guard goes back to {kept[name]!r:.60}, which is no iteration")
     verdict = report["verdict"]
     if verdict is not None and not isinstance(verdict.get("iteration"), int):
         raise WireError("report: its verdict names no iteration")

@@ -34,7 +34,8 @@ def propose(state: State, decisions: tuple[Decision, ...], now: float) -> Step:
     missing = [stage for stage in lost if not by_stage(state.stages, {**state.joiners, **state.restoring})[stage]]
     if not missing:
         return state, decisions
-    if isinstance(why := guarding.source(state.reports, lost, guarding.checkpoint(state)), str):
+    newest, copies = guarding.checkpoint(state), guarding.wanted(state)
+    if isinstance(why := guarding.source(state.reports, lost, newest, copies), str):
         return _given_up(state, decisions, why, now)
     for stage in missing:
         if state.restores >= _TRIES * max(1, len(lost)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -185,7 +186,9 @@ def report(site: Site, standing: Standing) -> Go | None:
 
 def _report(site: Site, standing: Standing) -> dict[str, Any]:
     guard = site.trainable.guard
-    return {**standing.report(), "guard": {**guard.report(), "back": guard.back if site.framework.data.again else None},
+    since = site.framework.data.since
+    read = bisect_left(range(-1, standing.committed + 1), since, key=lambda iteration: site.grids.number(iteration + 1))
+    return {**standing.report(), "guard": {**guard.report(), "back": guard.back, "read": read - 1},
             **shards.report(site.stage, site.config.state_copies, standing)}
 
 

@@ -98,7 +98,7 @@ def batch(pipeline: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Data:
     """Micro-batches by place (`runtime.compute.data.DataSource`)."""
 
-    again = True
+    since = 0
 
     def batch(self, pipeline: int, number: int) -> Batch:
         return batch(pipeline, number)

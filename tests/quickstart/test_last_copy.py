@@ -18,11 +18,26 @@ LIMIT = 150
 DIES = """
 import os, runpy, signal, sys
 import deepspeed
+from deepspeed.utils import RepeatingLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 initialize = deepspeed.initialize
 def failing(*args, **keywords):
+    iterates = "ITERATES" in os.environ
+    data = keywords.pop("training_data") if iterates else None
     engine, *rest = initialize(*args, **keywords)
     train_batch = engine.train_batch
+    if iterates:
+        grid = engine.grid
+        sampler = DistributedSampler(data, grid.data_parallel_size, grid.get_data_parallel_rank(), shuffle=True)
+        iterator = iter(RepeatingLoader(DataLoader(data, engine.micro_batch_size, sampler=sampler)))
+        steps = []
+        def train_batch():
+            if not steps:  # the script's data go on where its checkpoint has
+                steps.append(engine.global_steps)
+                for _ in range(engine.global_steps * engine.micro_batches):
+                    next(iterator)
+            return engine.__class__.train_batch(engine, iterator)
     def train(*args):
         dies = {{"2": 3, "3": 10}}.get(os.environ["RANK"])
         if engine.global_steps == dies and "RECYCLE_JOIN" not in os.environ:
@@ -42,10 +57,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(LIMIT
 @pytest.mark.parametrize("guard", ["checkpoint", pytest.param("memory", marks=pytest.mark.night)])
 def test_both_workers_of_a_stage_are_killed_and_all_go_back(tmp_path: Path, guard):
     """The iterations since then are made again, with the same losses, bit for bit. The script begins with its newest
-    checkpoint, if there is one: so does the process that comes for the stage, and saves with the others later."""
+    checkpoint, if there is one: so does the process that comes for the stage, and saves with the others later. It gives
+    an iterator of its own, what that has given since the checkpoint is read again."""
     (tmp_path / "train.py").write_text(DIES.format(script=str(SCRIPT)))
     environ = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "RECYCLE_REDUCTION": "exact",
                "RECYCLE_GUARD": guard, "RECYCLE_GUARD_INTERVAL": "5", "RECYCLE_VERIFY": "peers"}
+    environ |= {"ITERATES": "1"} if guard == "checkpoint" else {}
     saving = ["--checkpoints", "checkpoints", "--save-every", "4"] if guard == "checkpoint" else []
     command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", "run", "train.py",
                *TRAINING, *saving]

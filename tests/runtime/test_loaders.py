@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from megatron_recycle.errors import DataError
 from megatron_recycle.runtime.compute.data import NotReadHere
 from megatron_recycle.runtime.compute.loader_passes import watch_loaders
-from megatron_recycle.runtime.compute.loaders import LoaderSource
+from megatron_recycle.runtime.compute.loaders import _RUNS, LoaderSource
 from megatron_recycle.runtime.compute.random_state import Generators, Seeds
 
 PIPELINES, SAMPLES, BATCH = 3, 24, 2
@@ -114,6 +114,20 @@ def test_each_worker_reads_what_the_others_iterators_give(kind: str):
                     assert torch.equal(source.batch(pipeline, 10 + number), stock[pipeline][number])
             for pipeline in range(PIPELINES):
                 source.forget(pipeline, 10 + order[start][1] + 2)
+        assert source.since == 10, "all go back"
+        again = order[:]
+        random.Random(own + 7).shuffle(again)
+        for pipeline, number in again:
+            assert torch.equal(source.batch(pipeline, 10 + number), stock[pipeline][number]), (pipeline, number)
+
+
+def test_batches_that_are_too_many_passes_ago_are_not_read_again():
+    source = source_of(1, in_epochs(1))
+    for number in range(PER_PASS * (_RUNS + 2)):
+        source.batch(1, number)
+        source.forget(1, number)
+    assert source.since == PER_PASS * 2
+    source.batch(0, source.since)
 
 
 def test_another_iterator_goes_on_where_it_is_given():

@@ -21,7 +21,7 @@ _REMEDY = ("Build it as Megatron does: a torch DataLoader whose batch_sampler ha
 class NoData:
     """For stages between first and last: they are asked for nothing."""
 
-    again = True
+    since = 0
 
     def batch(self, pipeline: int, number: int) -> Batch:
         raise NotReadHere(f"pipeline {pipeline} wants a micro-batch, but forward_backward_func() got no data iterator "
@@ -34,7 +34,7 @@ class NoData:
 class ReadByAnother:
     """For tensor-parallel parts whose first part reads for all of them, as Megatron-LM's loaders do."""
 
-    again = True
+    since = 0
 
     def batch(self, pipeline: int, number: int) -> Batch:
         return None
@@ -49,9 +49,9 @@ class LateSource:
     source: DataSource = NoData()
 
     @property
-    def again(self) -> bool:
+    def since(self) -> int:
         """As `DataSource`'s."""
-        return self.source.again
+        return self.source.since
 
     def batch(self, pipeline: int, number: int) -> Batch:
         return self.source.batch(pipeline, number)
@@ -67,9 +67,9 @@ class Shifted:
         self._source, self._first = source, first
 
     @property
-    def again(self) -> bool:
+    def since(self) -> int:
         """As `DataSource`'s."""
-        return self._source.again
+        return self._source.since
 
     def batch(self, pipeline: int, number: int) -> Batch:
         return self._source.batch(pipeline, self._first + number)
@@ -91,7 +91,7 @@ class SamplerSource:
         taken: micro-batches that the script has taken itself, and that are not given out.
     """
 
-    again = True
+    since = 0
 
     def __init__(self, dataset: Any, sampler: Any, collate: Any, seeds: Seeds | None = None, taken: int = 0) -> None:
         self._reading = Reading(seeds, dataset, collate)

@@ -32,7 +32,7 @@ class NotReadHere(DataError):
 class DataSource(Protocol):
     """Micro-batches by place. ``number`` counts a pipeline's micro-batches from the start of training.
 
-    ``again``: whether those that were forgotten can be read again all the same, at the price of time."""
+    ``since``: the first one that can be read again though it was forgotten, at the price of time."""
 
     @property
     def again(self) -> bool: ...
@@ -61,7 +61,7 @@ class DatasetSource:
         seeds: what random numbers it is read with; None: nobody's business.
     """
 
-    again = True
+    since = 0
 
     def __init__(self, dataset: Dataset, pipelines: int, batch_size: int,
                  collate: Callable[[list], Batch] | None = None, drop_last: bool = False,
@@ -179,7 +179,7 @@ class FactorySource:
     ``seeds``: what random numbers they are read with; None: nobody's business.
     """
 
-    again = True
+    since = 0
 
     def __init__(self, factory: Factory, seeds: Seeds | None = None) -> None:
         if seeds is not None:
@@ -215,9 +215,9 @@ class Mapped:
         self.follows_script = follows_script(source)
 
     @property
-    def again(self) -> bool:
+    def since(self) -> int:
         """As `DataSource`'s."""
-        return self._source.again
+        return self._source.since
 
     def batch(self, pipeline: int, number: int) -> Batch:
         batch, function = self._source.batch(pipeline, number), self._function()

@@ -29,6 +29,8 @@ _REMEDY = (
 
 _AHEAD = 64
 """Batches that an iterator may read before it gives them."""
+_RUNS = 256
+"""Passes, or parts of passes, whose micro-batches can be read again."""
 _PASSES = 8
 """Passes that are kept beside those in use: an iterator may take turns with a few loaders."""
 
@@ -62,12 +64,16 @@ class LoaderSource:
         self._copies: dict[int, _Copies] = {}
         self._own: Replayable[_Item] | None = None  # before the first is read
         self._turns = False
+        self._past = _Past()
         self._final = 0
 
     @property
-    def again(self) -> bool:
-        """As `DataSource`'s: an iterator that was given is read once."""
-        return not self._given
+    def since(self) -> int:
+        """As `DataSource`'s. An iterator is read once; what it has given before is read again by a copy of its sampler,
+        which has been proved to give the same."""
+        if self.first is None:
+            return 0
+        return self.first if self._own is None else self._past.since(self._final)
 
     @property
     def first(self) -> int | None:
@@ -98,7 +104,7 @@ class LoaderSource:
     def forget(self, pipeline: int, before: int) -> None:
         if pipeline != self._pipeline:
             return
-        self._final = before
+        self._final = max(self._final, before)
         if self._own is None or self.first is None or before <= self.first:
             return
         self._own.forget(self._pipeline, before - self.first)
@@ -150,6 +156,8 @@ class LoaderSource:
             raise NotReadHere(f"train_batch() got no data iterator on this worker. {_REMEDY}")
         if self._own is None:
             self._own = self._begin(number)
+        if number < self._final and (at := self._past.at(number)) is not None:  # all go back behind it
+            return _Item(self._copies_of(at.of).batch(self._pipeline, at.position, number), at)
         return self._own.item(self._pipeline, number - self.first)
 
     def _begin(self, number: int) -> Replayable[_Item]:
@@ -164,6 +172,10 @@ class LoaderSource:
             failed="Handle the error in the dataset")
         own.forget(self._pipeline, max(0, self._final - self._given[0][0]))
         return own
+
+    def note(self, number: int, at: Read | DataError) -> None:
+        """The own pipeline's micro-batch ``number`` has come from there."""
+        self._past.note(number, at)
 
     def _copies_of(self, of: Pass) -> _Copies:
         return self._copies.setdefault(id(of), _Copies(of, self._pipeline, self._seeds))
@@ -203,6 +215,7 @@ class _Stream:
             if not self._source.anything:
                 raise
             item = _Item(batch, error)
+        self._source.note(self._number, item.at)
         self._number += 1
         return item
 
@@ -227,6 +240,37 @@ class _Stream:
         if cycles:
             self._round.append(read)
         return read
+
+
+class _Past:
+    """Where micro-batches have come from that are not kept any more: of consecutive ones of a pass, the first."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[int, Read]] = []
+        self._next = 0
+
+    def note(self, number: int, at: Read | DataError) -> None:
+        """Of the micro-batch after the last one that was told."""
+        if isinstance(at, DataError):
+            self._runs.clear()
+            return
+        if self._runs:
+            begin, first = self._runs[-1]
+            if number == self._next and first == Read(at.of, at.position - (number - begin)):
+                self._next = number + 1
+                return
+        if number != self._next:
+            self._runs.clear()
+        self._runs, self._next = [*self._runs, (number, at)][-_RUNS:], number + 1
+
+    def since(self, otherwise: int) -> int:
+        """The first micro-batch that is known."""
+        return self._runs[0][0] if self._runs else otherwise
+
+    def at(self, number: int) -> Read | None:
+        """Where that micro-batch has come from; None: that is not known."""
+        run = next((run for run in reversed(self._runs) if run[0] <= number < self._next), None)
+        return None if run is None else Read(run[1].of, run[1].position + number - run[0])
 
 
 class _Copies:

@@ -69,7 +69,9 @@ class Replayable(Generic[Item]):
                             "gone past that micro-batch nobody knows: the job cannot leave it out and read on. "
                             f"{self._failed}")
         if number < stream.next and not self._once:
-            stream.items, stream.next, stream.floor, stream.kept = None, 0, number, {}
+            stream.items, stream.next, stream.kept = None, 0, {}
+        if number < stream.floor and not self._once:  # it was thought not to be asked for again
+            stream.floor = number
         if stream.items is None:
             self._seed(pipeline, -1)
             stream.items = self._begin(pipeline)
