@@ -38,7 +38,7 @@ class EvaluationData:
         ended: whether the iterator has come to its end before the evaluation has.
     """
 
-    again = False
+    since = 0  # nobody goes back behind an evaluation that is over
 
     def __init__(self, place: Place, seeds: Seeds) -> None:
         self._me, self._grid, self._part = place.me, place.grid, place.part

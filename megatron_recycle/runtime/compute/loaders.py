@@ -65,7 +65,6 @@ class LoaderSource:
         self._own: Replayable[_Item] | None = None  # before the first is read
         self._turns = False
         self._past = _Past()
-        self._final = 0
 
     @property
     def since(self) -> int:
@@ -73,7 +72,7 @@ class LoaderSource:
         which has been proved to give the same."""
         if self.first is None:
             return 0
-        return self.first if self._own is None else self._past.since(self._final)
+        return self.first if self._own is None else self._past.since
 
     @property
     def first(self) -> int | None:
@@ -104,7 +103,7 @@ class LoaderSource:
     def forget(self, pipeline: int, before: int) -> None:
         if pipeline != self._pipeline:
             return
-        self._final = max(self._final, before)
+        self._past.final = max(self._past.final, before)
         if self._own is None or self.first is None or before <= self.first:
             return
         self._own.forget(self._pipeline, before - self.first)
@@ -156,7 +155,7 @@ class LoaderSource:
             raise NotReadHere(f"train_batch() got no data iterator on this worker. {_REMEDY}")
         if self._own is None:
             self._own = self._begin(number)
-        if number < self._final and (at := self._past.at(number)) is not None:  # all go back behind it
+        if number < self._past.final and (at := self._past.at(number)) is not None:  # all go back behind it
             return _Item(self._copies_of(at.of).batch(self._pipeline, at.position, number), at)
         return self._own.item(self._pipeline, number - self.first)
 
@@ -170,7 +169,7 @@ class LoaderSource:
             lambda _: _Stream(self), None, once=True, name="the iterator given to train_batch()",
             ended="it must not end before training does (deepspeed.utils.RepeatingLoader repeats one)",
             failed="Handle the error in the dataset")
-        own.forget(self._pipeline, max(0, self._final - self._given[0][0]))
+        own.forget(self._pipeline, max(0, self._past.final - self._given[0][0]))
         return own
 
     def note(self, number: int, at: Read | DataError) -> None:
@@ -243,9 +242,11 @@ class _Stream:
 
 
 class _Past:
-    """Where micro-batches have come from that are not kept any more: of consecutive ones of a pass, the first."""
+    """Where micro-batches have come from that are not kept any more: of consecutive ones of a pass, the first. Those
+    before ``final`` are not."""
 
     def __init__(self) -> None:
+        self.final = 0
         self._runs: list[tuple[int, Read]] = []
         self._next = 0
 
@@ -263,9 +264,10 @@ class _Past:
             self._runs.clear()
         self._runs, self._next = [*self._runs, (number, at)][-_RUNS:], number + 1
 
-    def since(self, otherwise: int) -> int:
-        """The first micro-batch that is known."""
-        return self._runs[0][0] if self._runs else otherwise
+    @property
+    def since(self) -> int:
+        """The first micro-batch that is known, or kept."""
+        return self._runs[0][0] if self._runs else self.final
 
     def at(self, number: int) -> Read | None:
         """Where that micro-batch has come from; None: that is not known."""
