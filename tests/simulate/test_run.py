@@ -48,14 +48,15 @@ def test_one_failure_for_ever():
 
 
 def test_a_worker_comes_back_at_the_end_of_an_iteration():
+    """The end of the iteration in flight promises it, and all stand at the end of the next one."""
     stalls = Stalls(exit=0.0, rejoin=3.0, start=5.0, save=0)
     alone, all_ = PLANS.rerouted([Worker(0, 0)]), PLANS.rerouted(())
     outcome = run(Recycling(stalls), trace(Outage(0.001, 20.0, "host0"), duration=100), commits=True)
-    waits = [0.001 + alone.makespan + number * alone.period for number in range(100)]
-    boundary = next(end for end in waits if end > 25.0)
-    joined = outcome.commits.index(pytest.approx(boundary)) + 1
-    assert outcome.commits[joined] == pytest.approx(boundary + 3.0 + all_.makespan)
-    assert outcome.commits[joined + 1] == pytest.approx(boundary + 3.0 + all_.makespan + all_.period)
+    promised = next(index for index, end in enumerate(outcome.commits) if end > 25.0)
+    boundary = 0.001 + alone.makespan + (promised + 1) * alone.period
+    assert outcome.commits[promised + 1] == pytest.approx(boundary)
+    assert outcome.commits[promised + 2] == pytest.approx(boundary + 3.0 + all_.makespan)
+    assert outcome.commits[promised + 3] == pytest.approx(boundary + 3.0 + all_.makespan + all_.period)
 
 
 def test_fault_scaled_is_in_proportion_to_what_lives():

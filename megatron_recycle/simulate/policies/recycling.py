@@ -92,6 +92,7 @@ class Recycling:
         self._moving: dict[str, Unit] = {}  # those of moves
         self._fresh: list[tuple[str, Unit]] = []  # what of both is to be started now
         self._saving = self._growing = False
+        self._agreed = False  # the last commit has promised that all stand at the next one
 
     def begin(self, setting: Setting) -> Answer:
         self.setting = setting
@@ -113,7 +114,7 @@ class Recycling:
         gone = {str(worker) for worker in empty}
         self._due = {name: unit for name, unit in self._due.items() if name not in gone}
         gone |= {to for to, unit in self._moving.items() if unit in change.lost}
-        before = self.crowd.state.generation
+        before, self._agreed = self.crowd.state.generation, False
         self.crowd.lose(gone, change.whole_host, change.at, iteration)
         if self.crowd.asked.end is not None:
             return self._end_of_life()
@@ -221,9 +222,10 @@ class Recycling:
         crowd = self.crowd
         if crowd is None:
             return replace(answer, pauses=pauses)
-        agreed = crowd.asked.switch  # what is offered with this commit is agreed upon with the next one
+        stand, self._agreed = crowd.asked.switch and self._agreed, crowd.asked.switch
         crowd.commit(iteration, now)
-        if agreed:
+        if stand:
+            self._agreed = False
             before = crowd.state
             crowd.stand(now, iteration)
             if crowd.asked.end is not None:
