@@ -32,7 +32,7 @@ from megatron_recycle.control.planning import problem_of
 from megatron_recycle.launch.worker_command import torchrun_environment
 from megatron_recycle.planner import quick
 from megatron_recycle.planner.baselines import drop
-from megatron_recycle.runtime import recovery, worker
+from megatron_recycle.runtime import loop, recovery
 from megatron_recycle.runtime.comm import abort, comm, ledger, rendezvous
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.comm import Comm, Pending
@@ -41,6 +41,7 @@ from megatron_recycle.runtime.comm.memory.ends import Host, InMemory
 from megatron_recycle.runtime.comm.rendezvous import CONNECTING
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS, WORLD
 from megatron_recycle.runtime.comm.threads import Threads
+from megatron_recycle.runtime.halting import Halt
 from tests.memory import control
 from tests.memory.job import LIMIT, Job, Shape, check
 from tests.memory.wires import Wires
@@ -114,7 +115,7 @@ def no_settings(patch: pytest.MonkeyPatch) -> None:
 
 def watchdog() -> str:
     """By ProcessGroupNCCL.cpp, in a worker that `recycle run` has started."""
-    environment = torchrun_environment({}, "host", 1, 1, 0)
+    environment = torchrun_environment({}, "host:1", 1, 0)
     ends = [name for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING",
                               "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_RETHROW_CUDA_ERRORS",
                               "TORCH_NCCL_PROPAGATE_ERROR") if environment.get(name) != "0"]
@@ -233,12 +234,12 @@ def death_before_a_first_use() -> str:
 
 
 def pairs_connect_in_training(patch: pytest.MonkeyPatch) -> None:
-    for module in (recovery, worker):
+    for module in (recovery, loop):
         patch.setattr(module, "connect_partners", lambda *given: None)
 
 
 def pairs_of_a_better_plan_connect_in_training(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(worker, "connect_partners", lambda *given: None)
+    patch.setattr(loop, "connect_partners", lambda *given: None)
 
 
 def death_before_a_first_transfer() -> str:
@@ -312,6 +313,35 @@ def beside_a_bound_default(patch: pytest.MonkeyPatch) -> str:
     return ""
 
 
+# ---- D9: a wrong guess rebuilds nothing, also where workers have parts
+
+
+def parts_stop_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Halt, "_ask", lambda self, entered: max(0, entered))
+
+
+def everything_is_aborted(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Halt, "agree", Halt.break_off)
+
+
+def a_part_is_behind() -> str:
+    """Its sibling waits for it in a collective when both hear that the iteration is void."""
+    behind, verdict = Moment("1:1.0", "forward", 1), Moment("0:2.0", "reduced", 0)
+    made = Job(Shape(2, 3, 2, 2, parts=2, clipping=0.05), holds=[behind, verdict], seed=NCCL)
+    with made:
+        made.wait_held()
+        made.wait_waiting("worker1:1: a sum")
+        made.release(verdict)
+        made.wait_for(lambda: all(each.worker and each.worker.stepper.standing.held is None or each.name[:3] == "1:1"
+                                  for each in made.processes.values()), "the others' verdict")
+        made.release(behind)
+        if stuck := made.wait_or_stuck():
+            return f"nobody can go on:\n{stuck}"
+        check(made, made.wait())
+    again = len({prefix for prefix, _ in made.fabric.communicators}) - 1
+    return f"all communicators were made again, {again} times" if again else ""
+
+
 @dataclass(frozen=True)
 class Defect:
     """``put_back``, and then ``shown``: a job or a function that says what is wrong, in words among which are these."""
@@ -349,6 +379,9 @@ DEFECTS = [
            stuck=True),
     Defect("D7 ties without batches", without_batches, lambda: job(TIED), ["a send to its rank"], stuck=True),
     Defect("D8 split off", bound, beside_a_bound_default, ["cuda:0"]),
+    Defect("D9 a wrong guess rebuilds everything", everything_is_aborted, a_part_is_behind, ["were made again"]),
+    Defect("D9 parts stop where they are", parts_stop_where_they_are, a_part_is_behind,
+           ["for worker1:1: a sum"], stuck=True),
 ]
 
 

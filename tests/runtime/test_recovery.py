@@ -159,7 +159,7 @@ def test_connecting_gets_more_time_with_more_ranks_and_after_each_try_that_took_
 def test_a_script_finds_its_random_numbers_as_it_left_them_though_its_worker_comes_in_and_compares_data(monkeypatch):
     draws = Generators(torch.device("cpu"))
     comes_in = SimpleNamespace(
-        standing=Standing(Process(Worker(0, 0))), stepper=None, _telling=nullcontext,
+        standing=Standing(Process(Worker(0, 0))), stepper=None, _loop=SimpleNamespace(telling=nullcontext),
         site=SimpleNamespace(framework=SimpleNamespace(generators=draws),
                              phases=SimpleNamespace(waiting=lambda what: nullcontext())))
     monkeypatch.setattr(recovery, "join", lambda *_: Seeds(draws, 7).set(1, 11) or SimpleNamespace(plan=None))
