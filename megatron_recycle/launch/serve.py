@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     coordinator = service.start(spec)
     coordinator.linger = _LINGER
     meeting.publish(run_dir, Meeting("", coordinator.control, token))
+    tokens.publish(run_dir, token)
     say(f"recycle: serving a job of {args.workers} workers at {coordinator.control}, logs and events in {run_dir}; "
         f"start its hosts: recycle run --coordinator {coordinator.control} --token-file FILE --nnodes N --node-rank K "
         "--nproc M SCRIPT")

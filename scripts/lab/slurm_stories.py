@@ -23,7 +23,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = ROOT / ".venv" / "bin"
-SBATCH, SCRIPT = ROOT / "scripts/slurm/deepspeed.sbatch", ROOT / "scripts/gpt_deepspeed.py"
+SCRIPT = ROOT / "scripts/gpt_deepspeed.py"
+SCRIPTS = {"deepspeed": SCRIPT, "megatron": ROOT / "scripts/pretrain_gpt_megatron.py"}
 LIMIT = 300.0
 """Seconds that any one thing may take."""
 Event = dict[str, Any]
@@ -95,14 +96,15 @@ class Job:
 
 
 def submit(lab: Path, name: str, nodes: str, *arguments: str, options: tuple[str, ...] = (), nproc: int = 2,
-           iterations: int = 10**6, **environ: str) -> Job:
+           iterations: int = 10**6, framework: str = "deepspeed", **environ: str) -> Job:
     """The quickstart's model on these nodes, by the sbatch script that users have."""
     folder = lab / name
     folder.mkdir()
     count = len(nodes.split(","))
     number = subprocess.run(
         ["sbatch", "--parsable", f"--nodes={count}", f"--nodelist={nodes}", f"--output={folder}/out", *options,
-         str(SBATCH), str(SCRIPT), "--stages", "2", "--iterations", str(iterations), *arguments],
+         str(ROOT / f"scripts/slurm/{framework}.sbatch"), str(SCRIPTS[framework]), "--stages", "2",
+         "--iterations", str(iterations), *arguments],
         check=True, capture_output=True, text=True, cwd=folder, timeout=LIMIT,
         env={**os.environ, "NPROC": str(nproc), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
              "PATH": f"{BIN}:{os.environ['PATH']}", **environ}).stdout.strip()
@@ -261,7 +263,19 @@ def told(lab: Path) -> Event:
     return {"status": bare.returncode}
 
 
-STORIES = {"told": told, "neighbours": neighbours, "losses": losses, "time_limit": time_limit,
+def megatron(lab: Path) -> Event:
+    """A Megatron job on two nodes: one of them loses all of its workers, and training comes to its end."""
+    job = submit(lab, "megatron", "n4,n5", iterations=60, framework="megatron")
+    job.event("started")
+    job.committed(10)
+    t = kill(ours(5))
+    figures = {"resumed_s": job.event("resumed", after=t + 0.5)["t"] - t}
+    until("end", lambda: job.state() not in ("RUNNING", "COMPLETING"))
+    check("all iterations", "60 iterations committed" in job.output, job.output[-2000:])
+    return figures
+
+
+STORIES = {"told": told, "megatron": megatron, "neighbours": neighbours, "losses": losses, "time_limit": time_limit,
            "first_host": first_host}
 
 
