@@ -21,6 +21,9 @@ JOINING = "RECYCLE_JOIN"
 CHAOS = "RECYCLE_CHAOS"
 MICROBATCHES = "RECYCLE_MICROBATCHES"
 
+COORDINATORS_MODULE = "megatron_recycle.control.process"
+"""What a coordinator's command line runs: whoever starts one and whoever looks for one mean the same."""
+
 HANDED_OVER = frozenset({COORDINATOR, TOKEN, HOST, JOINING, CHAOS, MICROBATCHES})
 """Variables that only `recycle run` sets; none of them is a setting."""
 

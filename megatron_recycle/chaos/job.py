@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_recycle.environment import Launched
+from megatron_recycle.environment import COORDINATORS_MODULE, Launched
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.observe.events import EventReader
 
 _PROC = Path("/proc")
-_COORDINATOR = "megatron_recycle.control.process"
 _CLOCK_SLACK = 1.0
 """Seconds by which the clock may have been set since the process started."""
 
@@ -140,7 +139,7 @@ class TargetJob:
                 continue
             try:
                 words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                place = words.index("--run-dir") if _COORDINATOR in words else -1
+                place = words.index("--run-dir") if COORDINATORS_MODULE in words else -1
                 if place > 0 and self._is_ours(int(entry.name), words[place + 1]):
                     return int(entry.name)
             except (OSError, IndexError, ValueError):

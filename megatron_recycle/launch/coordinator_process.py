@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_recycle.environment import TOKEN
+from megatron_recycle.environment import COORDINATORS_MODULE, TOKEN
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
 from megatron_recycle.launch.deaths import Deaths
@@ -45,7 +45,7 @@ class CoordinatorSpec:
     node: str = "0"
 
     def command(self) -> list[str]:
-        command = [sys.executable, "-m", "megatron_recycle.control.process"]
+        command = [sys.executable, "-m", COORDINATORS_MODULE]
         command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
         command += ["--port", str(self.port), "--life", self.life, "--node", self.node]
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
