@@ -177,7 +177,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           save: tuple[str, int] | None = None, save_every: tuple[str, int] | None = None,
           load: tuple[str, dict[str, Any]] | None = None, go_back: int | None = None, tidy: bool = False,
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
-          evaluate: Sequence[int] = (), annealed: bool = False,
+          evaluate: Sequence[int] = (), logits: bool = False, annealed: bool = False,
           loader: str = "", ramp: Sequence[int] = (), follows: float = 0.0,
           raises: int | None = None, watch: Callable[[Any], None] | None = None, talks: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
@@ -196,6 +196,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         noisy: whether model and data draw random numbers from all kinds of generators.
         by_hand: whether the script changes rate, parameters, and which of them are trained, between iterations.
         evaluate: iterations before which it evaluates.
+        logits: whether it asks for them then; their sum is among "evaluated" on the last stage.
         annealed: whether the script sets a variable that the loss is computed with, before each iteration; with the
             plugin only.
         loader: what `train_batch()` gets: an iterator over a DataLoader, which gives the same as the dataset ("cycle"),
@@ -292,7 +293,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             # In turn of a share of the data, and of all of it on every pipeline.
             share = DistributedSampler(Text(5000), pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
             unseen = DataLoader(Text(5000), batch_size=BATCH, sampler=share if len(losses) % 2 else None)
-            evaluated.append(engine.eval_batch(iter(unseen)).item())
+            loss, made = engine.eval_batch(iter(unseen), return_logits=True) if logits else (
+                engine.eval_batch(iter(unseen)), None)
+            evaluated += [loss.item(), *([] if made is None else [made.double().sum().item()])]
         losses.append(engine.train_batch(iterator).item())
         if talks:
             talk(engine, losses[-1])

@@ -48,7 +48,7 @@ def test_checkpoints_and_evaluations_without_a_whole_pipeline_and_a_kill_in_the_
     calm, folder = tmp_path / "calm", tmp_path / "killed"
     schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}
     arguments: dict[str, Any] = {
-        "pipelines": 3, "iterations": ITERATIONS, "evaluate": (0, 1, 2, 3), "go_back": 3,
+        "pipelines": 3, "iterations": ITERATIONS, "evaluate": (0, 1, 2, 3), "logits": True, "go_back": 3,
         "engine_settings": {"scheduler": schedule}, "settings": {"reduction": "exact"}}
     undisturbed = run(gpt_job.train, 6, {**arguments, "save_every": (str(calm), EVERY)})
     first, second = Hold("1:0", "backward", 1, 1), Hold("1:1", "forward", 2, 1)  # then nobody has that iterator

@@ -12,6 +12,8 @@ import functools
 import inspect
 import math
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -344,16 +346,19 @@ class RecyclePipelineEngine(PipelineEngine):
         those of the last one. The mean has the same bits whoever is left (see `evaluation`).
 
         Not a number, with an error line, where nobody is left who can read a pipeline's micro-batches, and, while a
-        worker is missing, with ``return_logits`` or without ``compute_loss``. The iterator goes on all the same: first
+        worker is missing, without ``compute_loss``. With ``return_logits`` each worker of the last stage has those of
+        its own pipeline's last micro-batch, as in stock; None, with an error line, where another worker has run it,
+        since this one is a guest elsewhere. The iterator goes on all the same: first
         and last stage would read different ones of an iterator that one of them has not been through.
         """
         bound = inspect.signature(PipelineEngine.eval_batch).bind(self, *args, **keywords)
         bound.apply_defaults()
         given = bound.arguments
         wanted = self.micro_batches if given["num_micro_batches"] is None else given["num_micro_batches"]
-        if self.session.in_script and given["compute_loss"] and not given["return_logits"] and (
-                given["reduce_output"] in (None, "avg")):
-            return self._evaluate(given["data_iter"], wanted, given["reduce_output"], given["bcast_loss"])
+        if self.session.in_script and given["compute_loss"] and given["reduce_output"] in (None, "avg"):
+            with self._outputs_of(wanted - 1) as outputs:
+                value = self._evaluate(given["data_iter"], wanted, given["reduce_output"], given["bcast_loss"])
+            return (value, self._logits(outputs)) if given["return_logits"] else value
         reads = self.is_first_stage() or self.is_last_stage()
         data = Taken(given["data_iter"], wanted if reads else 0)
         if given["data_iter"] is not None:
@@ -370,6 +375,32 @@ class RecyclePipelineEngine(PipelineEngine):
             loss = result[0] if given.get("return_logits") else result
             self.monitor.write([("Train/Samples/eval_loss", loss.mean().item(), self.global_samples)])
         return result
+
+    @contextmanager
+    def _outputs_of(self, number: int) -> Iterator[list[Any]]:
+        """A block with an evaluation: gives a list of what this worker's module has made of the micro-batch ``number``
+        of its own pipeline, several times where a failure had it made again."""
+        found: list[Any] = []
+        wanted = self.session.place.me.pipeline, number
+
+        def seen(outputs: Any) -> None:
+            if self._evaluated.asked == wanted:
+                found.append(outputs)
+
+        self._stage.evaluated = seen
+        try:
+            yield found
+        finally:
+            self._stage.evaluated = None
+
+    def _logits(self, outputs: Sequence[Any]) -> Any:
+        """The last of ``outputs``, on the last stage."""
+        if not self.is_last_stage():
+            return None
+        if not outputs and not self.session.catches_up:
+            get_logger().error("megatron-recycle: eval_batch(return_logits=True) has no logits on worker %s: another "
+                               "one has run its pipeline's last micro-batch; training goes on", self.session.place.name)
+        return outputs[-1] if outputs else None
 
     def _evaluate(self, iterator: Any, microbatches: int, reduce: str | None, everywhere: bool) -> Any:
         """The mean loss of so many ``microbatches`` of each pipeline; without ``reduce`` this pipeline's, one by one.

@@ -36,6 +36,7 @@ class EvaluationData:
 
     Attributes:
         ended: whether the iterator has come to its end before the evaluation has.
+        asked: pipeline and number of the micro-batch that was asked for last.
     """
 
     since = 0  # nobody goes back behind an evaluation that is over
@@ -48,6 +49,7 @@ class EvaluationData:
         self._source = LoaderSource(place.me.pipeline, seeds, anything=True)
         self._first = self._next = 0
         self.ended = False
+        self.asked: tuple[int, int] | None = None
         self._shared: Mapping[Microbatch, Batch] = {}
         self._alike = False
         self._missing = ""
@@ -84,6 +86,7 @@ class EvaluationData:
         return self._missing
 
     def batch(self, pipeline: int, number: int) -> Batch:
+        self.asked = pipeline, number
         if not self._reads:
             return None  # another part gives it to this one
         found = self._shared.get((pipeline, number))

@@ -79,6 +79,8 @@ class DeepSpeedStage:
         self._speaks = speaks
         self._read_with = read_with
         self.device = engine.device
+        self.evaluated: Callable[[Any], None] | None = None
+        """Gets what the last stage's module gives of each micro-batch of an evaluation; None: nobody."""
         self.passed = 0.0
         """The squared gradient norm of an iteration that the script passes over."""
         self.module: nn.Module = engine.module
@@ -161,6 +163,8 @@ class DeepSpeedStage:
                     "PipelineModule(checkpointable_layers=[...]) the names of the classes behind it")
             return Forward((inputs, outputs), outputs, None, roots=outputs)
         assert batch is not None
+        if self.evaluated is not None and not self.module.training:
+            self.evaluated(outputs)
         loss = engine.module.loss_fn(outputs, self._labels(batch[1])) if engine.module.loss_fn else outputs
         if not isinstance(loss, torch.Tensor) or engine.module.get_additional_losses() is not None:
             raise UnsupportedError("a loss of several tensors is not supported yet; return one scalar from loss_fn")
