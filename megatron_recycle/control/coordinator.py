@@ -17,11 +17,11 @@ from typing import Any
 from megatron_recycle.control.asyncio_executor import AsyncioExecutor
 from megatron_recycle.control.clocks import Clocks, Timeouts
 from megatron_recycle.control.connection import Connection
+from megatron_recycle.control.elected import LeadLost
 from megatron_recycle.control.executor import Leader
 from megatron_recycle.control.inbox import input_of
-from megatron_recycle.control.journal import Journal
 from megatron_recycle.control.measured import Conclusions
-from megatron_recycle.control.memory import Memory
+from megatron_recycle.control.memory import Memory, Records
 from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Searches
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.telling import Telling
@@ -65,7 +65,7 @@ class Coordinator:
         *,
         size: int,
         token: str,
-        journal: Journal,
+        journal: Records,
         plan: Planner,
         improve: Improver | None = None,
         moves: Mover | None = None,
@@ -123,7 +123,7 @@ class Coordinator:
         return address
 
     async def wait_ended(self) -> End:
-        """Wait for the end of the job, and return it."""
+        """Wait for the end of the job, and return it. Raises LeadLost if another coordinator leads it to its end."""
         return await self._executor.ended
 
     async def wait_quiet(self, linger: float | None) -> None:
@@ -140,8 +140,21 @@ class Coordinator:
 
     def feed(self, happened: Input) -> None:
         """Decide what follows from this, and do it; call it in the event loop."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self._leader.feed(happened)
+        except LeadLost as lost:
+            self.deposed(str(lost))
+
+    def deposed(self, why: str) -> None:
+        """Another one leads, or may: nothing is decided here any more. Call it in the event loop; `wait_ended` raises
+        LeadLost."""
+        if not self._closed:
+            self._closed = True
+            self._clocks.stop()
+            if not self._executor.ended.done():
+                self._executor.ended.set_exception(LeadLost(why))
 
     def interrupt(self, status: int, message: str) -> None:
         """End the job from outside; call it in the event loop."""

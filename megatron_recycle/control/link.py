@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.sockets import watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError
 from megatron_recycle.membership.messages import check
@@ -24,6 +25,8 @@ from megatron_recycle.membership.messages import check
 _RETRY = (0.05, 1.0)
 """First and longest pause in seconds between attempts to connect."""
 _CONNECT_TIMEOUT = 5.0
+_TURN_TIMEOUT, _TURN_PAUSE = 1.0, 0.1
+"""The same, and the longest pause, where the next address may be the right one."""
 _UNANSWERED = 5.0
 """Seconds, at least ten signs of life, without the peer's kernel acknowledging one: the connection is dead then, and
 another one is tried. Too early costs a reconnect, nothing else."""
@@ -48,7 +51,7 @@ class Link:
     """See the module. The callables run in the link's thread; an exception of `handle` is logged, no more.
 
     Args:
-        address: "host:port" of the coordinator.
+        address: "host:port" of the coordinator, or several with commas, of which one leads.
         hello: the first messages of every connection.
         known: the messages that may come in, for `messages.check`.
         beat: the sign of life, sent every `interval` seconds.
@@ -68,15 +71,13 @@ class Link:
         name: str,
         failed: Callable[[], None] | None = None,
     ) -> None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit():
-            raise ValueError(f"the coordinator's address {address!r} is not of the form HOST:PORT")
+        self._targets = deque(targets(address))
+        self._longest_pause = _RETRY[1] if len(self._targets) == 1 else _TURN_PAUSE
         self.address = address
         self.error: str | None = None
         self.lost_since: float | None = time.monotonic()
         self.refused_since: float | None = None
         """Since when every attempt was refused: the host is there, and the coordinator of this job is not."""
-        self._target = (host.strip("[]"), int(port))
         self._token = token
         self._hello = hello
         self._handle = handle
@@ -123,14 +124,16 @@ class Link:
         pause = _RETRY[0]
         while not self._closing.is_set():
             try:
-                self._socket = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT)
+                limit = _CONNECT_TIMEOUT if len(self._targets) == 1 else _TURN_TIMEOUT
+                self._socket = socket.create_connection(self._targets[0], timeout=limit)
                 with self._socket:
                     if self._socket.getsockname() == self._socket.getpeername():
                         raise ConnectionRefusedError("met itself: nobody listens there")
                     self._serve(self._socket)
             except (OSError, WireError) as error:
                 self._failed(error)
-            pause = _RETRY[0] if self.lost_since is None else min(pause * 2, _RETRY[1])
+                self._targets.rotate(-1)
+            pause = _RETRY[0] if self.lost_since is None else min(pause * 2, self._longest_pause)
             if self.lost_since is None:
                 self.lost_since = time.monotonic()
             elif self._alone is not None:

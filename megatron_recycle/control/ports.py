@@ -36,6 +36,23 @@ def listen(interface: str, port: int) -> socket.socket:
     raise OSError(errno.EADDRINUSE, f"no free port from {low} to {high} on {interface}")
 
 
+def reserve(interface: str, port: int) -> socket.socket:
+    """A socket on `interface` that is bound and does not listen yet: whoever connects is refused. Port 0 as for
+    `listen`. Raises OSError."""
+    if not port:
+        chosen = listen(interface, 0)
+        port = chosen.getsockname()[1]
+        chosen.close()
+    made = socket.socket(_family(interface), socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((interface, port))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
 def _family(interface: str) -> int:
     """IPv4, unless the interface's name or address has none."""
     found = {entry[0] for entry in socket.getaddrinfo(interface, None, type=socket.SOCK_STREAM)}

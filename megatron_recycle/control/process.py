@@ -17,17 +17,21 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
+from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
+from megatron_recycle.control.etcd import Etcd, Place, StoreUnreachable
 from megatron_recycle.control.measured import Profiles
+from megatron_recycle.control.memory import Records
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning
-from megatron_recycle.control.ports import listen
+from megatron_recycle.control.ports import joined, listen, reserve
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
@@ -35,8 +39,14 @@ from megatron_recycle.membership.state import State
 from megatron_recycle.membership.vacancies import Offered
 from megatron_recycle.observe.events import EventLog, read_events
 from megatron_recycle.observe.output import spare_output
+from megatron_recycle.plan import Plan
 
+Answer = TypeVar("Answer")
 logger = logging.getLogger(__name__)
+DEPOSED = 75
+"""Status of a coordinator that leads no more: who has started it lets it stand by again."""
+_PAUSE = 0.25
+"""Seconds between looks at whether somebody leads."""
 PLANS = "plans"
 """The folder in a run's folder that keeps its plans."""
 _DESCRIPTORS = 65536
@@ -52,6 +62,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--port", type=int, default=0, help="of the control server; 0: any")
     made.add_argument("--resume", action="store_true", help="lead a job whose coordinator has died")
     made.add_argument("--life", default="null", help="the job's life, in JSON; null: it has one only")
+    made.add_argument("--store", help="etcd://...: stand by, and lead the job if nobody else does")
+    made.add_argument("--job", default="", help="with --store: its name there")
+    made.add_argument("--hosts", type=int, default=1, help="with --store: those that stand by")
     made.add_argument("--node", default="0", help="number of this host among the job's")
     made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
     return made
@@ -79,14 +92,45 @@ def open_journal(args: argparse.Namespace, events: Path) -> tuple[Journal, Past]
     if not args.resume:
         return Journal.create(path), Past()
     journal = Journal.reopen(path)
-    told = _told(events)
+    return journal, _past(args.size, journal.records, _told(events), PlanFolder(args.run_dir / PLANS).load, path)
+
+
+def _past(size: int, records: Sequence[dict[str, Any]], told: Sequence[Mapping[str, Any]],
+          plan: Callable[[str], dict[str, Any] | None], path: Path) -> Past:
+    """What a new coordinator has to know. Raises JournalError."""
     try:
-        state = taken_up(restore(args.size, journal.records, told), journal.records,
-                         PlanFolder(args.run_dir / PLANS).load)
+        state = taken_up(restore(size, records, told), records, plan)
     except (KeyError, TypeError, ValueError) as error:
         raise JournalError(f"{path} cannot be read by this version of megatron-recycle (it lacks, or has another, "
                            f"{error}): a job goes on only with the version that has begun it. {RESTART}") from error
-    return journal, Past(state, told, untold(journal.records, told))
+    return Past(state, told, untold(records, told))
+
+
+async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> tuple[socket.socket, ElectedJournal]:
+    """Say where this one will listen, and wait until it leads. The second line to the starter is where all of them
+    will."""
+    listener = reserve(args.interface, args.port)
+    control = joined(*listener.getsockname()[:2])
+    starter.write(json.dumps({"control": control}) + "\n")
+    starter.flush()
+    candidate = Candidate(Sealed(Etcd(Place.parse(args.store)), args.job, token), args.node, control)
+
+    def meet() -> None:
+        until_answered(lambda: candidate.announce(fresh=not args.resume))
+        while len(found := until_answered(candidate.candidates)) < args.hosts:
+            time.sleep(_PAUSE)
+        if not starter.closed:
+            ordered = sorted(found.items(), key=lambda item: int(item[0]))
+            starter.write(json.dumps({"all": ",".join(where for _, where in ordered)}) + "\n")
+            starter.close()
+
+    def lead() -> ElectedJournal:
+        while (journal := until_answered(candidate.try_lead)) is None:
+            time.sleep(_PAUSE)
+        return journal
+
+    await asyncio.to_thread(meet)
+    return listener, await asyncio.to_thread(lead)
 
 
 def _told(events: Path) -> list[dict[str, Any]]:
@@ -101,7 +145,16 @@ def _told(events: Path) -> list[dict[str, Any]]:
 async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig, starter: IO[str]) -> int:
     """Serve until the job is over; returns its status. `starter` is told where it listens, once it does."""
     events = args.run_dir / "events.jsonl"
-    journal, past = open_journal(args, events)
+    listener, elected, plans = None, None, PlanFolder(args.run_dir / PLANS)
+    if args.store:
+        listener, elected = await _stand_by(args, token, starter)
+        past = Past() if not elected.records else _past(args.size, elected.records, _told(events), lambda digest: (
+            plans.load(digest) or elected.load_plan(digest)), elected.path)
+        journal: Records = elected
+        keep = both(plans.keep, elected.keep_plan)
+    else:
+        journal, past = open_journal(args, events)
+        keep = both(plans.keep)
     log = EventLog(events)
     life = json.loads(args.life) or {}
 
@@ -114,7 +167,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
               "workers": args.size, "reason": life["reason"]})
     for event in past.untold:
         emit(event)
-    planning = Planning(PlanFolder(args.run_dir / PLANS).keep)
+    planning = Planning(keep)
     if past.state is not None and past.state.description:
         planning.resume(past.state.description, past.state.failed, past.told)
     offered = None if args.embedded else Offered(settings_of(os.environ))
@@ -128,7 +181,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         measure=Profiles(planning).take,
         emit=emit,
         timeouts=Timeouts(config.heartbeat_interval, config.heartbeat_timeout, config.report_timeout),
-        listener=listen(args.interface, args.port),
+        listener=listener or listen(args.interface, args.port),
         launched=not args.embedded,
         state=past.state,
         offered=offered,
@@ -138,14 +191,51 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         restarts=life.get("restarts", False),
     )
     control = await coordinator.start()
-    with starter:
-        starter.write(json.dumps({"control": control}) + "\n")
-    end = await coordinator.wait_ended()
+    if elected is not None:
+        loop = asyncio.get_running_loop()
+        elected.keep_lead(partial(_in_loop, loop, coordinator.deposed))
+        emit({"event": "leads", "t": time.time(), "term": elected.term, "control": control})
+    elif not starter.closed:
+        with starter:
+            starter.write(json.dumps({"control": control}) + "\n")
+    try:
+        end = await coordinator.wait_ended()
+    except LeadLost as lost:
+        logger.warning("recycle: %s", lost)
+        return DEPOSED
     # A launcher stays connected until its workers have ended.
     await coordinator.wait_quiet(LINGER if args.embedded else None)
     await coordinator.close()
     log.close()
     return end.status
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, what: Callable[[str], None], why: str) -> None:
+    with contextlib.suppress(RuntimeError):  # it has ended
+        loop.call_soon_threadsafe(what, why)
+
+
+def until_answered(ask: Callable[[], Answer]) -> Answer:
+    """The answer of a store that may be out of reach for a while."""
+    while True:
+        try:
+            return ask()
+        except StoreUnreachable as error:
+            logger.warning("recycle: %s", error)
+            time.sleep(_PAUSE)
+
+
+def both(*keep: Callable[[Plan], None]) -> Callable[[Plan], None]:
+    """Keep a plan in several places; where that is not possible, training does without."""
+
+    def all_of_them(plan: Plan) -> None:
+        for each in keep:
+            try:
+                each(plan)
+            except (OSError, JournalError) as error:
+                logger.warning("recycle: a plan could not be kept: %s", error)
+
+    return all_of_them
 
 
 def _take_stdout() -> IO[str]:

@@ -17,7 +17,7 @@ from megatron_recycle.control.wire import GUEST, for_joining
 from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
-from megatron_recycle.launch import join_request, meeting, slurm, slurm_control
+from megatron_recycle.launch import join_request, meeting, slurm, slurm_control, standby
 from megatron_recycle.launch.chaos_script import hurting
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.life import Life
@@ -94,6 +94,8 @@ def launch(args: argparse.Namespace, command: list[str]) -> int:
     if args.join is not None:
         return _join(args, command, config, token, say)
     hosts = _hosts(args, token)
+    if args.store is not None:
+        standby.check_store(args.store, args.job or hosts.name)
     nproc = args.nproc or (1 if hosts.task else default_nproc(os.environ))
     if hosts.rank == 0:
         _ask_slurm(args, hosts, say)
@@ -132,6 +134,9 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
         if args.coordinator is not None:
             assert token is not None, "_hosts() has looked"
             found = _at_service(args.coordinator, hosts, run_dir, token, nproc, say)
+        elif args.store is not None:
+            assert token is not None, "_hosts() has looked"
+            found, coordinator = _stand_by(args, config, hosts, run_dir, token, nproc, life, say)
         elif hosts.rank == 0:
             assert token is not None, "the first host has made one"
             found, coordinator = _lead_in_time(
@@ -164,7 +169,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
         with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir):
             return launcher, launcher.run()
     finally:
-        if coordinator is not None:
+        if coordinator is not None and hosts.rank == 0:
             meeting.withdraw(run_dir)
 
 
@@ -177,6 +182,23 @@ def _at_service(control: str, hosts: Hosts, run_dir: Path, token: str, nproc: in
     return Meeting(hosts.name, control, token, nproc)
 
 
+def _stand_by(args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int,
+              life: Life, say: Callable[[str], None]) -> _Led:
+    """Start this host's coordinator, one of several, and wait for those of the others. Raises RecycleError."""
+    interface = standby.address(args.store, config.interface if "interface" in config.sources else None)
+    own = run_dir / f"node-{hosts.rank}"  # the folder may be on a file system of all hosts
+    make(run_dir)
+    prepare(own)
+    spec = service.CoordinatorSpec(life.size, own, token, interface, tokens.without(_environ(args)), life=life.told(),
+                                   node=str(hosts.rank), store=args.store, job=args.job or hosts.name,
+                                   hosts=hosts.count)
+    coordinator, control = standby.start(spec, _START_LIMIT, say)
+    found = Meeting(hosts.name, control, token, nproc, command=(args.script, *args.arguments), folder=os.getcwd())
+    if hosts.rank == 0:
+        meeting.publish(run_dir, found)
+    return found, coordinator
+
+
 def _environ(args: argparse.Namespace) -> dict[str, str]:
     """The environment for workers, coordinator and hosts that join: a job that is to be started again saves first."""
     return {**({variable("on_leave"): "checkpoint"} if args.requeue else {}), **os.environ}
@@ -186,6 +208,9 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
     """The hosts, as the options say, or else as Slurm does. Raises ConfigError."""
     if args.coordinator is not None and token is None:
         raise ConfigError("--coordinator needs the service's token: --token-file, or RECYCLE_TOKEN")
+    if args.store is not None and token is None:
+        raise ConfigError("--store needs a token, the same on each host: --token-file, or RECYCLE_TOKEN; make one with "
+                          "`openssl rand -hex 16`")
     if args.nnodes is None:
         step = slurm.step_of(os.environ, args.nproc)
         if step is None:
@@ -194,7 +219,7 @@ def _hosts(args: argparse.Namespace, token: str | None) -> Hosts:
             raise ConfigError("--restarts needs one launcher per node: srun --ntasks-per-node=1 ... recycle run "
                               f"--nproc {step.task.count}")
         return Hosts(step.launchers, step.rank, step.name, step.folder, step.task)
-    if args.nnodes > 1 and args.coordinator is None:
+    if args.nnodes > 1 and args.coordinator is None and args.store is None:
         missing = [name for name in ("master_addr", "master_port") if not getattr(args, name)]
         if missing:
             flags = " and ".join("--" + name.replace("_", "-") for name in missing)

@@ -22,6 +22,8 @@ from megatron_recycle.launch.deaths import Deaths
 _START_LIMIT = 60.0
 _END_LIMIT = 2.0
 _TOLD_LINES = 5
+DEPOSED = 75
+"""Status of a coordinator that leads no more, and is started again to stand by."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class CoordinatorSpec:
     """A coordinator to be started. `port` 0 is any. `life`: which of the job's lives this is, in JSON.
 
     `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits. `node`: the
-    number of its host among the job's.
+    number of its host among the job's. With a `store` it stands by, for the `job` of that name there, beside those of
+    the other `hosts`.
     """
 
     size: int
@@ -43,11 +46,16 @@ class CoordinatorSpec:
     resume: bool = False
     life: str = "null"
     node: str = "0"
+    store: str = ""
+    job: str = ""
+    hosts: int = 1
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", COORDINATORS_MODULE]
         command += ["--size", str(self.size), "--run-dir", str(self.run_dir), "--interface", self.interface]
         command += ["--port", str(self.port), "--life", self.life, "--node", self.node]
+        if self.store:
+            command += ["--store", self.store, "--job", self.job, "--hosts", str(self.hosts)]
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
 
 
@@ -61,6 +69,8 @@ class Service:
     deaths: Deaths = field(default_factory=lambda: Deaths("the coordinator"))
     linger: float = _END_LIMIT
     """Seconds that it has to end by itself at the end of the job, while others still hear of it."""
+    standby: bool = False
+    """Whether another one may lead in its place."""
     later: bool = False
     """Whether it was started again, so that nobody has read yet what it said."""
 
@@ -72,25 +82,33 @@ class Service:
             RecycleError: it has refused to start, or has died too often.
         """
         said = self._said() if self.later else {}
-        refused = self.later and "control" not in said and (self.child.status() or 0) > 0
+        status = self.child.status() or 0
+        refused = self.later and "control" not in said and status > 0
         self.child.release()
         if refused:
             raise RecycleError(_not_started(self.child.log, said))
-        self.deaths.died(self.child.log)
+        if status != DEPOSED:
+            self.deaths.died(self.child.log)
         spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True)
-        return Service(_spawn(spec), self.control, spec, self.deaths, self.linger, later=True)
+        return Service(_spawn(spec), self.control, spec, self.deaths, self.linger, self.standby, later=True)
 
     def _said(self) -> dict[str, str]:
         """The line of a process that has ended, if it got as far as that; nobody has read it yet."""
         assert self.child.stdout is not None
         return json.loads(self.child.stdout.read() or b"{}")
 
+    def kill(self) -> None:
+        """End the process: nobody needs it."""
+        self.child.signal(signal.SIGKILL)
+        self.child.wait(_END_LIMIT)
+        self.child.release()
+
     def end(self) -> None:
         """Wait for the process, which ends by itself once nobody is connected any more; kill it if it does not."""
         if self.child.wait(self.linger) is None:
-            self.child.signal(signal.SIGKILL)
-            self.child.wait(_END_LIMIT)
-        self.child.release()
+            self.kill()
+        else:
+            self.child.release()
 
 
 def start(spec: CoordinatorSpec) -> Service:
@@ -100,11 +118,9 @@ def start(spec: CoordinatorSpec) -> Service:
         RecycleError: it ended or said nothing; the message has the end of its log.
     """
     child = _spawn(spec)
-    said = json.loads(_first_line(child) or b"{}")
+    said = json.loads(next_line(child, _START_LIMIT) or b"{}")
     if "control" not in said:
-        child.signal(signal.SIGKILL)
-        child.wait(_END_LIMIT)
-        child.release()
+        Service(child, "", spec).kill()
         raise RecycleError(_not_started(child.log, said))
     return Service(child, said["control"], spec)
 
@@ -123,16 +139,16 @@ def _not_started(log: Path, said: Mapping[str, str]) -> str:
     return f"the coordinator did not start; the end of {log}:\n{tail}"
 
 
-def _first_line(child: Child) -> bytes | None:
-    """The first line on the child's standard output; None if it ends or takes too long."""
+def next_line(child: Child, limit: float) -> bytes | None:
+    """The next line on the child's standard output; None if it ends, or none comes within ``limit`` seconds."""
     assert child.stdout is not None
-    source, line, limit = child.stdout.fileno(), b"", time.monotonic() + _START_LIMIT
+    source, line, limit = child.stdout.fileno(), b"", time.monotonic() + limit
     with selectors.DefaultSelector() as selector:
         selector.register(source, selectors.EVENT_READ)
         while not line.endswith(b"\n"):
             if not selector.select(max(0.0, limit - time.monotonic())):
                 return None
-            part = os.read(source, 4096)
+            part = os.read(source, 1)
             if not part:
                 return None
             line += part

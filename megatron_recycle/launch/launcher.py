@@ -132,7 +132,7 @@ class Launcher:
             return self.ending.end["message"]
         if self.job.joining:
             return "this host has left the job"
-        if self.services.coordinator is None and self._link.lost_since is not None:
+        if not self.services.at_home and self._link.lost_since is not None:
             return (f"the coordinator at {self._link.address} is out of reach and did not say how the job ended; if it "
                     f"goes on, {self._how_to_join()}")
         return "the coordinator did not say how the job ended"
@@ -256,7 +256,7 @@ class Launcher:
     def _longest_cut(self) -> float:
         """Seconds after which nobody waits for the network any more. A coordinator of its own is at home."""
         grace = self.job.grace
-        return grace.failed if self.services.coordinator is not None else max(grace.failed, grace.cut_off)
+        return grace.failed if self.services.at_home else max(grace.failed, grace.cut_off)
 
     def _how_to_join(self) -> str:
         return (f"`recycle run --join {self._link.address} --nproc {len(self.job.ranks)}` with the job's token, script "

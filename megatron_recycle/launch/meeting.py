@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megatron_recycle.control import tokens
+from megatron_recycle.control.addresses import targets
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch.network import knock
 
@@ -27,9 +28,9 @@ _PAUSE = 0.2
 class Meeting:
     """The first host, as the others need to know it.
 
-    `control` is "host:port" of the coordinator. `name` tells the job from earlier jobs in the folder. A `refusal` says
-    why the first host has started nothing. `command` is the script with its arguments, and `folder` where it was
-    started: for hosts that join.
+    `control` is "host:port" of the coordinator, or several of them. `name` tells the job from earlier jobs in the
+    folder. A `refusal` says why the first host has started nothing. `command` is the script with its arguments, and
+    `folder` where it was started: for hosts that join.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Meeting:
 
     @property
     def host(self) -> str:
-        return self.control.rpartition(":")[0].strip("[]")
+        return targets(self.control)[0][0] if self.control else ""
 
 
 def publish(run_dir: Path, meeting: Meeting) -> None:

@@ -49,11 +49,12 @@ def interface_towards(host: str) -> str | None:
 
 
 def check_address(option: str, text: str) -> None:
-    """Raises ConfigError if ``text``, given for ``option``, is no "host:port"."""
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise ConfigError(f"{option} is {text!r}; give HOST:PORT, as the first host's launcher printed it, or the "
-                          "job's run folder")
+    """Raises ConfigError if ``text``, given for ``option``, is no "host:port", or several."""
+    for each in text.split(","):
+        host, _, port = each.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise ConfigError(f"{option} is {text!r}; give HOST:PORT, as the first host's launcher printed it, or the "
+                              "job's run folder")
 
 
 def check_host(host: str, several: bool) -> None:

@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the job's coordinator is a service there (`recycle serve`), and no host is the first",
     )
     parser.add_argument(
+        "--store",
+        metavar="etcd://HOST:PORT,...",
+        help="keep the journal in etcd, with a coordinator standing by on each host: any of them may die",
+    )
+    parser.add_argument("--job", default="", metavar="NAME", help="with --store: the job's name there")
+    parser.add_argument(
         "--run-dir", type=Path, help="where logs and events go (default: RECYCLE_RUN_DIR, or runs/DATE-PID)"
     )
     parser.add_argument(
@@ -118,6 +124,14 @@ def check(args: argparse.Namespace) -> None:
                  if getattr(args, name)]
         if given:
             raise ConfigError(f"--coordinator and {given[0]} contradict each other: " + _BESIDE[given[0]])
+    if args.store is not None:
+        given = [f"--{name.replace('_', '-')}" for name in ("join", "coordinator", "master_port", "restarts", "requeue")
+                 if getattr(args, name)]
+        if given:
+            raise ConfigError(f"--store and {given[0]} cannot be given together: with a store every host has a "
+                              "coordinator, for one life of the job")
+    elif args.job:
+        raise ConfigError("--job is the job's name in a --store: give both")
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")

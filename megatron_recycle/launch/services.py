@@ -20,6 +20,11 @@ class Services:
         self._ending = ending
         self._say = say
 
+    @property
+    def at_home(self) -> bool:
+        """Whether the one that leads is this host's."""
+        return self.coordinator is not None and not self.coordinator.standby
+
     def coordinator_died(self) -> Service | None:
         """Training goes on meanwhile; the new one reads the journal and finds the workers where they are. Returns it;
         None: nobody needs it any more, or it cannot be started."""

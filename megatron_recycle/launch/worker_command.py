@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle import nccl_settings
+from megatron_recycle.control.addresses import targets
 
 
 def torchrun_environment(
@@ -15,13 +16,13 @@ def torchrun_environment(
 ) -> dict[str, str]:
     """The variables that torchrun would set for a group of `nodes` hosts; RANK and its like come with each worker.
     torch's store is where the coordinator listens, `control`: see `runtime.comm.job_store`."""
-    host, _, port = control.rpartition(":")
+    host, port = targets(control)[0]
     return {
         "OMP_NUM_THREADS": "1",
         **nccl_settings.defaults(environ),
         **environ,
-        "MASTER_ADDR": host.strip("[]"),
-        "MASTER_PORT": port,
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
         "GROUP_RANK": str(node),
         "GROUP_WORLD_SIZE": str(nodes),
         "ROLE_NAME": "default",

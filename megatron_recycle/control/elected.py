@@ -1,0 +1,295 @@
+"""A journal in a store that several hosts share, and the right to write it: one coordinator leads, the others stand by.
+
+Who leads holds a key with a lease, which ends when its holder is silent for a few seconds. Each record is written in a
+transaction that asks whether that very key is still there: a leader that has lost its lease, and does not know it yet,
+writes nothing, and so decides nothing. Terms and records are numbered, and no number is given twice. The store's own
+door may be open: all values carry a code made with the job's token, and what does not is not believed.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import logging
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_recycle.control.etcd import Entry, StoreUnreachable
+from megatron_recycle.control.journal import JournalError
+from megatron_recycle.membership.resume import RESTART
+from megatron_recycle.plan import Plan, PlanError
+
+LEASE_S = 3
+"""Seconds without a sign of life after which another one may lead. etcd grants no lease much shorter."""
+_PIECE = 512 * 1024
+"""Bytes of a value; etcd takes 1.5 MiB in a request."""
+_NOTE_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+class LeadLost(JournalError):
+    """Another one leads by now, or may: what was to be decided is not."""
+
+
+class Shared(Protocol):
+    """A store, as `etcd.Etcd` is one. Each may raise StoreUnreachable, and may have been done all the same."""
+
+    def range(self, prefix: str) -> list[Entry]: ...
+    def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
+               leased: tuple[str, ...] = ()) -> int: ...
+    def grant(self, seconds: int) -> int: ...
+    def keep(self, lease: int) -> bool: ...
+    def revoke(self, lease: int) -> None: ...
+
+
+class Sealed:
+    """The keys of one job. Their values are JSON behind a code that only who has the token can make."""
+
+    def __init__(self, store: Shared, job: str, token: str) -> None:
+        self.store = store
+        self.folder = f"recycle/{job}/"
+        self._secret = hmac.new(token.encode(), b"recycle store", hashlib.sha256).digest()
+
+    def seal(self, name: str, content: Any) -> bytes:
+        text = json.dumps(content, separators=(",", ":")).encode()
+        return self._code(name, text) + b" " + text
+
+    def read(self, name: str) -> dict[str, tuple[Any, int]]:
+        """Contents of all keys whose names begin with ``name``, with the revision at which each key came to be.
+
+        Raises JournalError if one was not written by this job.
+        """
+        found = {}
+        for entry in self.store.range(self.folder + name):
+            own = entry.key.removeprefix(self.folder)
+            code, _, text = entry.value.partition(b" ")
+            if not hmac.compare_digest(code, self._code(own, text)):
+                raise JournalError(f"{entry.key} in the store was written without this job's token: by another job of "
+                                   f"this name, or by a stranger. A coordinator refuses to lead by it. {RESTART}")
+            found[own] = json.loads(text), entry.created
+        return found
+
+    def put_if(self, created: Mapping[str, int], contents: Mapping[str, Any], lease: int = 0,
+               leased: tuple[str, ...] = ()) -> int:
+        """As `Shared.put_if`, with this job's names."""
+        return self.store.put_if({self.folder + name: revision for name, revision in created.items()},
+                                 {self.folder + name: self.seal(name, each) for name, each in contents.items()},
+                                 lease, tuple(self.folder + name for name in leased))
+
+    def _code(self, name: str, text: bytes) -> bytes:
+        return hmac.new(self._secret, (self.folder + name).encode() + b"\0" + text, hashlib.sha256).hexdigest().encode()
+
+
+class Candidate:
+    """One that may lead the job.
+
+    Args:
+        me: its name among the job's hosts.
+        control: where it will listen.
+    """
+
+    def __init__(self, keys: Sealed, me: str, control: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keys = keys
+        self._content = {"me": me, "control": control, "nonce": secrets.token_hex(8)}
+        self._clock = clock
+        self._lease = 0
+        self._kept = 0.0
+
+    def announce(self, fresh: bool) -> None:
+        """Say where this one will listen. With ``fresh`` the job has not begun yet.
+
+        Raises:
+            JournalError: a job of this name has been there before.
+            StoreUnreachable.
+        """
+        if fresh and self._keys.read("journal/"):
+            raise JournalError(f"a job has been run under {self._keys.folder} in this store: choose another --job, or "
+                               f"remove it (etcdctl del --prefix {self._keys.folder})")
+        self._keys.put_if({}, {f"candidate/{self._content['me']}": self._content["control"]})
+
+    def candidates(self) -> dict[str, str]:
+        """Where each of them will listen, by name. Raises StoreUnreachable."""
+        return {name.partition("/")[2]: content for name, (content, _) in self._keys.read("candidate/").items()}
+
+    def try_lead(self) -> ElectedJournal | None:
+        """The job's journal, if nobody else leads. Raises StoreUnreachable, and JournalError."""
+        leader = self._keys.read("leader").get("leader")
+        if leader is not None and leader[0] != self._content:
+            return None
+        now = self._clock()
+        if not self._lease or not self._keys.store.keep(self._lease):
+            self._lease = self._keys.store.grant(LEASE_S)
+            self._content["nonce"] = secrets.token_hex(8)
+            leader = None
+        self._kept = now
+        if leader is None:
+            term = len(self._keys.read("term/")) + 1
+            revision = self._keys.put_if({"leader": 0, f"term/{term:08d}": 0},
+                                         {"leader": self._content, f"term/{term:08d}": self._content},
+                                         self._lease, ("leader",))
+            if not revision:
+                return None
+        else:  # the answer to an earlier try was lost
+            revision = leader[1]
+        read = self._keys.read("")
+        terms = [name for name in sorted(read) if name.startswith("term/")]
+        if not terms or read[terms[-1]][0] != self._content:
+            return None
+        return ElectedJournal(self._keys, revision, int(terms[-1].partition("/")[2]), self._lease, read, self._kept,
+                              self._clock)
+
+
+class ElectedJournal:
+    """The journal, while this process leads; see `journal.Journal`.
+
+    Attributes:
+        term: the number of this leadership.
+        records: all decisions, in order, and the latest note.
+    """
+
+    def __init__(self, keys: Sealed, revision: int, term: int, lease: int, read: Mapping[str, tuple[Any, int]],
+                 kept: float, clock: Callable[[], float]) -> None:
+        self.path = Path("/" + keys.folder) / "journal"
+        self.term = term
+        self._keys = keys
+        self._mine = {"leader": revision}
+        self._lease = lease
+        self._until = kept + LEASE_S
+        self._clock = clock
+        written = [_whole(read, name) for name in sorted(read) if name.startswith("journal/")]
+        self._count = len(written)
+        self.records: list[dict[str, Any]] = written + [read[name][0] for name in ("note",) if name in read]
+        self._note: Mapping[str, Any] | None = None
+        self._lost: str | None = None
+        self._over = threading.Event()
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Returns when a majority of the store has the record, in this term. Raises LeadLost, or OSError if the store
+        does not take it."""
+        name = f"journal/{self._count:08d}"
+        content: dict[str, Any] = {"term": self.term, "record": dict(record)}
+        if len(json.dumps(content)) > _PIECE:
+            pieces = _pieces(f"part/{self._count:08d}/{self.term:08d}", record)
+            for piece, text in pieces.items():
+                self._put({}, {piece: text})
+            content = {"term": self.term, "parts": list(pieces)}
+        self._put({name: 0}, {name: content})
+        self._count += 1
+        self.records.append(dict(record))
+
+    def _put(self, created: Mapping[str, int], contents: Mapping[str, Any]) -> None:
+        while True:
+            self._check()
+            try:
+                if not self._keys.put_if({**self._mine, **created}, contents):
+                    for name, content in contents.items():
+                        had = self._keys.read(name).get(name)
+                        if had is None or had[0] != json.loads(json.dumps(content)):  # else the answer was lost
+                            raise self._lose("another coordinator leads")
+                return
+            except StoreUnreachable as error:
+                log.warning("recycle: a decision waits for the store: %s", error)
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Keep the latest of what changes all the time: written by `beat`, soon."""
+        self._note = dict(record)
+
+    def beat(self) -> None:
+        """A sign of life, and the latest note. Raises LeadLost."""
+        now = self._clock()
+        try:
+            if not self._keys.store.keep(self._lease):
+                raise self._lose("the lease has ended")
+            self._until = now + LEASE_S
+            self.flush()
+        except StoreUnreachable as error:
+            log.warning("recycle: %s", error)
+        self._check()
+
+    def flush(self) -> None:
+        """Write the latest note, if there is a new one. Raises StoreUnreachable, and LeadLost."""
+        note, self._note = self._note, None
+        if note is not None and not self._keys.put_if(self._mine, {"note": note}):
+            raise self._lose("another coordinator leads")
+
+    def keep_lead(self, lost: Callable[[str], None]) -> None:
+        """Give signs of life in a thread; ``lost`` is called there once, with the reason."""
+
+        def run() -> None:
+            due = 0.0
+            while not self._over.wait(_NOTE_S):
+                try:
+                    if self._clock() >= due:
+                        due = self._clock() + LEASE_S / 4
+                        self.beat()
+                    else:
+                        self.flush()
+                except StoreUnreachable:
+                    continue
+                except LeadLost as error:
+                    lost(str(error))
+                    return
+
+        threading.Thread(target=run, name="recycle-lease", daemon=True).start()
+
+    def close(self) -> None:
+        """Let another one lead at once."""
+        self._over.set()
+        try:
+            if self._lost is None:
+                self._keys.store.revoke(self._lease)
+        except OSError as error:
+            log.info("recycle: the lease ends by itself: %s", error)
+
+    # Plans are too large for a record
+
+    def keep_plan(self, plan: Plan) -> None:
+        """Keep the plan for the next leader. Raises LeadLost."""
+        for piece, text in _pieces(_plan(plan.digest), plan.to_json()).items():
+            self._put({}, {piece: text})
+
+    def load_plan(self, digest: str) -> dict[str, Any] | None:
+        """The plan with this ``digest``; None if it was not kept. Raises StoreUnreachable."""
+        read = self._keys.read(f"{_plan(digest)}/")
+        try:
+            return Plan.from_json(_joined(content for _, (content, _) in sorted(read.items()))).to_json()
+        except (PlanError, ValueError, zlib.error) as error:
+            log.warning("recycle: a plan that is in use cannot be read again: %s", error)
+            return None
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise LeadLost(self._lost)
+        if self._clock() > self._until:
+            raise self._lose(f"the store has not answered for {LEASE_S} s")
+
+    def _lose(self, why: str) -> LeadLost:
+        self._lost = self._lost or f"this coordinator leads no more (term {self.term}): {why}"
+        return LeadLost(self._lost)
+
+
+def _plan(digest: str) -> str:
+    return f"plan/{digest.rpartition(':')[2][:16]}"
+
+
+def _pieces(name: str, content: Any) -> dict[str, str]:
+    """The content, packed and cut into values that a store takes, by name."""
+    text = base64.b85encode(zlib.compress(json.dumps(content).encode())).decode()
+    return {f"{name}/{index:04d}": text[at:at + _PIECE] for index, at in enumerate(range(0, len(text), _PIECE))}
+
+
+def _joined(pieces: Iterable[str]) -> Any:
+    return json.loads(zlib.decompress(base64.b85decode("".join(pieces))))
+
+
+def _whole(read: Mapping[str, tuple[Any, int]], name: str) -> dict[str, Any]:
+    content = read[name][0]
+    return dict(_joined(read[part][0] for part in content["parts"]) if "parts" in content else content["record"])

@@ -1,0 +1,157 @@
+"""etcd, as far as a coordinator needs it: transactions, ranges and leases, over the JSON gateway that etcd documents.
+
+The gateway is part of etcd since 3.4 and needs nothing but HTTP. One request at a time; a member that does not answer
+is left for the next one, so that a transaction may have happened although its answer was lost: whoever makes one has to
+know its own work again.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_recycle.errors import ConfigError
+
+PORT = 2379
+_SCHEMES = {"etcd": "http", "etcds": "https"}
+
+
+class StoreUnreachable(OSError):
+    """No member has answered in time, or they have no majority."""
+
+
+class StoreRefused(OSError):
+    """The members answer, and do not take it: too large, no space left, no right to."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key's value; `created` is the revision of the whole store at which the key came to be."""
+
+    key: str
+    value: bytes
+    created: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Members of an etcd, (host, port) each."""
+
+    scheme: str
+    members: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def parse(cls, url: str) -> Place:
+        """``etcd://host:2379,host2:2379`` or, with TLS, ``etcds://``. Raises ConfigError."""
+        scheme, separator, rest = url.partition("://")
+        members = []
+        for each in rest.rstrip("/").split(","):
+            host, _, port = each.partition(":")
+            if not host or (port and not port.isdigit()) or "@" in each:
+                separator = ""
+            members.append((host, int(port) if port.isdigit() else PORT))
+        if scheme not in _SCHEMES or not separator:
+            raise ConfigError(f"--store {url!r} is not of the form etcd://HOST:PORT,HOST:PORT,... (etcds:// with TLS)")
+        return cls(_SCHEMES[scheme], tuple(members))
+
+
+class Etcd:
+    """A client; any thread may use it.
+
+    Args:
+        limit: seconds that a request may take, whichever members answer.
+    """
+
+    def __init__(self, place: Place, limit: float = 2.0) -> None:
+        self._place = place
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._first = 0
+        self._connection: http.client.HTTPConnection | None = None
+
+    def range(self, prefix: str) -> list[Entry]:
+        """All keys that begin with ``prefix``, in order."""
+        last = prefix.encode()
+        end = last[:-1] + bytes([last[-1] + 1])
+        told = self._post("/v3/kv/range", {"key": _text(last), "range_end": _text(end)})
+        return [Entry(base64.b64decode(one["key"]).decode(), base64.b64decode(one.get("value", "")),
+                      int(one["create_revision"])) for one in told.get("kvs", ())]
+
+    def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
+               leased: Sequence[str] = ()) -> int:
+        """Write ``puts`` (those of ``leased`` until the ``lease`` ends) if each key of ``created`` has come to be at
+        that revision, 0 for one that must not be there. Returns the revision at which it was done; 0: it was not."""
+        compare = [{"key": _text(key.encode()), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
+                   for key, revision in created.items()]
+        success = [{"request_put": {"key": _text(key.encode()), "value": _text(value),
+                                    **({"lease": str(lease)} if key in leased else {})}} for key, value in puts.items()]
+        told = self._post("/v3/kv/txn", {"compare": compare, "success": success})
+        return int(told["header"]["revision"]) if told.get("succeeded") else 0
+
+    def grant(self, seconds: int) -> int:
+        """A new lease; returns its number."""
+        return int(self._post("/v3/lease/grant", {"TTL": str(seconds)})["ID"])
+
+    def keep(self, lease: int) -> bool:
+        """Begin the lease's time anew; whether it still ran."""
+        told = self._post("/v3/lease/keepalive", {"ID": str(lease)})
+        return int(told.get("result", {}).get("TTL", 0)) > 0
+
+    def revoke(self, lease: int) -> None:
+        """End the lease; its keys go."""
+        self._post("/v3/lease/revoke", {"ID": str(lease)})
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        until, why = time.monotonic() + self._limit, "not tried"
+        with self._lock:
+            for turn in range(2 * len(self._place.members)):
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                host, port = self._place.members[self._first % len(self._place.members)]
+                try:
+                    return self._ask(host, port, path, json.dumps(body).encode(), left)
+                except StoreRefused:
+                    raise
+                except (OSError, http.client.HTTPException, ValueError) as error:
+                    stale = self._connection is not None and turn == 0
+                    self._close()
+                    why = f"{host}:{port}: {str(error) or type(error).__name__}"
+                    if not stale:  # a connection that was kept may have been closed meanwhile
+                        self._first += 1
+        raise StoreUnreachable(f"etcd does not answer ({why})")
+
+    def _ask(self, host: str, port: int, path: str, body: bytes, left: float) -> dict[str, Any]:
+        share = max(0.2, left if len(self._place.members) == 1 else left / 2)
+        if self._connection is None:
+            kind = http.client.HTTPSConnection if self._place.scheme == "https" else http.client.HTTPConnection
+            self._connection = kind(host, port, timeout=share)
+        elif self._connection.sock is not None:
+            self._connection.sock.settimeout(share)
+        self._connection.request("POST", path, body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        data = answer.read()
+        told = json.loads(data)
+        if answer.status != 200:
+            text = told.get("message") or told.get("error") or data[:200]
+            if "lease not found" in str(text):
+                return {}
+            if 400 <= answer.status < 500:
+                raise StoreRefused(f"etcd at {host}:{port}: {text!s:.200}")
+            raise ValueError(f"{answer.status} {text!s:.200}")
+        return dict(told)
+
+    def _close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()

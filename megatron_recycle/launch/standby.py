@@ -1,0 +1,45 @@
+"""Coordinators that stand by on every host: who holds the lease in a shared store leads; see `control.elected`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+
+from megatron_recycle.control.etcd import Place
+from megatron_recycle.errors import ConfigError, RecycleError
+from megatron_recycle.launch import coordinator_process as service
+from megatron_recycle.launch.network import own_address
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+def check_store(store: str, job: str) -> None:
+    """Raises ConfigError."""
+    Place.parse(store)
+    if not _NAME.fullmatch(job):
+        raise ConfigError(f"--job {job!r} names no job: with --store give a name that no other job has there (letters, "
+                          "digits, dots, dashes), the same on each host")
+
+
+def address(store: str, given: str | None) -> str:
+    """Where this host's coordinator listens: ``given``, or the address from which the store's members are reached."""
+    return given or own_address([host for host, _ in Place.parse(store).members]) or "127.0.0.1"
+
+
+def start(spec: service.CoordinatorSpec, limit: float, say: Callable[[str], None]) -> tuple[service.Service, str]:
+    """Start this host's coordinator; returns it, and where those of all hosts will listen, "host:port,host:port".
+
+    Raises:
+        RecycleError: it did not start, or the other hosts do not come within ``limit`` seconds.
+    """
+    made = service.start(spec)
+    made.standby = True
+    say(f"recycle: this host's coordinator is at {made.control} when it leads; waiting for those of {spec.hosts} hosts")
+    line = service.next_line(made.child, limit)
+    said: Mapping[str, str] = json.loads(line or b"{}")
+    if "all" not in said:
+        made.kill()
+        late = f"not all of {spec.hosts} hosts have come to {spec.store} within {limit:.0f} s; see {made.child.log}"
+        raise RecycleError(f"the coordinator did not start: {said['error']}" if "error" in said else late)
+    return made, said["all"]
