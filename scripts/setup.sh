@@ -51,4 +51,12 @@ fi
 # deepspeed is a source package: no operator is compiled here (DS_BUILD_OPS=0, its default), it only copies files.
 DS_BUILD_OPS=0 quietly "${pip[@]}" install -c scripts/constraints.txt -e '.[deepspeed,megatron,dev]' ||
     fail "cannot install the package"
+# etcd, for the tests of `--store`: Debian's packages, unpacked beside the rest and not installed. Without them these tests
+# are skipped.
+if ! command -v etcd >/dev/null && ! [ -x "$venv/etcd/usr/bin/etcd" ] && command -v apt-get dpkg-deb >/dev/null; then
+    packages=$(mktemp -d)
+    (cd "$packages" && timeout 60 apt-get download etcd-server etcd-client) >>"$log" 2>&1 &&
+        for package in "$packages"/*.deb; do quietly dpkg-deb -x "$package" "$venv/etcd"; done
+    rm -rf "$packages"
+fi
 echo "$wanted" >"$stamp"

@@ -186,7 +186,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         state=past.state,
         offered=offered,
         told=(*past.told, *past.untold),
-        host=socket.gethostname() + ("" if args.embedded else f"/{args.node}"),
+        host="" if args.store else socket.gethostname() + ("" if args.embedded else f"/{args.node}"),
         shape=Shape(**life["shape"]) if life.get("shape") else None,
         restarts=life.get("restarts", False),
     )

@@ -1,0 +1,260 @@
+"""Several would-be leaders, and a store that delays, forgets to answer and ends leases: never two decisions for one
+generation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from megatron_recycle.control.elected import LEASE_S, Candidate, ElectedJournal, LeadLost, Sealed
+from megatron_recycle.control.etcd import Entry, Place, StoreUnreachable
+from megatron_recycle.control.journal import JournalError
+from megatron_recycle.errors import ConfigError
+
+TOKEN = "a token that only this test has"
+
+
+class Paper:
+    """A store on paper, with a clock of its own. `meanwhile` happens in the middle of any request."""
+
+    def __init__(self, dice: random.Random, trouble: float = 0.0) -> None:
+        self.now = 0.0
+        self.revision = 1
+        self.keys: dict[str, tuple[bytes, int, int]] = {}
+        self.terms: dict[str, int] = {}
+        """The term in which each record was written, as the store saw it."""
+        self.leases: dict[int, float] = {}
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._dice = dice
+        self._trouble = trouble
+        self._late: list[Callable[[], Any]] = []
+        self._next = 0
+
+    def clock(self) -> float:
+        return self.now
+
+    def range(self, prefix: str) -> list[Entry]:
+        return self._ask(lambda: [Entry(key, value, created) for key, (value, created, _) in sorted(self.keys.items())
+                                  if key.startswith(prefix)])
+
+    def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
+               leased: tuple[str, ...] = ()) -> int:
+        def do() -> int:
+            if any(self.keys.get(key, (b"", 0, 0))[1] != revision for key, revision in created.items()):
+                return 0
+            if leased and lease not in self.leases:
+                return 0
+            self.revision += 1
+            self.terms.update({key: sum("/term/" in each for each in self.keys) for key in puts if "/journal/" in key
+                               and "recycle/job/leader" in self.keys})
+            for key, value in puts.items():
+                before = self.keys.get(key)
+                self.keys[key] = value, before[1] if before else self.revision, lease if key in leased else 0
+            return self.revision
+
+        return self._ask(do)
+
+    def grant(self, seconds: int) -> int:
+        def do() -> int:
+            self._next += 1
+            self.leases[self._next] = self.now + seconds
+            return self._next
+
+        return self._ask(do)
+
+    def keep(self, lease: int) -> bool:
+        def do() -> bool:
+            if lease in self.leases:
+                self.leases[lease] = self.now + LEASE_S
+            return lease in self.leases
+
+        return self._ask(do)
+
+    def revoke(self, lease: int) -> None:
+        self._ask(lambda: self.leases.pop(lease, None))
+        self.expire()
+
+    def expire(self) -> None:
+        self.leases = {lease: until for lease, until in self.leases.items() if until > self.now}
+        self.keys = {key: entry for key, entry in self.keys.items() if not entry[2] or entry[2] in self.leases}
+
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.expire()
+
+    def _ask(self, do: Callable[[], Any]) -> Any:
+        """Do it: at once, or late, or not at all, with an answer or without."""
+        self.meanwhile()
+        self.expire()
+        if self._late and self._dice.random() < 0.3:
+            self._late.pop(self._dice.randrange(len(self._late)))()
+        if self._dice.random() >= self._trouble:
+            return do()
+        self.pass_time(self._dice.choice((0.1, 1.0, 2.5)))
+        kind = self._dice.random()
+        if kind < 0.4:
+            do()
+        elif kind < 0.7:
+            self._late.append(do)
+        raise StoreUnreachable("no answer")
+
+
+class Contender:
+    """A host's coordinator: stands by, leads, decides generations, dies and comes back."""
+
+    def __init__(self, name: str, store: Paper, told: list[tuple[int, str]], dice: random.Random) -> None:
+        self.name, self.store, self.told, self.dice = name, store, told, dice
+        self.busy = False
+        self.journal: ElectedJournal | None = None
+        self.count = 0
+        self.born()
+
+    def born(self) -> None:
+        self.count += 1
+        self.journal = None
+        self.candidate = Candidate(Sealed(self.store, "job", TOKEN), f"{self.name}.{self.count}", "h:1",
+                                   self.store.clock)
+
+    def step(self) -> None:
+        """One thing that it may do; others may do theirs in the middle of it, and it never is in two."""
+        if self.busy:
+            return
+        self.busy = True
+        try:
+            if self.dice.random() < 0.02:
+                self.born()  # killed, and started again
+            elif self.journal is None:
+                self.journal = self.candidate.try_lead()
+            elif self.dice.random() < 0.3:
+                self.journal.beat()
+            else:
+                decided = [one for one in self.journal.records if one["kind"] == "decided"]
+                generation = len(decided) + 1
+                self.journal.append({"kind": "decided", "generation": generation, "by": f"{self.name}/{self.count}",
+                                     "chance": self.dice.random()})
+                self.told.append((generation, repr(self.journal.records[-1])))  # told only now
+                self.journal.note({"kind": "committed", "iteration": generation})
+        except StoreUnreachable:
+            pass
+        except LeadLost:
+            self.born()
+        finally:
+            self.busy = False
+
+
+def campaign(seed: int) -> int:
+    """Returns how many generations were decided. Raises AssertionError."""
+    dice = random.Random(seed)
+    store, told = Paper(dice, trouble=dice.choice((0.05, 0.2, 0.4))), []
+    contenders = [Contender(name, store, told, dice) for name in "abc"]
+    depth = [0]
+
+    def meanwhile() -> None:
+        if depth[0] < 3 and dice.random() < 0.3:
+            depth[0] += 1
+            store.pass_time(dice.choice((0.0, 0.1, LEASE_S + 1.0)) if dice.random() < 0.3 else 0.0)
+            dice.choice(contenders).step()
+            depth[0] -= 1
+
+    store.meanwhile = meanwhile
+    for _ in range(150):
+        store.pass_time(dice.choice((0.0, 0.1, 0.5)))
+        dice.choice(contenders).step()
+    store.meanwhile, store._trouble = (lambda: None), 0.0
+    found = Sealed(store, "job", TOKEN).read("journal/")
+    assert list(found) == [f"journal/{number:08d}" for number in range(len(found))], "a record is missing"
+    records = [content for content, _ in found.values()]
+    assert [one["record"]["generation"] for one in records] == list(range(1, len(records) + 1)), "decided twice"
+    terms = {f"recycle/job/{name}": one["term"] for name, (one, _) in found.items()}
+    assert terms == store.terms, "an old leader wrote"
+    for generation, text in told:
+        assert text == repr(records[generation - 1]["record"]), "what was told is not what is written"
+    leaders = Sealed(store, "job", TOKEN).read("term/")
+    assert len({content["nonce"] for content, _ in leaders.values()}) == len(leaders), "one leader had two terms"
+    return len(records)
+
+
+def test_no_generation_is_decided_twice_whatever_the_store_and_the_hosts_do() -> None:
+    assert sum(campaign(seed) for seed in range(80)) > 1600, "the store let nobody decide"
+
+
+def test_the_campaign_finds_a_leader_that_does_not_ask_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction without the fence: on the record's number alone an old leader still writes."""
+    real = ElectedJournal._put
+
+    def unfenced(self: ElectedJournal, created: Mapping[str, int], contents: Mapping[str, Any]) -> None:
+        mine, self._mine = self._mine, {}
+        try:
+            real(self, created, contents)
+        finally:
+            self._mine = mine
+
+    monkeypatch.setattr(ElectedJournal, "_put", unfenced)
+    with pytest.raises(AssertionError, match="an old leader wrote"):
+        for seed in range(300):
+            campaign(seed)
+
+
+def leading(store: Paper, name: str = "0", token: str = TOKEN) -> ElectedJournal:
+    journal = Candidate(Sealed(store, "job", token), name, "h:1", store.clock).try_lead()
+    assert journal is not None
+    return journal
+
+
+def test_the_next_leader_finds_records_of_any_size_the_note_and_the_plan() -> None:
+    store = Paper(random.Random(0))
+    first = leading(store)
+    dice = random.Random(1)
+    large = {"kind": "learnt", "text": [dice.random() for _ in range(40_000)]}
+    first.append(large)
+    first.append({"kind": "decided"})
+    first.note({"kind": "committed", "iteration": 3})
+    first.beat()
+    assert Candidate(Sealed(store, "job", TOKEN), "1", "h:2", store.clock).try_lead() is None
+    first.close()
+    second = leading(store, "1")
+    assert second.records == [large, {"kind": "decided"}, {"kind": "committed", "iteration": 3}] and second.term == 2
+    assert all(len(value) < 600 * 1024 for value, _, _ in store.keys.values())
+    with pytest.raises(LeadLost, match="term 1"):
+        first.append({"kind": "decided"})
+
+
+def test_a_leader_that_the_store_does_not_answer_leads_no_more() -> None:
+    store = Paper(random.Random(0))
+    journal = leading(store)
+    store._trouble = 1.0
+    with pytest.raises(LeadLost, match="has not answered"):
+        journal.append({"kind": "decided"})
+    with pytest.raises(LeadLost):
+        journal.beat()
+
+
+def test_what_was_written_without_the_token_is_not_believed() -> None:
+    store = Paper(random.Random(0))
+    leading(store).append({"kind": "decided"})
+    store.keys["recycle/job/journal/00000001"] = store.keys["recycle/job/journal/00000000"]
+    store.pass_time(LEASE_S + 1.0)
+    with pytest.raises(JournalError, match="journal/00000001 .* without this job's token"):
+        leading(store)
+    with pytest.raises(JournalError, match="without this job's token"):
+        Candidate(Sealed(store, "job", "another"), "1", "h:1", store.clock).announce(fresh=True)
+
+
+def test_a_new_job_does_not_go_on_with_an_old_ones_journal() -> None:
+    store = Paper(random.Random(0))
+    leading(store).append({"kind": "decided"})
+    candidate = Candidate(Sealed(store, "job", TOKEN), "1", "h:1", store.clock)
+    with pytest.raises(JournalError, match="choose another --job"):
+        candidate.announce(fresh=True)
+    candidate.announce(fresh=False)
+    assert candidate.candidates() == {"1": "h:1"}
+
+
+@pytest.mark.parametrize("url", ["h:2379", "http://h:2379", "etcd://", "etcd://h:x", "etcd://user:secret@h", "etcd://h,"])
+def test_a_store_is_named_by_its_members(url: str) -> None:
+    assert Place.parse("etcds://a,b:1") == Place("https", (("a", 2379), ("b", 1)))
+    with pytest.raises(ConfigError, match="etcd://HOST:PORT"):
+        Place.parse(url)
