@@ -4,7 +4,7 @@ ranks of a group of the script's own, a loader on the first of them, and a batch
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import deepspeed
@@ -88,8 +88,9 @@ def broadcast(batch: Any) -> Any:
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipelines: int, parts: int,
           iterations: int = 4, microbatches: int = 3, dropout: float = 0.0, plugin: bool = True,
           clipping: float = 0.5, settings: dict[str, Any] | None = None, evaluate: bool = False,
-          save: str | None = None, zero: int = 0) -> Any:
-    """As `gpt_job.train`, on a topology of three axes. ``evaluate``: after each iteration. ``zero``: its stage."""
+          save: str | None = None, zero: int = 0, ramp: Sequence[int] = ()) -> Any:
+    """As `gpt_job.train`, on a topology of three axes. ``evaluate``: after each iteration. ``zero``: its stage.
+    ``ramp``: micro-batches of the first iterations."""
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts, num_dp=pipelines)
     place = topology.get_coord(rank)
     if plugin:
@@ -119,7 +120,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
         iterator = itertools.cycle(DataLoader(Text(), BATCH, sampler=sampler))
         validation = itertools.cycle(DataLoader(Text(5000), BATCH, sampler=sampler))
     losses, evaluated = [], []
-    for _ in range(iterations):
+    for iteration in range(iterations):
+        if iteration < len(ramp):
+            engine.set_train_batch_size(BATCH * pipelines * ramp[iteration])
         losses.append(engine.train_batch(iterator).item())
         dist.barrier()
         if evaluate:

@@ -54,3 +54,27 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
     saved = tmp_path / (tmp_path / "latest").read_text()
     assert {f"mp_rank_{rank:02}_model_states.pt" for rank in range(PARTS * stages)} <= {
         path.name for path in saved.iterdir()}
+
+
+@pytest.mark.night
+def test_a_killed_part_of_a_worker_is_replaced_while_the_batch_size_changes():
+    """The script's group of tensor-parallel ranks is made again by the one that comes in, and evaluations, barriers and
+    the changes that it has not seen are behind it."""
+    arguments = {**EXACT, "stages": 2, "iterations": 7, "evaluate": True, "ramp": (3, 3, 4, 4, 2, 2, 5)}
+    undisturbed = calm_run(tensor_job.train, 2 * PIPELINES * PARTS, arguments)
+    dies, late = Hold("1:1.0", "forward", 1, 1), Hold("0:0.0", "forward", 3)
+    with Job(tensor_job.train, 2 * PIPELINES * PARTS, arguments, [dies, late], limit=150) as job:
+        job.wait_held(dies)
+        rank = job.wait_event("started")["ranks"][dies.worker]
+        job.kill(dies)
+        job.wait_ended(rank)
+        job.wait_held(late)
+        job.rejoin(rank)
+        job.wait_event("waiting", worker=dies.worker)
+        job.release(late)
+        results = job.wait()
+        for own, result in results.items():
+            assert result.status == 0, job.where()
+            assert not differences(result, undisturbed[own]), own
+            assert result.value["evaluated"] == undisturbed[own].value["evaluated"], own
+        assert sorted(e["worker"] for e in job.events if e["event"] == "joined") == ["1:1.0", "1:1.1"]
