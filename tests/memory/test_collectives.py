@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_recycle.runtime import transfers
 from megatron_recycle.runtime.comm.living import calls, shares
 from tests.memory.collecting import right
 from tests.memory.job import Job, Shape, check
@@ -84,12 +85,13 @@ def test_a_part_that_was_in_a_call_when_it_lost_another_is_told_what_it_brought_
         check(job, job.wait(), came={"1:1.0", "1:1.1"})
 
 
-def messages(job: Job, gone: set[str]) -> None:
-    """What came is right; only of a rank that is gone nothing came."""
+def messages(job: Job, gone: set[str], lose: bool = False) -> None:
+    """What came is right; only of a rank that is gone nothing came, or, where senders keep nothing, of those that
+    ``lose`` what has left."""
     for process in job.processes.values():
         for (iteration, sender), value in process.result.brought.items() if process.name not in gone else ():
             named = job.names[sender % 10] in gone
-            assert value == right(iteration, sender % 10) or (named and value is None), (
+            assert value == right(iteration, sender % 10) or ((named or lose) and value is None), (
                 f"{process.name} got {value} from {job.names[sender % 10]} after {iteration}\n{job.where()}")
 
 
@@ -102,6 +104,16 @@ def test_a_worker_killed_at_anything_that_messages_ask_of_the_network(seed):
     messages(calm, set())
     one = draw.choice([asked for asked in calm.deaths.all() if asked.what in ("send control", "receive control")])
     messages(Scene("sends", shape, out={one.worker}, asked=[one]).run(seed), {one.worker})
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_what_cannot_be_sent_again_is_an_error_that_names_the_sender(seed, monkeypatch):
+    monkeypatch.setattr(transfers, "_MOST", 0)
+    draw, shape = random.Random(seed), Shape(3, 2, 2, 3, send=(0, 1))
+    calm = Job(shape, seed=1)
+    calm.run()
+    one = draw.choice([asked for asked in calm.deaths.all() if asked.what == "receive control"])
+    messages(Scene("sends", shape, out={one.worker}, asked=[one]).run(seed), {one.worker}, lose=True)
 
 
 def test_one_that_comes_in_counts_messages_as_its_peers_do():
