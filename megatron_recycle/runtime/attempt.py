@@ -169,7 +169,8 @@ class Attempt:
         site, place = self._site, self._site.place
         batch = None
         if place.first or place.last:
-            with self._site.phases.working("data"):
+            # Its first part may read for all of them.
+            with self._site.phases.working("data"), self._generation.groups.together():
                 batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))
             if batch is not None:
                 self.computed.digests[pipeline, microbatch] = digest(batch)
@@ -311,7 +312,8 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
         batch, inputs = None, None
         if place.first or place.last:
             site.phases.activity.work("data")
-            batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
+            with groups.together():
+                batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
         if not place.first:
             with site.phases.waiting("an activation"):
                 inputs = tuple(transport.receive(Message("F", pipeline, microbatch)))
