@@ -4,14 +4,20 @@ bits. A wrong guess takes nobody's communicators."""
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.halting import OUT, last_actions
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Moment, Shape, check
+from tests.memory.model import Data, SmallStage, batch
 from tests.memory.scenes import PHASES
 from tests.memory.wires import Asked
 from tests.seeds import seeds
@@ -38,6 +44,31 @@ def test_each_part_killed_at_some_moment_and_by_night_at_each(turn: int):
     for number, name in enumerate(PROCESSES):
         phase = PHASES[(number + turn) % len(PHASES)]
         ends_well(SHAPE, name[:3], number, [Moment(name, phase, 1)], [])
+
+
+def test_a_part_that_reads_for_all_dies_and_the_other_waits_for_another_one(monkeypatch: pytest.MonkeyPatch):
+    """As with a batch function that broadcasts: torch's error in it is none of the script's."""
+    own, regroup = threading.local(), SmallStage.regroup
+
+    def noted(stage: SmallStage, groups: Groups) -> None:
+        own.siblings = groups.siblings
+        regroup(stage, groups)
+
+    def told(self: Data, pipeline: int, number: int) -> Batch:
+        try:
+            own.siblings.sum(torch.zeros(1)).wait()
+        except GenerationOver as error:
+            raise RuntimeError(f"gloo: {error}") from None
+        return batch(pipeline, number)
+
+    monkeypatch.setattr(SmallStage, "regroup", noted)
+    monkeypatch.setattr(Data, "batch", told)
+    job = Job(replace(SHAPE, evaluate=(2,)), [Moment("1:0.0", "forward", 1)])
+    with job:
+        results = job.wait()
+        check(job, results, {"1:0.0", "1:0.1"})
+        other = next(rank for rank, name in job.names.items() if name == "1:0.1")
+        assert results[other].status == 0, results[other].error
 
 
 @pytest.mark.parametrize("seed", seeds(6))
