@@ -15,9 +15,12 @@ _BESIDE = {
     "--master-addr": _AT_SERVICE,
     "--master-port": _AT_SERVICE,
     "--restarts": "a service serves one life of a job; leave --restarts out, or start the job without a service",
+    "--chaos": "its acts look for the coordinator on this host; leave one of them out",
     "--requeue": "a service does not outlive the job's first life; leave one of them out",
 }
 """What to do about an option that `--coordinator` leaves no room for."""
+_ELSEWHERE = ("join", "master_addr", "master_port", "restarts", "requeue", "chaos")
+"""Options that need a coordinator on host 0."""
 _HIGHEST_PORT = 65535
 
 
@@ -120,13 +123,11 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--requeue is the job's, and --join takes the job as it is: give it where that was started")
     if args.coordinator is not None:
         check_address("--coordinator", args.coordinator)
-        given = [f"--{name.replace('_', '-')}" for name in ("join", "master_addr", "master_port", "restarts", "requeue")
-                 if getattr(args, name)]
+        given = _given(args, *_ELSEWHERE)
         if given:
             raise ConfigError(f"--coordinator and {given[0]} contradict each other: " + _BESIDE[given[0]])
     if args.store is not None:
-        given = [f"--{name.replace('_', '-')}" for name in ("join", "coordinator", "master_port", "restarts", "requeue")
-                 if getattr(args, name)]
+        given = _given(args, "coordinator", *_ELSEWHERE)
         if given:
             raise ConfigError(f"--store and {given[0]} cannot be given together: with a store every host has a "
                               "coordinator, for one life of the job")
@@ -135,3 +136,8 @@ def check(args: argparse.Namespace) -> None:
     several = (args.nnodes or 1) > 1
     if args.join is not None and (several or args.chaos is not None or args.master_addr or args.master_port):
         raise ConfigError("--join takes the job as it is: leave out --nnodes, --master-addr, --master-port and --chaos")
+
+
+def _given(args: argparse.Namespace, *names: str) -> list[str]:
+    """Those of these options that are given, as they are written."""
+    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name)]

@@ -49,6 +49,7 @@ class Summary:
         self.moved = 0
         self.skipped = 0
         self.committed = 0
+        self._latest = -1
         self.loss: float | str | None = None
         self.names: dict[int, str] = {}
         self.errors: dict[tuple[int, int], str] = {}
@@ -77,13 +78,17 @@ class Summary:
         elif name == "resumed":
             for failure in self._open():
                 failure.resumed_ms = event.get("ms")
+        elif name == "restored":
+            self._latest = event["iteration"]
         elif name == "skipped":
             self.skipped += 1
         elif name == "joined":
             self.joined += "moved_from" not in event
             self.moved += "moved_from" in event
         elif name == "committed":
-            self.committed += 1
+            if event["iteration"] > self._latest:  # else a coordinator that took over tells of it again
+                self.committed += 1
+                self._latest = event["iteration"]
             self.loss = event.get("loss", self.loss)
             if time.monotonic() - self._last < _EVERY:
                 return None

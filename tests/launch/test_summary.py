@@ -83,3 +83,12 @@ def test_a_host_that_came_later_says_since_when_it_counts(capsys: pytest.Capture
     summary.add({"event": "committed", "t": 1.0, "generation": 3, "iteration": 20, "loss": 5.0})
     print_table(summary, [(0, 10, "status 0")], "the end", late=True)
     assert "(1 iterations committed since this host asked to join, last loss 5.0;" in capsys.readouterr().out
+
+
+def test_an_iteration_that_a_coordinator_which_took_over_tells_again_counts_once() -> None:
+    summary = Summary()
+    for iteration in (0, 1, 2, 1, 2, 3):
+        summary.add({"event": "committed", "t": 1.0, "generation": 1, "iteration": iteration, "loss": 1.0})
+    summary.add({"event": "restored", "t": 2.0, "generation": 2, "iteration": 1})
+    summary.add({"event": "committed", "t": 3.0, "generation": 2, "iteration": 2, "loss": 1.0})
+    assert summary.committed == 5, "what is made again from a checkpoint counts again"
