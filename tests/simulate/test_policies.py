@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from megatron_recycle.membership.policies import WHOLE
@@ -135,7 +135,7 @@ def placed(count: int, job: Job = JOB, **constants: float) -> tuple[int, ...]:
     return policy._lengths
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.integers(1, 24))
 def test_oobleck_uses_every_unit_or_none(count: int):
     job = Job(6, 4, 8, Costs.uniform(4, 20, 22, 18, 1, 5))
@@ -166,7 +166,7 @@ def test_torchft_goes_on_with_whole_pipelines():
     assert rate(TorchFT(QUIET), Outage(100.0, 200.0, "host0")) == pytest.approx(JOB.batch / PLANS.stock().period)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.lists(some.integers(1, 9), min_size=1, max_size=6), some.integers(1, 5))
 def test_recut_layers_are_all_there_and_the_fullest_is_least(loads: list[int], each: int):
     layers = each * len(loads)

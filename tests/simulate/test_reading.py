@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from megatron_recycle.simulate.generating import Failures, generate, spaced
@@ -125,7 +125,7 @@ def test_part_of_a_trace():
         whole.part(300, 400)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.lists(some.tuples(some.integers(0, 3), some.integers(0, 90), some.integers(0, 40)), max_size=12))
 def test_cleaned_outages_of_a_host_never_overlap(tmp_path_factory: pytest.TempPathFactory,
                                                   drawn: list[tuple[int, int, int]]):

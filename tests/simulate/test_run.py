@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from megatron_recycle.plan import Worker
@@ -85,7 +85,7 @@ def test_nothing_is_left_of_any_policy_without_workers_and_all_come_back(name: s
         assert outcome.rate[-1][1] > 0  # it trains again at the end
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(some.sampled_from(ORDER), some.lists(some.tuples(some.integers(0, 5), some.floats(0, 900), some.floats(1, 400),
                                                         some.booleans()), max_size=14))
 def test_time_and_samples_are_conserved(name: str, drawn: list[tuple[int, float, float, bool]]):

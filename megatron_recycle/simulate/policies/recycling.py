@@ -337,12 +337,15 @@ class CheckpointRestart(Recycling):
     many whole pipelines as there are workers for and the same global batch.
 
     A checkpoint every Young and Daly's period (`checkpoint_period`) for the trace's own mean time between failures, so
-    that it is as good as an operator could make it.
+    that it is as good as an operator could make it. Iterations are stock 1F1B, as the frameworks run without us.
     """
 
     name = "checkpoint-restart"
     product = "restart"
     moves = False
+
+    def _figures(self, policy: str, failed: list[Worker]) -> Figures:
+        return self.setting.plans.stock(self.dealt)
 
     def _save_every(self) -> float:
         mtbf = self.setting.mtbf
