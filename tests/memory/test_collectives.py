@@ -95,7 +95,7 @@ def messages(job: Job, gone: set[str], lose: bool = False) -> None:
                 f"{process.name} got {value} from {job.names[sender % 10]} after {iteration}\n{job.where()}")
 
 
-@pytest.mark.parametrize("seed", seeds(16))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_a_worker_killed_at_anything_that_messages_ask_of_the_network(seed):
     """All others have what they sent each other, once, and in order, also what was waited for an iteration later."""
     draw, shape = random.Random(seed), Shape(3, 2, 2, 3, send=(0, 1), clipping=0.05 * (seed % 2))
@@ -106,7 +106,7 @@ def test_a_worker_killed_at_anything_that_messages_ask_of_the_network(seed):
     messages(Scene("sends", shape, out={one.worker}, asked=[one]).run(seed), {one.worker})
 
 
-@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("seed", seeds(3))
 def test_what_cannot_be_sent_again_is_an_error_that_names_the_sender(seed, monkeypatch):
     monkeypatch.setattr(transfers, "_MOST", 0)
     draw, shape = random.Random(seed), Shape(3, 2, 2, 3, send=(0, 1))
