@@ -210,6 +210,20 @@ def test_objects_of_any_length_are_gathered_and_told():
     assert all(objects.found == [b"x", b"x", b"xxxx", b"xxxx"] for objects in made.values())
 
 
+def test_objects_are_scattered_to_each_its_own():
+    grid, made = Grid(1, (1, 1, 1)), {}
+
+    def call(worker: Worker, group: Group) -> Call:
+        given = [b"zero", b"one", b"two" * 100] if group.me == 1 else []
+        made[worker] = Objects("scatter_object_list", given, source=1)
+        return made[worker]
+
+    ended = calls(grid, [*grid.workers()], lambda worker: Group((0, 1, 2), worker.pipeline), call)
+    assert not any(ended.values()), ended
+    assert [made[Worker(number, 0)].found[1] for number in range(3)] == [b"zero", b"one", b"two" * 100]
+    assert not as_row(made[Worker(0, 0)]), "it is nobody else's"
+
+
 def test_where_nobody_can_answer_the_error_names_who_is_gone_and_the_remedy():
     """A group of two stages of different pipelines: no other worker has a part in it like the one that is gone."""
     grid = Grid(2, (1, 1))
