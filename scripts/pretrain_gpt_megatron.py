@@ -113,13 +113,14 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     model.to(torch.cuda.current_device())
     if args.bf16:
         model = Float16Module(config, model)
-    data_parallel = DistributedDataParallelConfig(grad_reduce_in_fp32=not args.grad_reduce_in_bf16)
+    data_parallel = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=not args.grad_reduce_in_bf16, use_distributed_optimizer=args.distributed_optimizer)
     model = DistributedDataParallel(config, data_parallel, model)
     model.broadcast_params()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay,
                         clip_grad=args.clip, log_num_zeros_in_grad=args.count_zeros, bf16=args.bf16,
-                        params_dtype=dtype), [model])
+                        params_dtype=dtype, use_distributed_optimizer=args.distributed_optimizer), [model])
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
     config.no_sync_func = model.no_sync
@@ -288,6 +289,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--recompute", choices=("full", "selective"))
     parser.add_argument("--per-token-loss", action="store_true")
     parser.add_argument("--optimizer", choices=("adam", "sgd"), default="adam")
+    parser.add_argument("--distributed-optimizer", action="store_true", help="cut its state into shards")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--min-lr", type=float, help="decay to this (default: no decay)")
     parser.add_argument("--weight-decay", type=float, default=0.01)

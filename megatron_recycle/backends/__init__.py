@@ -22,6 +22,7 @@ __all__ = ["BACKENDS", "Options", "enable"]
 
 BACKENDS: Mapping[str, str] = {
     "deepspeed": "deepspeed.engine:install",
+    "megatron.core.optimizer.distrib_optimizer": "megatron.groups_of_optimizer:watch",
     "megatron.core.parallel_state": "megatron.hook:watch_groups",
     "megatron.core.pipeline_parallel.schedules": "megatron.hook:install",
     "megatron.training.global_vars": "megatron.hook:watch_arguments",

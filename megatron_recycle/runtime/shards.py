@@ -50,7 +50,7 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
     if config.state_copies > place.grid.pipelines:
         raise ConfigError(f"state_copies {config.state_copies} asks for more workers than the {place.grid.pipelines} "
                           f"that a stage has: give at most {place.grid.pipelines}")
-    if config.state_copies == 1 and place.grid.pipelines > 1 and place.me.pipeline == 0:
+    if config.state_copies == stage.shards.least == 1 < place.grid.pipelines and place.me.pipeline == 0:
         get_logger().warning("megatron-recycle: state_copies 1: with any worker that fails a shard of the optimizer's "
                              "state is lost, and the job ends; 2 lets it go on")
 
@@ -60,7 +60,7 @@ def report(stage: Stage, copies: int, standing: Standing) -> dict[str, Any]:
     shards = stage.shards
     if shards is None:
         return {}
-    return {"shards": {"of": shards.count, "copies": copies,
+    return {"shards": {"of": shards.count, "copies": max(copies, shards.least),
                        "held": {str(shard): standing.holds for shard in shards.held}}}
 
 

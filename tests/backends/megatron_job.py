@@ -29,10 +29,21 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     if SCRIPTS not in sys.path:
         sys.path.insert(0, SCRIPTS)
     import pretrain_gpt_megatron as script
-    from megatron.core import distributed
+    from megatron.core import distributed, optimizer, parallel_state
 
     distributed.DistributedDataParallelConfig = functools.partial(  # type: ignore[assignment,misc]
         distributed.DistributedDataParallelConfig, **(data_parallel or {}))
+    parallel_state.initialize_model_parallel = functools.partial(
+        parallel_state.initialize_model_parallel,
+        num_distributed_optimizer_instances=(data_parallel or {}).get("num_distributed_optimizer_instances", 1))
+    made: list[Any] = []
+    make = optimizer.get_megatron_optimizer
+
+    def noted(*arguments: Any, **keywords: Any) -> Any:
+        made.append(make(*arguments, **keywords))
+        return made[-1]
+
+    optimizer.get_megatron_optimizer = noted
     if plugin:
         # Megatron's order of ranks: checked by the backend's own place.
         stage, pipeline, part = rank // (tensor * pipelines), rank // tensor % pipelines, rank % tensor
@@ -50,6 +61,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
               "parameters": {name: value.float().numpy().copy() for name, value in state["parameters"].items()},
               "state": [{key: value.float().numpy().copy() for key, value in one.items()}
                         for one in state["optimizer"]]}
+    result["shards"] = _shards(made[0])
     if plugin:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -60,3 +72,19 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         schedule.session.finish()
     torch.distributed.destroy_process_group()
     return result
+
+
+def _shards(optimizer: Any) -> dict[int, list[dict[str, Any]]]:
+    """By number, the shards of a distributed optimizer's state that this worker has: parameter by parameter."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    single: Any = optimizer.chained_optimizers[0]
+    if not isinstance(single, DistributedOptimizer):
+        return {}
+    stage = getattr(get_forward_backward_func(), "_stage", None)
+    views = ({single.data_parallel_group.rank(): single} if stage is None else
+             {shard: stage.distributed.view(shard) for shard in stage.shards.held})
+    return {shard: [{key: value.detach().float().numpy().copy()
+                     for key, value in view._get_main_param_and_optimizer_states(parameter).items()}
+                    for parameter in view.model_param_gbuf_map] for shard, view in views.items()}

@@ -77,7 +77,7 @@ def test_other_kinds_of_parallelism(name, sizes):
     assert f"{name}_parallel_size to 1" in refusal() or "dense layers" in refusal()
 
 
-@pytest.mark.parametrize("name", ["use_distributed_optimizer", "use_megatron_fsdp"])
+@pytest.mark.parametrize("name", ["use_megatron_fsdp"])
 def test_ways_of_reducing_that_spread_the_state(name, sizes):
     assert name in refusal(reduction={name: True})
 
@@ -173,7 +173,7 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
     from megatron_recycle.backends.megatron import hook as megatron_hook
 
     monkeypatch.delenv("RECYCLE_RUN_DIR", raising=False)
-    wrong = {"fp16": True, "use_distributed_optimizer": True, "transformer_impl": "transformer_engine",
+    wrong = {"fp16": True, "use_precision_aware_optimizer": True, "transformer_impl": "transformer_engine",
              "skip_train": True, "pipeline_model_parallel_size": 1}
     monkeypatch.setenv("LOCAL_RANK", "0")
     with pytest.raises(SystemExit):
@@ -188,7 +188,8 @@ def test_all_that_is_refused_is_said_at_once_and_by_one_of_several_ranks_at_one_
 
 
 @pytest.mark.parametrize(("name", "value", "then"), [
-    ("rerun_mode", "validate_results", "disabled"), ("overlap_grad_reduce", True, False), ("async_save", True, False),
+    ("rerun_mode", "validate_results", "disabled"), ("overlap_grad_reduce", True, True), ("async_save", True, False),
+    ("overlap_param_gather", True, False),
     ("defer_embedding_wgrad_compute", True, False), ("check_for_large_grads", True, False), ("log_energy", True, False),
     ("log_params_norm", True, False), ("log_straggler", True, False),
     ("distributed_timeout_seconds_after_init", 60, None)])

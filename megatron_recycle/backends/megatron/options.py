@@ -59,8 +59,8 @@ ANYWHERE = (
     Option("num_experts", "use dense layers", title="experts"),
     Option("qk_layernorm", "its gradients are summed over tensor-parallel ranks; leave one of them out",
            beside="tensor_model_parallel_size", title="qk_layernorm with tensor parallelism"),
-    Option("use_distributed_optimizer", "a dead worker takes its share of the state along; leave "
-           "use_distributed_optimizer off, and overlap_param_gather with it", title="the distributed optimizer"),
+    Option("use_precision_aware_optimizer", "its state is not in fp32, and masters are inside of it; leave it off"),
+    Option("reuse_grad_buf_for_mxfp8_param_ag", "leave it off"),
     *(Option(name, f"leave {name} out", title="fully sharded data parallelism")
       for name in ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")),
     Option("optimizer", "use one of Megatron's plain ones (--optimizer adam or sgd)",
@@ -81,7 +81,10 @@ ANYWHERE = (
     Option("fine_grained_activation_offloading", "leave it off"),
     Option("has_cond_embedder", "their gradients cross all stages", title="conditional embedders"),
     # What follows changes no result.
-    Option("overlap_grad_reduce", "gradients are reduced when the plan says so", becomes=False),
+    # Set to what it is: the distributed optimizer's buckets, which its checkpoints have, depend on it.
+    Option("overlap_grad_reduce", "gradients are reduced when the plan says so", becomes=True),
+    Option("overlap_param_gather", "parameters are gathered when a step is final", becomes=False),
+    Option("overlap_param_gather_with_optimizer_step", "parameters are gathered when a step is final", becomes=False),
     Option("defer_embedding_wgrad_compute", "the plan defers all weight gradients", becomes=False),
     Option("check_for_large_grads", "it looks at each rank's own sums, which depend on who computes what",
            becomes=False),

@@ -37,6 +37,7 @@ from megatron_recycle.membership import Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid, Worker
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
 from megatron_recycle.runtime.evaluation import passes
@@ -210,6 +211,12 @@ class RecycleSchedule:
                    for (pipeline, _, _), worker in self.session.worker.plan.route().items())
         return f" live: {len(self.session.live())}/{len(self.session.place.ranks)} | rerouted: {away} |"
 
+    def _shards(self) -> tuple[Cuts, Groups]:
+        """Who holds which shard of the optimizer's state, and the groups of those that are left."""
+        worker = self.session.worker
+        assert worker.cuts is not None
+        return worker.cuts, worker.current_groups()
+
     def _start(self, models: list[Any], microbatches: int) -> None:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
@@ -231,6 +238,8 @@ class RecycleSchedule:
                            save_last=None if self._last is None else self._last.write,
                            restore=None if self._back is None else self._go_back,
                            folder=lambda: None if self._last is None else self._last.folder)
+        if self._stage.distributed is not None:
+            self._stage.distributed.where = self._shards
         self._detached = megatron_groups.Detached(place)
         megatron_groups.adapt_timers(self._detached, self.speaks)
         megatron_training.take_over(self.session, self)

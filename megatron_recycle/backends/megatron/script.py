@@ -7,7 +7,7 @@ else: it is refused at that moment, by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from megatron_recycle.errors import UnsupportedError
@@ -18,13 +18,13 @@ class Script:
 
     Args:
         model: the stage, in Megatron's DistributedDataParallel.
-        optimizer: the single one of Megatron's.
+        optimized: gives what the optimizer steps, by identity, where that is to stay the same.
     """
 
-    def __init__(self, model: Any, optimizer: Any) -> None:
+    def __init__(self, model: Any, optimized: Callable[[], Sequence[int]]) -> None:
         self._model = model
-        self._optimizer = optimizer
-        self._optimized = self._now_optimized()
+        self._now_optimized = optimized
+        self._optimized = optimized()
         self._reading: dict[bool, dict[int, tuple[Any, int]]] = {True: {}, False: {}}
         self._unused: list[int] | None = None
         """Versions of the gradient buffers when a step was made that the script has not taken yet."""
@@ -67,9 +67,6 @@ class Script:
                 "gradients (main_grad) were changed between forward_backward_func() and optimizer.step(): the plugin "
                 "has made the step already. Change them by hooks on the parameters, which see a micro-batch each, or "
                 "clip them by their norm (clip_grad)")
-
-    def _now_optimized(self) -> list[int]:
-        return [id(parameter) for parameter in self._optimizer.get_parameters()]
 
     def _versions(self) -> list[int]:
         """They count changes in place, of the buffers and of all views of them."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.clip_grads import l2_norm_impl, multi_tensor_applier, multi_tensor_scale_impl
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedules import backward_step, deallocate_output_tensor, forward_step
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -25,6 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_mo
 from torch import nn
 
 from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.backends.megatron.distributed import Distributed
 from megatron_recycle.backends.megatron.groups import TensorGroup
 from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, Rates
 from megatron_recycle.backends.megatron.script import Script
@@ -54,7 +56,6 @@ class MegatronStage:
         settings: of the training loop, which all workers must have alike.
     """
 
-    shards: ShardedOptimizer | None = None
     report_width = 1 + 2 * _KEYS + 1
     """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
 
@@ -89,10 +90,14 @@ class MegatronStage:
         self._tensor_group = TensorGroup(model)
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         model.param_to_bucket_group.clear()
+        self._single, = single_optimizers(optimizer)
+        self.distributed = Distributed(self._single) if isinstance(self._single, DistributedOptimizer) else None
+        """The optimizer, if its state is cut into shards."""
+        self.shards: ShardedOptimizer | None = None if self.distributed is None else self.distributed.shards
         self._take_over(optimizer)
         self._state = OptimizerState(model, self._single.optimizer, self._masters(), own=SET_BY_LOOP)
         self._state.train(self._optimized())
-        self.script = Script(model, self._single)
+        self.script = Script(model, self._steps)
         self.rates = Rates(self._single.optimizer)
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
@@ -160,9 +165,10 @@ class MegatronStage:
     def _counted(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The parameters that count in statistics of the whole model: no second copies of another stage's or part's."""
         gradient_of = dict(zip(self.parameters, gradients, strict=True))
-        # In the optimizer's order, as stock: the order decides the last bits.
+        # In the optimizer's order, as stock: the order decides the last bits. Of a shard some have nothing.
         return [gradient_of[parameter].float() for parameter in self._optimized()
-                if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)]
+                if param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
+                and gradient_of[parameter].numel()]
 
     def norm(self, norm_squares: Sequence[float]) -> float:
         """The global gradient norm as Megatron logs it and clips by."""
@@ -178,11 +184,16 @@ class MegatronStage:
         return clip if clip < 1.0 else 1.0
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.main_grad.copy_(gradient)
-        self._coefficient = coefficient
-        with self.rates.of_next_step():
-            self._stock_step()
+        if self.shards is not None:
+            self.shards.load(dict(zip(map(id, self.parameters), gradients, strict=True)), coefficient)
+            with self.rates.of_next_step():
+                self.shards.step()
+        else:
+            for parameter, gradient in zip(self.parameters, gradients, strict=True):
+                parameter.main_grad.copy_(gradient)
+            self._coefficient = coefficient
+            with self.rates.of_next_step():
+                self._stock_step()
         for parameter in self.parameters:
             parameter.grad = None  # Megatron points it to main_grad; the next backward must not add to that
         self.script.stepped()
@@ -293,18 +304,27 @@ class MegatronStage:
 
     def _optimized(self) -> list[nn.Parameter]:
         """The parameters in the optimizer's order; where it keeps fp32 copies, the model's own."""
+        if self.distributed is not None:
+            return self.distributed.parameters
         own = {id(getattr(parameter, "main_param", parameter)): parameter for parameter in self.parameters}
         return [own[id(parameter)] for parameter in self._single.get_parameters()]
 
     def _masters(self) -> dict[nn.Parameter, nn.Parameter]:
         """The fp32 copies that the optimizer steps in the place of parameters of 16 bits."""
+        if self.distributed is not None:
+            return {}
         optimized = set(map(id, self._single.get_parameters()))
         copies = {parameter: getattr(parameter, "main_param", parameter) for parameter in self.parameters}
         return {parameter: master for parameter, master in copies.items()
                 if master is not parameter and id(master) in optimized}
 
+    def _steps(self) -> list[int]:
+        """By identity, what the optimizer steps; of shards, which come and go, how many groups there are."""
+        if self.distributed is not None:
+            return [len(self._single.param_groups)]
+        return [id(parameter) for parameter in self._single.get_parameters()]
+
     def _take_over(self, optimizer: MegatronOptimizer) -> None:
-        self._single, = single_optimizers(optimizer)
         stock: Callable[[], Any] = optimizer.step
         self._stock_step = stock
         # Its step does not ask other ranks for norm and zeros. Not a number: no norm by which anything is clipped.

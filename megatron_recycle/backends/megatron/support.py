@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
     Float16OptimizerWithFloat16Params,
@@ -16,6 +17,7 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_recycle.backends.hidden_state import statistics
+from megatron_recycle.backends.megatron.distributed import check as check_distributed
 from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message
 from megatron_recycle.backends.megatron.script import foreign_synchronisation
 from megatron_recycle.errors import UnsupportedError
@@ -55,6 +57,7 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
     found += [f"a {name} of your own: the plan decides when gradients are reduced; leave it unset"
               for name in foreign_synchronisation(config, models)]
     found += _optimizer(singles)
+    found += check_distributed(singles)
     parts = [part for model in models for part in model.modules()]
     found += [f"{name} ({type(part).__name__}) changes its buffers in forward; use LayerNorm or RMSNorm"
               for model in models for name, part in statistics(model)]
@@ -85,9 +88,10 @@ def _sizes() -> SimpleNamespace:
 
 
 def _optimizer(singles: Sequence[MegatronOptimizer]) -> list[str]:
-    if len(singles) == 1 and type(singles[0]) in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+    if len(singles) == 1 and type(singles[0]) in (
+            FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer):
         return []
-    if singles and (singles[0].config.optimizer_cpu_offload or singles[0].config.use_distributed_optimizer):
+    if singles and (singles[0].config.optimizer_cpu_offload):
         return []  # named already
     names = ", ".join(type(single).__name__ for single in singles)
     return [f"optimizer {names}: use one of Megatron's plain ones (--optimizer adam or sgd)"]

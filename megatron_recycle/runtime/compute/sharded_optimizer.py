@@ -77,6 +77,7 @@ class ShardedOptimizer:
         cut: its shards.
         own: the shards that this worker has to begin with.
         wire: the type in which gradients travel and are added up; None: that in which they are summed.
+        least: workers that are to have each shard, whatever `state_copies` says.
 
     Attributes:
         count: number of shards.
@@ -84,7 +85,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, cut: Cut, own: Iterable[int],
-                 wire: torch.dtype | None = None) -> None:
+                 wire: torch.dtype | None = None, least: int = 1) -> None:
         if type(optimizer).__name__ not in ELEMENTWISE:
             raise UnsupportedError(
                 f"optimizer {type(optimizer).__name__} is not known to step each element by itself, so that its state "
@@ -93,6 +94,7 @@ class ShardedOptimizer:
         self.optimizer = optimizer
         self.count = len(cut)
         self.wire = wire
+        self.least = least
         self._cut = cut
         self.parameters: list[nn.Parameter] = list({id(piece.parameter): piece.parameter for shard in range(self.count)
                                                     for piece in self.pieces(shard)}.values())

@@ -1,0 +1,237 @@
+"""Megatron's distributed optimizer, as the runtime drives it.
+
+Stock ties a shard to a data-parallel rank, so that a dead worker takes its shard along. Here a shard is where the
+runtime's table says, on several workers. It begins where stock has cut it (each bucket of the gradient buffer in as
+many equal pieces as there are ranks in an optimizer instance), and each parameter's part of it is stepped apart, as in
+stock. Stock's optimizer keeps its groups, its loader and its forms of checkpoints, and holds no tensors any more: it is
+asked through a view of one shard, in which it finds itself on that shard's rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import nn
+
+from megatron_recycle.backends.megatron.groups_of_optimizer import groups_of
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts
+from megatron_recycle.runtime.compute.sharded_optimizer import MASTER, Piece, ShardedOptimizer, Slot
+
+_STATES = ("exp_avg", "exp_avg_sq")
+_TOGETHER = ("fully_reshardable", "dp_zero_gather_scatter")
+"""Forms of checkpoints that are gathered from all shards."""
+
+
+class Distributed:
+    """Takes over ``stock``, with what it has loaded or begun with.
+
+    Attributes:
+        parameters: of the model, in the order of stock's norm.
+        shards: its state; this worker has to begin with what its rank has in stock.
+        where: gives who holds which shard, and the groups of those that are left; from the start of training on.
+    """
+
+    def __init__(self, stock: DistributedOptimizer) -> None:
+        self.where: Callable[[], tuple[Cuts, Groups]]
+        self._stock: Any = stock
+        self._inner: Any = stock.optimizer
+        own, count, instances = _rank(stock)
+        self._ranges = [_ranges(stock, _Rank(shard, count)) for shard in range(count)]
+        """By shard, as stock's `gbuf_ranges`."""
+        group_of = _groups(stock)
+        kinds = {parameter.dtype for parameter in group_of}
+        if len(kinds) > 1:
+            raise UnsupportedError("with the distributed optimizer all parameters of a stage must have one type, and "
+                                   f"these have {', '.join(sorted(map(str, kinds)))}: leave use_distributed_optimizer "
+                                   "off")
+        cut = [[Slot(group_of[parameter], of["param"].size, (Piece(parameter, of["param"].start, of["param"].end, 0),))
+                for parameter, of in _in_order(ranges)] for ranges in self._ranges]
+        tensors, numbers = self._let_go(own)
+        # As stock's norm has them: by group, and as they lie in the buffers.
+        order = {parameter: number for number, parameter in enumerate(
+            parameter for buffer in stock.buffers for parameter in buffer.param_index_map)}
+        self.parameters = sorted(group_of, key=lambda parameter: (group_of[parameter], order[parameter]))
+        self.shards = ShardedOptimizer(self._inner, cut, (), least=instances)
+        self.shards.take(own, tensors, numbers)
+        self._plain = dict(vars(stock))
+        stock.state_dict = lambda: self.view(self._any()).state_dict()
+        stock.sharded_state_dict = self._sharded_state_dict
+        stock.get_parameter_state_dp_zero = self._whole
+        stock.save_parameter_state = self._save
+        stock.load_state_dict = stock.load_parameter_state = stock.reload_model_params = _too_late
+
+    def _let_go(self, own: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+        """What stock has of shard ``own``, as `ShardedOptimizer.take` wants it; it has nothing of that any more."""
+        stock, tensors, numbers = self._stock, {}, []
+        for number, (parameter, _) in enumerate(_in_order(self._ranges[own])):
+            group, place = stock.model_param_group_index_map[parameter]
+            master = self._inner.param_groups[group]["params"][place]
+            tensors[f"{MASTER} {number}"] = master.detach()
+            state = self._inner.state.pop(master, {})
+            tensors.update({f"{key} {number}": value for key, value in state.items()
+                            if isinstance(value, torch.Tensor)})
+            numbers.append({key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
+            if hasattr(parameter, "main_param"):
+                parameter.main_param = None
+        for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
+                     "shard_fp32_from_float16_groups"):
+            setattr(stock, name, [[] for _ in getattr(stock, name)])
+        return tensors, numbers
+
+    # ---- checkpoints
+
+    def view(self, shard: int) -> Any:
+        """Stock's optimizer on the rank of ``shard``, which this worker holds."""
+        view: Any = object.__new__(DistributedOptimizer)
+        inner: Any = object.__new__(type(self._inner))
+        vars(inner).update(vars(self._inner))
+        ranges, slots, masters = self._ranges[shard], self.shards.slots(shard), self.shards.masters(shard)
+        inner.param_groups = [{**group, "params": [master for slot, master in zip(slots, masters)
+                                                   if slot.group == number]}
+                              for number, group in enumerate(self._inner.param_groups)]
+        inner.state = {master: self._inner.state[master] for master in masters if master in self._inner.state}
+        places: dict[nn.Parameter, tuple[int, int]] = {}
+        for (parameter, _), slot in zip(_in_order(ranges), slots, strict=True):
+            places[parameter] = slot.group, sum(group == slot.group for group, _ in places.values())
+        vars(view).update({
+            **self._plain, "optimizer": inner, "gbuf_ranges": ranges,
+            "model_param_gbuf_map": DistributedOptimizer._build_model_param_gbuf_map(ranges),
+            "model_param_group_index_map": places, "data_parallel_group": _Rank(shard, self.shards.count),
+            "data_parallel_group_gloo": None, "distributed_optimizer_instance_id": 0})
+        return view
+
+    def _spoken_for(self) -> list[int]:
+        """The shards that this worker writes."""
+        cuts, groups = self.where()
+        return cuts.spoken_for(groups.me)
+
+    def _any(self) -> int:
+        """A shard that this worker holds; the one that it writes first, if it writes any."""
+        return min(self._spoken_for(), default=self.shards.held[0])
+
+    def _sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False,
+                            sharding_type: str | None = None, metadata: Mapping[str, Any] | None = None) -> Any:
+        """Stock's, of all shards that this worker writes, also in the place of one that is gone."""
+        if is_loading:
+            _too_late()
+        first, metadata = self._any(), {"distrib_optim_sharding_type": "fully_sharded_model_space", **(metadata or {})}
+        if sharding_type is not None:
+            metadata["distrib_optim_sharding_type"] = sharding_type
+        kind = metadata["distrib_optim_sharding_type"]
+        if kind in _TOGETHER:
+            view = self.view(first)
+            view.get_parameter_state_dp_zero = self._whole
+            group = self.where()[1].stage_control.group
+            view.data_parallel_group = _Rank(dist.get_rank(group), dist.get_world_size(group))
+            return view.sharded_state_dict(model_sharded_state_dict, metadata=metadata)
+        found = {shard: self.view(shard).sharded_state_dict(model_sharded_state_dict, metadata=metadata)
+                 for shard in self._spoken_for()}
+        if not found:
+            common = kind in DistributedOptimizer.checkpoint_fully_reshardable_formats
+            return {**(self.view(first).state_dict() if common else {}), "param_state_sharding_type": kind}
+        return {**found[first], "param_state": {shard: one["param_state"] for shard, one in found.items()}}
+
+    def _whole(self, use_gloo_comm: bool = True, empty_data: bool = False,
+               return_on_all_ranks: bool = False) -> dict[Any, Any] | None:
+        """Stock's `get_parameter_state_dp_zero`: masters and moments of all shards, as the gradient buffers lie without
+        padding between buckets; on the first worker that is left, or on all of them."""
+        cuts, groups = self.where()
+        peers, me = groups.peers(groups.me.stage), groups.me
+        found: dict[Any, Any] = {"buckets_coalesced": True}
+        views = {shard: self.view(shard) for shard in cuts.spoken_for(me)}
+        for number, buffer in enumerate(self._stock.buffers):
+            world = {key: torch.zeros(buffer.numel_unpadded, dtype=torch.float32, device="cpu")
+                     for key in ("param", *_STATES)}
+            begin = 0
+            for index, bucket in enumerate(buffer.buckets):
+                for key, flat in world.items():
+                    parts = [self._part(views.get(shard), shard, number, index, key, bucket.grad_data.numel())
+                             for shard in range(self.shards.count)]
+                    for shard, part in enumerate(parts):
+                        dist.broadcast(part, group=groups.stage_control.group,
+                                       group_src=peers.index(cuts.holders[shard][0]))
+                    flat[begin:begin + bucket.numel_unpadded] = torch.cat(parts)[:bucket.numel_unpadded]
+                begin += bucket.numel_unpadded
+            kind = buffer.param_dtype, buffer.grad_dtype
+            found[number] = {kind: {**world, "numel_unpadded": buffer.numel_unpadded}}
+        return found if return_on_all_ranks or peers[0] == me else None
+
+    def _part(self, view: Any, shard: int, buffer: int, bucket: int, key: str, length: int) -> torch.Tensor:
+        """``key`` of all that lies in a shard's piece of a bucket; zeros where ``view`` is None."""
+        part = torch.zeros(length // self.shards.count, dtype=torch.float32, device="cpu")
+        if view is not None:
+            (buckets,) = self._ranges[shard][buffer].values()
+            for parameter, of in buckets[bucket]["param_map"].items():
+                part[of["gbuf_local"].start:of["gbuf_local"].end] = view._get_main_param_and_optimizer_states(
+                    parameter)[key].detach().cpu()
+        return part
+
+    def _save(self, filename: str) -> None:
+        """Stock's file of all shards, written by the first worker that is left."""
+        state = self._whole()
+        if state is not None:
+            torch.save(state, filename)
+
+
+class _Rank:
+    """Whoever asks a process group where it is, and how large."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank, self._size = rank, size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+
+def _rank(stock: Any) -> tuple[int, int, int]:
+    """This worker's shard, how many there are, and how many instances of them stock has."""
+    group, config = stock.data_parallel_group, stock.ddp_config
+    return group.rank(), group.size(), int(config.num_distributed_optimizer_instances)
+
+
+def _ranges(stock: Any, rank: _Rank) -> list[dict[Any, Any]]:
+    """Stock's `gbuf_ranges` on another rank."""
+    return [DistributedOptimizer._build_gbuf_range_map(SimpleNamespace(
+        data_parallel_group=rank, buckets=buffer.buckets, param_index_map=buffer.param_index_map,
+        param_dtype=buffer.param_dtype, grad_dtype=buffer.grad_dtype)) for buffer in stock.buffers]
+
+
+def _in_order(ranges: Sequence[Mapping[Any, Any]]) -> list[tuple[nn.Parameter, Mapping[str, Any]]]:
+    """The parameters of a shard, with where they lie, in stock's order."""
+    return [(parameter, of) for by_kind in ranges for buckets in by_kind.values() for bucket in buckets
+            for parameter, of in bucket["param_map"].items()]
+
+
+def _groups(stock: Any) -> dict[nn.Parameter, int]:
+    """The optimizer's group of each parameter of the model, other ranks' included."""
+    groups = groups_of(stock)
+    if groups is None:
+        raise UnsupportedError("the distributed optimizer was made before megatron_recycle.enable(): call that first")
+    return {parameter: number for number, group in enumerate(groups) for parameter in group}
+
+
+def _too_late(*arguments: Any, **keywords: Any) -> Any:
+    raise UnsupportedError("with the distributed optimizer a checkpoint is loaded before the first iteration: "
+                           "parameters and optimizer state that are loaded later would be this worker's alone")
+
+
+def check(singles: Sequence[Any]) -> list[str]:
+    """Refusals of settings that go with the distributed optimizer."""
+    found = []
+    for single in (single for single in singles if isinstance(single, DistributedOptimizer)):
+        if single.config.log_num_zeros_in_grad:
+            found.append("log_num_zeros_in_grad with the distributed optimizer: leave one of them out")
+        if single.ddp_config.reduce_scatter_with_fp32_accumulation:
+            found.append("reduce_scatter_with_fp32_accumulation: set grad_reduce_in_fp32 "
+                         "(--accumulate-allreduce-grads-in-fp32) instead")
+    return found

@@ -1,0 +1,36 @@
+"""Which parameter is in which group of a distributed optimizer: it forgets those of which its rank has no part.
+
+Nothing of Megatron is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from megatron_recycle.backends.options import Options
+
+_MODULE = "megatron.core.optimizer.distrib_optimizer"
+_STOCK, _GROUPS = "recycle_stock", "recycle_groups"
+
+
+def watch(options: Options) -> None:
+    """Make each distributed optimizer remember its parameter groups as they are before it has cut them; again: with
+    other options."""
+    kind: Any = sys.modules[_MODULE].DistributedOptimizer
+    stock = getattr(kind.__init__, _STOCK, kind.__init__)
+
+    @functools.wraps(stock)
+    def begin(self: Any, optimizer: Any, *rest: Any, **keywords: Any) -> None:
+        groups = [] if optimizer is None else [list(group["params"]) for group in optimizer.param_groups]
+        stock(self, optimizer, *rest, **keywords)
+        setattr(self, _GROUPS, groups)
+
+    setattr(begin, _STOCK, stock)
+    kind.__init__ = begin
+
+
+def groups_of(optimizer: Any) -> list[list[Any]] | None:
+    """The model's parameters in each group of a distributed optimizer; None if it was made before `watch`."""
+    return getattr(optimizer, _GROUPS, None)
