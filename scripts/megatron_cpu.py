@@ -92,8 +92,35 @@ def install(*, pretend: bool = False) -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Installed for good: there is no block to leave.
     contextlib.ExitStack().enter_context(CudaMeansCpu())
+    _load_what_is_cut()
     if pretend:
         pretend_gpus(cuda)
+
+
+def _load_what_is_cut() -> None:
+    """Let the distributed optimizer load checkpoints, which stock can with Apex and Transformer Engine only: with
+    torch's own Adam it asks for the steps of a state that there is only after the first one, writes to views of
+    parameters, and gives one count of steps to all parameters, each of which adds to it."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    stock, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+
+    def state_dict(self: Any) -> Any:
+        state = self.optimizer.state
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
+            if parameter not in state:
+                state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
+                                    "exp_avg_sq": torch.zeros_like(parameter)}
+        return stock(self)
+
+    def load_state_dict(self: Any, given: Any) -> None:
+        with torch.no_grad():
+            load(self, given)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    changed: Any = DistributedOptimizer
+    changed.state_dict, changed.load_state_dict = state_dict, load_state_dict
 
 
 def pretend_gpus(cuda: Any) -> None:

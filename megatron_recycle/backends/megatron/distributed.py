@@ -75,7 +75,8 @@ class Distributed:
             master = self._inner.param_groups[group]["params"][place]
             tensors[f"{MASTER} {number}"] = master.detach()
             state = self._inner.state.pop(master, {})
-            tensors.update({f"{key} {number}": value for key, value in state.items()
+            # Stock's loader gives one count of steps to all parameters, each of which would add to it.
+            tensors.update({f"{key} {number}": value if value.dim() else value.clone() for key, value in state.items()
                             if isinstance(value, torch.Tensor)})
             numbers.append({key: value for key, value in state.items() if not isinstance(value, torch.Tensor)})
             if hasattr(parameter, "main_param"):
