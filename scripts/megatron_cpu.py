@@ -100,7 +100,7 @@ def install(*, pretend: bool = False) -> None:
 def _load_what_is_cut() -> None:
     """Let the distributed optimizer load checkpoints, which stock can with Apex and Transformer Engine only: with
     torch's own Adam it asks for the steps of a state that there is only after the first one, writes to views of
-    parameters, and gives one count of steps to all parameters, each of which adds to it."""
+    parameters, and gives all parameters one count of steps, each of which adds to it, or the count before loading."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     stock, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
@@ -117,7 +117,7 @@ def _load_what_is_cut() -> None:
         with torch.no_grad():
             load(self, given)
         for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+            state["step"] = torch.tensor(float(given["optimizer"]["param_groups"][0]["step"]))
 
     changed: Any = DistributedOptimizer
     changed.state_dict, changed.load_state_dict = state_dict, load_state_dict

@@ -21,7 +21,8 @@ class Stock:
     def __init__(self, folder: Path) -> None:
         self.arguments = SimpleNamespace(
             load="elsewhere", ckpt_step=None, finetune=True, no_load_optim=True, no_load_rng=False, ckpt_format="torch",
-            consumed_train_samples=96, save=str(folder), no_save_optim=False, data_parallel_random_init=False)
+            consumed_train_samples=96, save=str(folder), no_save_optim=False, data_parallel_random_init=False,
+            use_distributed_optimizer=False)
         self.loaded_iteration: int | None = 0
         self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.5, "weight_decay": 0.1, "params": []}])
         self.beginning = Beginning({"model": ["model"], "optimizer": self.optimizer}, 2, 0, 0, 0.0, 0)
@@ -76,7 +77,8 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_whatever_stock_raises(tmp_
 
 
 @pytest.mark.parametrize("given", [
-    {"no_save_optim": True}, {"data_parallel_random_init": True}, {"ckpt_format": "fsdp_dtensor"}])
+    {"no_save_optim": True}, {"data_parallel_random_init": True}, {"ckpt_format": "fsdp_dtensor"},
+    {"use_distributed_optimizer": True}])
 def test_checkpoints_without_all_that_training_needs_are_not_gone_back_to(tmp_path: Path, given):
     stock = Stock(tmp_path)
     vars(stock.arguments).update(given)

@@ -230,8 +230,6 @@ def check(singles: Sequence[Any]) -> list[str]:
     """Refusals of settings that go with the distributed optimizer."""
     found = []
     for single in (single for single in singles if isinstance(single, DistributedOptimizer)):
-        if single.config.log_num_zeros_in_grad:
-            found.append("log_num_zeros_in_grad with the distributed optimizer: leave one of them out")
         if single.ddp_config.reduce_scatter_with_fp32_accumulation:
             found.append("reduce_scatter_with_fp32_accumulation: set grad_reduce_in_fp32 "
                          "(--accumulate-allreduce-grads-in-fp32) instead")

@@ -185,7 +185,7 @@ class MegatronStage:
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
         if self.shards is not None:
-            self.shards.load(dict(zip(map(id, self.parameters), gradients, strict=True)), coefficient)
+            self.shards.load(gradients, coefficient)
             with self.rates.of_next_step():
                 self.shards.step()
         else:
