@@ -100,10 +100,12 @@ def install(*, pretend: bool = False) -> None:
 def _load_what_is_cut() -> None:
     """Let the distributed optimizer load checkpoints, which stock can with Apex and Transformer Engine only: with
     torch's own Adam it asks for the steps of a state that there is only after the first one, writes to views of
-    parameters, and gives all parameters one count of steps, each of which adds to it, or the count before loading."""
+    parameters, misses the count of steps among what it has read, and gives all parameters one, each of which adds
+    to it."""
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     stock, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+    put = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def state_dict(self: Any) -> Any:
         state = self.optimizer.state
@@ -119,8 +121,14 @@ def _load_what_is_cut() -> None:
         for state in self.optimizer.state.values():
             state["step"] = torch.tensor(float(given["optimizer"]["param_groups"][0]["step"]))
 
+    def set_states(self: Any, parameter: Any, tensors: Any) -> None:
+        group, place = self.model_param_group_index_map[parameter]
+        own = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+        put(self, parameter, {**tensors, "step": own["step"]})
+
     changed: Any = DistributedOptimizer
     changed.state_dict, changed.load_state_dict = state_dict, load_state_dict
+    changed._set_main_param_and_optimizer_states = set_states
 
 
 def pretend_gpus(cuda: Any) -> None:

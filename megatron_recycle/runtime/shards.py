@@ -40,8 +40,8 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
     if stage.shards is None:
         return
     if config.policy != "reroute":
-        raise ConfigError(f"policy {config.policy} is not there yet where the optimizer is cut into shards (ZeRO-1): "
-                          "leave policy out")
+        raise ConfigError(f"policy {config.policy} is not there yet where the optimizer is cut into shards (ZeRO-1, "
+                          "Megatron's distributed optimizer): leave policy out")
     if config.guard == "memory":
         raise ConfigError("guard memory keeps copies of whole stages, and the optimizer is cut into shards (ZeRO-1): "
                           "leave guard out, and give a larger state_copies")

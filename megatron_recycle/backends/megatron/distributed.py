@@ -58,7 +58,7 @@ class Distributed:
         order = {parameter: number for number, parameter in enumerate(
             parameter for buffer in stock.buffers for parameter in buffer.param_index_map)}
         self.parameters = sorted(group_of, key=lambda parameter: (group_of[parameter], order[parameter]))
-        self.shards = ShardedOptimizer(self._inner, cut, (), least=instances)
+        self.shards = ShardedOptimizer(self._inner, cut, (), least=instances, in_place=True)
         self.shards.take(own, tensors, numbers)
         self._plain = dict(vars(stock))
         stock.state_dict = lambda: self.view(self._any()).state_dict()

@@ -78,6 +78,8 @@ class ShardedOptimizer:
         own: the shards that this worker has to begin with.
         wire: the type in which gradients travel and are added up; None: that in which they are summed.
         least: workers that are to have each shard, whatever `state_copies` says.
+        in_place: whether a slot that is a part of one fp32 parameter is that parameter's own memory: what a script
+            writes there counts.
 
     Attributes:
         count: number of shards.
@@ -85,7 +87,7 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, cut: Cut, own: Iterable[int],
-                 wire: torch.dtype | None = None, least: int = 1) -> None:
+                 wire: torch.dtype | None = None, least: int = 1, in_place: bool = False) -> None:
         if type(optimizer).__name__ not in ELEMENTWISE:
             raise UnsupportedError(
                 f"optimizer {type(optimizer).__name__} is not known to step each element by itself, so that its state "
@@ -96,6 +98,7 @@ class ShardedOptimizer:
         self.wire = wire
         self.least = least
         self._cut = cut
+        self._in_place = in_place
         self.parameters: list[nn.Parameter] = list({id(piece.parameter): piece.parameter for shard in range(self.count)
                                                     for piece in self.pieces(shard)}.values())
         self._masters: dict[int, list[nn.Parameter]] = {}
@@ -246,9 +249,15 @@ class ShardedOptimizer:
         self._point()
 
     def _make(self, shard: int) -> None:
+        self._masters[shard] = [nn.Parameter(self._memory(slot)) for slot in self._cut[shard]]
+
+    def _memory(self, slot: Slot) -> torch.Tensor:
+        if self._in_place and [piece.end - piece.start for piece in slot.pieces] == [slot.size]:
+            own = _flat(slot.pieces[0])
+            if own.dtype == torch.float32:
+                return own
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        self._masters[shard] = [nn.Parameter(torch.zeros(slot.size, dtype=torch.float32, device=device))
-                                for slot in self._cut[shard]]
+        return torch.zeros(slot.size, dtype=torch.float32, device=device)
 
     def _point(self) -> None:
         """Let the optimizer step what is there."""
