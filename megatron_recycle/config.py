@@ -148,7 +148,7 @@ class RecycleConfig:
     state_copies: int = _option(
         2,
         "how many workers of a stage hold each shard of its optimizer state, where that is cut into shards "
-        "(DeepSpeed's ZeRO-1); the number of pipelines: each holds all of it",
+        "(DeepSpeed's ZeRO-1, Megatron's distributed optimizer); the number of pipelines: each holds all of it",
     )
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
     moves: bool = _option(

@@ -77,6 +77,19 @@ def test_other_kinds_of_parallelism(name, sizes):
     assert f"{name}_parallel_size to 1" in refusal() or "dense layers" in refusal()
 
 
+def test_with_the_distributed_optimizer_gradients_are_summed_in_the_type_that_they_have():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    from megatron_recycle.backends.megatron.distributed import check
+
+    optimizer: Any = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    assert not check([optimizer])
+    optimizer.ddp_config.reduce_scatter_with_fp32_accumulation = True
+    assert any("grad_reduce_in_fp32" in line for line in check([optimizer]))
+
+
 @pytest.mark.parametrize("name", ["use_megatron_fsdp"])
 def test_ways_of_reducing_that_spread_the_state(name, sizes):
     assert name in refusal(reduction={name: True})
