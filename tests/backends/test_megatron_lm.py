@@ -345,7 +345,7 @@ def loaded(place: Path, kind: str) -> dict[str, Any]:
         found = {str(path.relative_to(place)): torch.load(path, weights_only=False)
                  for path in sorted(place.rglob("*.pt"))}
         for one in found.values():
-            del one["args"]
+            one.pop("args", None)  # not in what the distributed optimizer has of its own
         return found
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
