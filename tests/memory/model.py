@@ -15,7 +15,7 @@ from torch.nn import functional
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
-from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, even
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, Slot, even
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 2, 3
@@ -168,8 +168,7 @@ class SmallStage:
         self.steps = self.skipped = 0
         self.parameters = list(self.module.parameters())
         self.optimizer = torch.optim.Adam(self.parameters, lr=1e-2, foreach=False)
-        self.shards = None if shards is None else ShardedOptimizer(
-            self.optimizer, even([self.parameters], pipelines), shards)
+        self.shards = None if shards is None else self._sharded(shards)
         self._kept = OptimizerState(self.module, self.optimizer)
         self._kept.train(self.parameters)
         self.model = fingerprint(self.parameters)
@@ -179,6 +178,14 @@ class SmallStage:
             inner = self.module[0].token if self.first else self.module[-1].out
             self.ties = [Tie(inner.weight, (0, stages - 1))]
         self.references: dict[str, Any] = {}
+
+    def _sharded(self, own: Collection[int]) -> ShardedOptimizer:
+        """Cut as DeepSpeed does; on every other stage as Megatron does, each parameter for itself and in its place."""
+        cut = even([self.parameters], self.pipelines)
+        if self.stage % 2:
+            cut = [[Slot(slot.group, piece.end - piece.start, (piece._replace(offset=0),)) for slot in slots
+                    for piece in slot.pieces] for slots in cut]
+        return ShardedOptimizer(self.optimizer, cut, own, in_place=bool(self.stage % 2))
 
     @property
     def may_guess_wrong(self) -> bool:
