@@ -102,6 +102,7 @@ def _twin(state: State, member: Member, fault: Fault) -> str | None:
     me = Process.parse(member.worker).worker
     for said in reversed(state.faults):
         other = Process.parse(said.worker).worker
-        if other != me and fault.same(said.fault) and (fault.action is not None or other.stage == me.stage):
+        alike = fault.same(said.fault) and not said.fault.recovery  # a guest's want of memory says nothing of the data
+        if other != me and alike and (fault.action is not None or other.stage == me.stage):
             return said.worker
     return None

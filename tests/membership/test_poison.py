@@ -113,6 +113,15 @@ def test_another_error_or_other_work_on_a_second_worker_is_a_second_failure():
     assert not endings(cluster.log) and cluster.state.generation == 4
 
 
+def test_a_guest_s_want_of_memory_says_nothing_of_its_micro_batch():
+    """Where that one is at home there may be none either then; a job with fewer guests may have enough."""
+    cluster = Cluster(2).train()
+    cluster.exit("1:0"), cluster.plan(), cluster.reports()
+    full = Fault("torch.OutOfMemoryError", "CUDA out of memory", 0, "F1.3", whole=True, recovery=True)
+    assert events(raised(cluster, "0:0", full), "retried")
+    assert not endings(raised(cluster, "1:1", Fault("torch.OutOfMemoryError", full.text, 0, "F1.3", whole=True)))
+
+
 def test_in_the_script_s_own_code_a_second_worker_of_the_same_stage_counts():
     cluster = Cluster().train()
     raised(cluster, "1:0", MISSING)
