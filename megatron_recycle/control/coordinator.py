@@ -227,7 +227,7 @@ class Coordinator:
     def from_launcher(self, connection: Connection, host: str, message: Message) -> None:
         kind = message["type"]
         if kind in ("exit", "stays_out") and connection.guest and not self._of_guests(message):
-            log.warning("recycle: %s, which has joined, speaks of rank %d, which is not its own", host, message["rank"])
+            log.warning("recycle: %r, which has joined, speaks of rank %d, which is not its own", host, message["rank"])
         elif kind == "exit":
             names = ("rank", "pid", "status", "log", "move")
             self.feed(Exited(since=message["t"], **{name: message[name] for name in names}))

@@ -163,7 +163,7 @@ class Server:
             connection.send({"type": "end", "status": 1, "message": why})
         elif message["type"] == "hello":
             if connection.guest and any(one.host == message["host"] and not one.guest for one in self.launchers):
-                raise WireError(f"{message['host']} is a host of the job's own")
+                raise WireError(f"{message['host']!r:.60} is a host of the job's own")
             connection.host, connection.places = message["host"], message["places"]
             self.launchers.add(connection)
             self._hearer.launcher_came(connection, message["host"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 
-_LIMIT = 20.0
+_LIMIT = 10.0
 _SRUN = "srun --no-kill --kill-on-bad-exit=0 --wait=0"
 _PROGRAM = re.compile(r"(?:.*/)?(?:recycle|python[0-9.]*|bash|sh|env)$")
 
