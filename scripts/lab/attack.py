@@ -42,6 +42,8 @@ STRANGE: Sequence[Any] = (None, True, -1, 10**30, 1.5, float("nan"), "", "x" * 1
                           "0:0/../..", "9" * 400)
 _LENGTH = struct.Struct(">I")
 _LIMIT = 8.0
+_PAUSE = 20.0
+"""Seconds at most after which a connection that says nothing comes again."""
 OWN = ("committed", "learnt", "offer", "adopted")
 """What a job writes down by itself: committed iterations, and better plans."""
 LATE = 1.0
@@ -224,7 +226,7 @@ async def idle(target: Target, count: int, over: asyncio.Event) -> None:
                         pass
                 finally:
                     writer.close()
-            await asyncio.sleep(target.dice.random())
+            await asyncio.sleep(_PAUSE * target.dice.random())
 
     tasks = [asyncio.create_task(one()) for _ in range(count)]
     await over.wait()
@@ -269,9 +271,9 @@ async def data(reader: asyncio.StreamReader) -> bytes:
     return found
 
 
-async def assault(target: Target, messages: int, crowd: int, at_once: int = 64) -> Seen:
-    """All of it, but for the newcomers."""
-    seen, over = Seen(), asyncio.Event()
+async def assault(target: Target, messages: int, crowd: int, limit: float = float("inf"), at_once: int = 64) -> Seen:
+    """All of it, but for the newcomers; what has not been sent within ``limit`` seconds is left out."""
+    seen, over, until = Seen(), asyncio.Event(), time.monotonic() + limit
     reader, writer = await target.connect()
     target.recorded = first(await greeting(reader), target.token)
     writer.close()
@@ -280,6 +282,8 @@ async def assault(target: Target, messages: int, crowd: int, at_once: int = 64) 
 
     async def worker() -> None:
         for turn in turns:
+            if time.monotonic() > until:
+                return
             await attack(target, KINDS[turn % len(KINDS)], seen)
 
     await asyncio.gather(*(worker() for _ in range(at_once)))
@@ -320,6 +324,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--idle", type=int, default=5_000)
+    parser.add_argument("--limit", type=float, default=3600.0, metavar="SECONDS", help="for all messages")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -363,7 +368,7 @@ def beside(job: subprocess.Popen[bytes], run_dir: Path, log: Path, args: argpars
     coming = spawn.Process(target=apart, args=(target, over, told))
     coming.start()
     began = time.monotonic()
-    seen = asyncio.run(assault(target, args.messages, args.idle))
+    seen = asyncio.run(assault(target, args.messages, args.idle, args.limit))
     took = time.monotonic() - began
     over.set()
     seen.answered, seen.unanswered = told.get(timeout=60)
