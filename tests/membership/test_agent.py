@@ -250,6 +250,7 @@ def test_a_silent_stranger_is_closed(tmp_path: Path) -> None:
 
 
 def test_a_crowd_of_strangers_is_not_let_in_and_workers_still_are(running: Service) -> None:
+    running.coordinator.server.strangers._room = 64
     host, _, port = running.address.rpartition(":")
     with contextlib.ExitStack() as crowd:
         for _ in range(80):
