@@ -102,6 +102,8 @@ class Candidate:
         self._clock = clock
         self._lease = 0
         self._kept = 0.0
+        self._seen = 0
+        """The latest term that another one was seen to lead in."""
 
     def announce(self, fresh: bool) -> None:
         """Say where this one will listen. With ``fresh`` the job has not begun yet.
@@ -122,7 +124,8 @@ class Candidate:
     def try_lead(self) -> ElectedJournal | None:
         """The job's journal, if nobody else leads. Raises StoreUnreachable, and JournalError."""
         leader = self._keys.read("leader").get("leader")
-        if leader is not None and leader[0] != self._content:
+        if leader is not None and leader[0]["nonce"] != self._content["nonce"]:
+            self._seen = max(self._seen, leader[0]["term"])
             return None
         now = self._clock()
         if not self._lease or not self._keys.store.keep(self._lease):
@@ -132,16 +135,19 @@ class Candidate:
         self._kept = now
         if leader is None:
             term = len(self._keys.read("term/")) + 1
+            if term <= self._seen:
+                raise JournalError(f"{self._keys.folder} in the store has been emptied: its term was {self._seen}, and "
+                                   f"without its journal no coordinator leads. {RESTART}")
+            led = {**self._content, "term": term}
             revision = self._keys.put_if({"leader": 0, f"term/{term:08d}": 0},
-                                         {"leader": self._content, f"term/{term:08d}": self._content},
-                                         self._lease, ("leader",))
+                                         {"leader": led, f"term/{term:08d}": led}, self._lease, ("leader",))
             if not revision:
                 return None
         else:  # the answer to an earlier try was lost
             revision = leader[1]
         read = self._keys.read("")
         terms = [name for name in sorted(read) if name.startswith("term/")]
-        if not terms or read[terms[-1]][0] != self._content:
+        if not terms or read[terms[-1]][0]["nonce"] != self._content["nonce"]:
             return None
         return ElectedJournal(self._keys, revision, int(terms[-1].partition("/")[2]), self._lease, read, self._kept,
                               self._clock)

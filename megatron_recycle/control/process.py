@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--store", help="etcd://...: stand by, and lead the job if nobody else does")
     made.add_argument("--job", default="", help="with --store: its name there")
     made.add_argument("--hosts", type=int, default=1, help="with --store: those that stand by")
+    made.add_argument("--begun", action="store_true", help="with --store: decisions must be there")
     made.add_argument("--node", default="0", help="number of this host among the job's")
     made.add_argument("--embedded", action="store_true", help="no launcher reports exits")
     return made
@@ -122,11 +123,14 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
         if not starter.closed:
             ordered = sorted(found.items(), key=lambda item: int(item[0]))
             starter.write(json.dumps({"all": ",".join(where for _, where in ordered)}) + "\n")
-            starter.close()
+            starter.flush()
 
     def lead() -> ElectedJournal:
         while (journal := until_answered(candidate.try_lead)) is None:
             time.sleep(_PAUSE)
+        if args.begun and not journal.records:
+            raise JournalError(f"{journal.path} in the store has been emptied: without it no coordinator leads. "
+                               f"{RESTART}")
         return journal
 
     await asyncio.to_thread(meet)
@@ -194,6 +198,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
     if elected is not None:
         loop = asyncio.get_running_loop()
         elected.keep_lead(partial(_in_loop, loop, coordinator.deposed))
+        starter.close()
         emit({"event": "leads", "t": time.time(), "term": elected.term, "control": control})
     elif not starter.closed:
         with starter:

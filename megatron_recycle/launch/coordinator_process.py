@@ -32,7 +32,7 @@ class CoordinatorSpec:
 
     `tied`: it dies with the process that starts it. `embedded`: there is no launcher that reports exits. `node`: the
     number of its host among the job's. With a `store` it stands by, for the `job` of that name there, beside those of
-    the other `hosts`.
+    the other `hosts`; `begun`: decisions must be there.
     """
 
     size: int
@@ -49,6 +49,7 @@ class CoordinatorSpec:
     store: str = ""
     job: str = ""
     hosts: int = 1
+    begun: bool = False
 
     def command(self) -> list[str]:
         command = [sys.executable, "-m", COORDINATORS_MODULE]
@@ -56,6 +57,7 @@ class CoordinatorSpec:
         command += ["--port", str(self.port), "--life", self.life, "--node", self.node]
         if self.store:
             command += ["--store", self.store, "--job", self.job, "--hosts", str(self.hosts)]
+            command += ["--begun"] * self.begun
         return command + ["--embedded"] * self.embedded + ["--resume"] * self.resume
 
 
@@ -71,6 +73,8 @@ class Service:
     """Seconds that it has to end by itself at the end of the job, while others still hear of it."""
     standby: bool = False
     """Whether another one may lead in its place."""
+    begun: bool = False
+    """Whether an iteration was committed."""
     later: bool = False
     """Whether it was started again, so that nobody has read yet what it said."""
 
@@ -81,21 +85,25 @@ class Service:
         Raises:
             RecycleError: it has refused to start, or has died too often.
         """
-        said = self._said() if self.later else {}
+        said = self._said() if self.later or self.standby else {}
         status = self.child.status() or 0
-        refused = self.later and "control" not in said and status > 0
+        refused = status > 0 and ("error" in said or (self.later and "control" not in said))
         self.child.release()
         if refused:
             raise RecycleError(_not_started(self.child.log, said))
         if status != DEPOSED:
             self.deaths.died(self.child.log)
-        spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True)
-        return Service(_spawn(spec), self.control, spec, self.deaths, self.linger, self.standby, later=True)
+        spec = dataclasses.replace(self.spec, port=int(self.control.rpartition(":")[2]), resume=True,
+                                   begun=self.begun)
+        return Service(_spawn(spec), self.control, spec, self.deaths, self.linger, self.standby, self.begun, later=True)
 
     def _said(self) -> dict[str, str]:
-        """The line of a process that has ended, if it got as far as that; nobody has read it yet."""
+        """The lines of a process that has ended, as far as nobody has read them yet."""
         assert self.child.stdout is not None
-        return json.loads(self.child.stdout.read() or b"{}")
+        said: dict[str, str] = {}
+        for line in self.child.stdout.read().splitlines():
+            said |= json.loads(line)
+        return said
 
     def kill(self) -> None:
         """End the process: nobody needs it."""

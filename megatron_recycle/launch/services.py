@@ -43,6 +43,7 @@ class Services:
         """An iteration was committed: what has died before may die again."""
         if self.coordinator is not None:
             self.coordinator.deaths.progress()
+            self.coordinator.begun = True
 
     def end(self) -> None:
         """The job is over."""

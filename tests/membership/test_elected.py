@@ -243,6 +243,16 @@ def test_what_was_written_without_the_token_is_not_believed() -> None:
         Candidate(Sealed(store, "job", "another"), "1", "h:1", store.clock).announce(fresh=True)
 
 
+def test_a_journal_that_was_emptied_is_not_taken_for_a_new_one() -> None:
+    store = Paper(random.Random(0))
+    leading(store).append({"kind": "decided"})
+    standing_by = Candidate(Sealed(store, "job", TOKEN), "1", "h:1", store.clock)
+    assert standing_by.try_lead() is None
+    store.keys.clear()
+    with pytest.raises(JournalError, match="has been emptied"):
+        standing_by.try_lead()
+
+
 def test_a_new_job_does_not_go_on_with_an_old_ones_journal() -> None:
     store = Paper(random.Random(0))
     leading(store).append({"kind": "decided"})
