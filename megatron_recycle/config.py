@@ -148,7 +148,8 @@ class RecycleConfig:
     state_copies: int = _option(
         2,
         "how many workers of a stage hold each shard of its optimizer state, where that is cut into shards "
-        "(DeepSpeed's ZeRO-1, Megatron's distributed optimizer); the number of pipelines: each holds all of it",
+        "(DeepSpeed's ZeRO-1, Megatron's distributed optimizer); all: each holds all of it",
+        choices=("all",),
     )
     max_restarts: int = _option(0, "how often the launcher starts a dead worker again")
     moves: bool = _option(
@@ -284,7 +285,7 @@ class RecycleConfig:
 
     def _check_ranges(self) -> None:
         least_values = {"block": 1, "cap": 1, "max_restarts": 0, "verify_every": 0, "seed": 0,
-                        "guard_interval": 1, "state_copies": 1}
+                        "guard_interval": 1, "state_copies": 0}
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -48,6 +48,7 @@ class Option:
     default: Any
     help: str
     choices: tuple[str, ...]
+    """The allowed values; of an integer, words for 0."""
     unit: str
 
     def parse(self, text: Any, source: str) -> Any:
@@ -62,7 +63,7 @@ class Option:
                 return True
             if word.lower() in ("false", "0", "no", "off"):
                 return False
-        elif self.kind is str:
+        elif self.kind is str or word in self.choices:
             return self.check(word, source)
         else:
             try:
@@ -75,10 +76,12 @@ class Option:
         """`value`, an integer widened where a float is wanted. Raises ConfigError for a wrong type or choice."""
         if self.optional and (value is None or value == AUTO):
             return None
+        if self.kind is int and value in self.choices:
+            return 0
         if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         fits = isinstance(value, self.kind) and (self.kind is bool or not isinstance(value, bool))
-        if fits and self.choices and value not in self.choices:
+        if fits and self.choices and self.kind is str and value not in self.choices:
             near = difflib.get_close_matches(str(value), self.choices, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(f"{source} is {value!r}; give {self._wanted()}{hint}")
@@ -89,11 +92,13 @@ class Option:
     def values(self) -> str:
         """The allowed values in one word, as `--help` and the documentation show them."""
         kinds = {bool: "true|false", int: "INTEGER", float: "NUMBER", str: "TEXT"}
-        values = "|".join(self.choices) or ("SECONDS" if self.unit == "s" else kinds[self.kind])
+        words = () if self.kind is str and self.choices else ("SECONDS" if self.unit == "s" else kinds[self.kind],)
+        values = "|".join((*words, *self.choices))
         return values + (f"|{AUTO}" if self.optional else "")
 
     def _wanted(self) -> str:
         """The allowed values in words, for a message."""
         kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
-        values = " or ".join(self.choices) or kinds[self.kind] + (" of seconds" if self.unit == "s" else "")
+        plain = kinds[self.kind] + (" of seconds" if self.unit == "s" else "")
+        values = " or ".join((*(() if self.kind is str and self.choices else (plain,)), *self.choices))
         return values + (f" or {AUTO}" if self.optional else "")

@@ -75,7 +75,9 @@ def _going(state: State) -> dict[str, FailureKind]:
             if names and joining[stage] and not staying[stage]}
     going = [name for name in in_order(wanted) if name not in kept]
     if state.resume is not None:  # twins go one after the other, since another has to adopt what the first has held
-        going = those_that_may_go(state.resume.shards, going)
+        may_go = those_that_may_go(state.resume.shards, [*going, *moved])
+        going = [name for name in going if name in may_go]
+        moved = {name: kind for name, kind in moved.items() if name in may_go}
     return {**dict.fromkeys(going, FailureKind.LEAVE), **moved}
 
 

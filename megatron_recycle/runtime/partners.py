@@ -27,7 +27,8 @@ def connect_partners(site: Site, standing: Standing, generation: Generation, lim
     if not groups.world.backend.lazy:
         return
     peers = groups.peers(groups.me.stage)
-    stage = {*combinations(peers, 2)} if site.exact else set() if resume is None else _given(resume, peers)
+    everybody = site.exact or generation.cuts is not None  # peers exchange pieces, or shards
+    stage = {*combinations(peers, 2)} if everybody else set() if resume is None else _given(resume, peers)
     with phase:
         make_first_transfers(groups, pairs(generation.plan) | tied_pairs(generation.plan), stage, site.stage.device,
                              lambda: site.interrupted(standing), limit)

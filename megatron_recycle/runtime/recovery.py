@@ -189,7 +189,7 @@ def _report(site: Site, standing: Standing) -> dict[str, Any]:
     since = site.framework.data.since
     read = bisect_left(range(-1, standing.committed + 1), since, key=lambda iteration: site.grids.number(iteration + 1))
     return {**standing.report(), "guard": {**guard.report(), "back": guard.back, "read": read - 1},
-            **shards.report(site.stage, site.config.state_copies, standing)}
+            **shards.report(site.stage, site.config.state_copies or site.place.grid.pipelines, standing)}
 
 
 def rebuild(site: Site, stepper: Stepper, go: Go) -> Generation:

@@ -39,17 +39,12 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
     """Raises ConfigError for what cannot be had where the optimizer's state is cut into shards."""
     if stage.shards is None:
         return
-    if config.policy != "reroute":
-        raise ConfigError(f"policy {config.policy} is not there yet where the optimizer is cut into shards (ZeRO-1, "
-                          "Megatron's distributed optimizer): leave policy out")
     if config.guard == "memory":
-        raise ConfigError("guard memory keeps copies of whole stages, and the optimizer is cut into shards (ZeRO-1): "
-                          "leave guard out, and give a larger state_copies")
-    if config.moves:
-        raise ConfigError("moves cannot take shards of an optimizer (ZeRO-1) along yet: leave moves out")
+        raise ConfigError("guard memory keeps copies of whole stages, and the optimizer is cut into shards: leave "
+                          "guard out, and give a larger state_copies")
     if config.state_copies > place.grid.pipelines:
         raise ConfigError(f"state_copies {config.state_copies} asks for more workers than the {place.grid.pipelines} "
-                          f"that a stage has: give at most {place.grid.pipelines}")
+                          f"that a stage has: give at most {place.grid.pipelines}, or all")
     if config.state_copies == stage.shards.least == 1 < place.grid.pipelines and place.me.pipeline == 0:
         get_logger().warning("megatron-recycle: state_copies 1: with any worker that fails a shard of the optimizer's "
                              "state is lost, and the job ends; 2 lets it go on")
@@ -139,7 +134,8 @@ def gather(stage: Stage, groups: Groups, cut: Cuts, peers: Sequence[Worker]) -> 
              for peer in peers if peer not in holders and shards.length(shard)]
     like = shards.parameters[0].data if shards.parameters else torch.empty(0)
     with torch.no_grad():
-        exchange(groups.stage, ranks, groups.me, SHARD_PARAMETERS, moves, read=lambda shard, _: shards.values(shard),
+        own = {shard: shards.values(shard) for shard in {shard for shard, giver, *_ in moves if giver == groups.me}}
+        exchange(groups.stage, ranks, groups.me, SHARD_PARAMETERS, moves, read=lambda shard, _: own[shard],
                  write=shards.set_values, like=like)
 
 

@@ -65,7 +65,7 @@ def other_value(option: config.Option) -> Any:
         return "20,22,18; 4,5,6"
     if option.kind is bool:
         return not option.default
-    if option.choices:
+    if option.choices and option.kind is str:
         return option.choices[-1]
     if option.kind is float:
         return (option.default or 1.0) * 1.5

@@ -285,8 +285,8 @@ class Job:
         stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
                            tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts,
-                           shards=to_begin_with(place.me.pipeline, shape.pipelines, config.state_copies)
-                           if shape.sharded else None)
+                           shards=to_begin_with(place.me.pipeline, shape.pipelines,
+                                                config.state_copies or shape.pipelines) if shape.sharded else None)
         worker: list[StageWorker] = []
 
         def abort(generation: int) -> None:

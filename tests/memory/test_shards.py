@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.memory import test_policies as policies
 from tests.memory.job import Job, Shape, check, undisturbed
-from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw, Scene
+from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
 from tests.moments import Moment
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
@@ -82,6 +83,26 @@ def test_one_that_comes_back_gets_shards_again():
     """Its peers, which had adopted them, let go of theirs."""
     job = Draw(3).comes_back(CLIPPED).run(seed=4)
     assert all(process.result.shards for process in job.processes.values())
+
+
+@pytest.mark.parametrize("policy", ["rollback", "lossy_forward"])
+def test_policies_that_leave_micro_batches_out(policy):
+    """On a network with NCCL's rules: peers have connected before they send shards to each other."""
+    shape = replace(SHAPES["3x2, four"], sharded=True).with_settings(reduction="fast", policy=policy)
+    with Job(shape, [Moment("1:1", "weight", 1)], seed=1) as job:
+        policies.check(job, job.wait(), {"1:1"})
+
+
+def test_a_worker_that_moves_takes_shards_of_its_new_stage():
+    late = Moment("0:0", "forward", 4)
+    shape = Shape(3, 2, 2, 8, sharded=True).with_settings(moves=True)
+    with Job(shape, [Moment("1:1", "backward", 0, 1)], moves={"2:0": "1:1"}, holds=[late]) as job:
+        job.wait_held(late)
+        job.wait_event("waiting", worker="1:1")
+        job.release(late)
+        results = job.wait()
+        check(job, results, {"2:0"}, {"1:1"})
+    assert all(results[rank].shards for rank in job.processes if job.names[rank] != "2:0")
 
 
 def _die_together(job: Job) -> None:

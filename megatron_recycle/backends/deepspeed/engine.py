@@ -218,9 +218,10 @@ class RecyclePipelineEngine(PipelineEngine):
         group = self.seq_data_parallel_group
         scaler = CreateLossScaler(self.get_data_types()[0], self.loss_scale(), self.dynamic_loss_scale(),
                                   self.dynamic_loss_scale_args())
-        self.sharded = ZeroOptimizer(optimizer, group, dist.get_rank(group), dist.get_world_size(group),
-                                     self._copies, self.param_names, self.gradient_clipping(),
-                                     self.communication_data_type, scaler, bf16)
+        size = dist.get_world_size(group)
+        self.sharded = ZeroOptimizer(optimizer, group, dist.get_rank(group), size, self._copies or size,
+                                     self.param_names, self.gradient_clipping(), self.communication_data_type, scaler,
+                                     bf16)
         return self.sharded
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:

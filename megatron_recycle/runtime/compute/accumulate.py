@@ -192,6 +192,10 @@ class Accumulators:
                 if grown is not None and grown is not sum_:  # a graph of gradients was asked for, or a hook replaced it
                     sum_.copy_(grown.detach())
 
+    def clear(self) -> None:
+        """Let go of all sums: they are reduced."""
+        self._sums.clear()
+
     def sum(self, piece: Piece) -> torch.Tensor:
         """The flat sum of ``piece``; zeros if nothing was added to it."""
         return self._sums.setdefault(piece, Accumulator(self.layout)).sum()
