@@ -74,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--technique", choices=("adaptive", "decoupled", "staggered"), default="staggered")
     how.add_argument("--shapes", choices=("auto", "exact", "multiset"), default="auto",
                      help="whether losses in another order of stages need another plan (auto: on small grids)")
+    how.add_argument("--quick", action="store_true",
+                     help="plans as they are there at once, without a job's search for better ones on small grids")
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="write everything there; - for standard output, without the table")
     out.add_argument("--picture", metavar="FILE", help="throughput over time, .png or .svg")
@@ -83,8 +85,8 @@ def run(args: argparse.Namespace) -> int:
     """Simulate; returns 0. Raises TraceError and PlanError, whose messages name what is wrong."""
     pipelines, stages, microbatches = _grid(args.grid)
     job = _job(args, pipelines, stages, microbatches)
-    needed = -(-pipelines * stages * args.tp // args.gpus)
-    cluster = Cluster(args.hosts or needed, args.gpus, args.tp)
+    needed = -(-pipelines * stages * args.tp // max(1, args.gpus))
+    cluster = Cluster(needed if args.hosts is None else args.hosts, args.gpus, args.tp)
     wanted = makers(ORDER if args.policy == ["all"] else args.policy, _stalls(args))
     traces = _traces(args, cluster)
     if args.write_trace:
@@ -92,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json == "-", width=None if sys.stdout.isatty() else 180)
     with _shown(len(wanted) * len(traces)) as progress:
         rows, notes = compare(wanted, job, cluster, traces, technique=args.technique, shapes=args.shapes,
-                              progress=progress)
+                              work=0 if args.quick else None, progress=progress)
+    if not any(trace.outages for trace in traces):
+        notes += ("nothing fails: give --trace, or --gpu-mtbf, --host-mtbf or --rack-mtbf",)
     for note in notes:
         print(f"recycle simulate: {note}", file=sys.stderr)
     about = {"grid": [pipelines, stages, microbatches], "tp": args.tp, "hosts": cluster.hosts, "gpus": cluster.gpus,

@@ -15,7 +15,7 @@ from megatron_recycle.simulate.policies.recycling import Stalls
 from megatron_recycle.simulate.report import Estimate
 from megatron_recycle.simulate.trace import TraceError
 
-GRID = ["--grid", "3x2x4", "--gpus", "1"]
+GRID = ["--grid", "3x2x4", "--gpus", "1", "--quick"]
 
 
 def called(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -41,8 +41,9 @@ def test_a_made_up_trace_beside_other_policies(capsys: pytest.CaptureFixture[str
 
 
 def test_the_table_names_the_policies(capsys: pytest.CaptureFixture[str]):
-    status, out, _ = called(capsys, *GRID, "--hours", "0.1", "--policy", "ours", "fault-free", "--model", "4,64,32")
+    status, out, err = called(capsys, *GRID, "--hours", "0.1", "--policy", "ours", "fault-free", "--model", "4,64,32")
     assert status == 0 and "ours" in out and "fault-free" in out
+    assert "nothing fails" in err
 
 
 @pytest.mark.parametrize(("words", "said"), [
@@ -56,6 +57,7 @@ def test_the_table_names_the_policies(capsys: pytest.CaptureFixture[str]):
     ([*GRID, "--model", "2,64,x"], "gpt3-medium"),
     (["--grid", "3x4x4", "--gpus", "1", "--model", "2,64"], "2 layers"),
     ([*GRID, "--hosts", "4"], "has 4"),
+    ([*GRID, "--hosts", "0"], "needs hosts"),
     ([*GRID, "--tp", "2"], "multiple of 2"),
     ([*GRID, "--host-mtbf", "0"], "above 0"),
     ([*GRID, "--save-every", "0"], "above 0"),
