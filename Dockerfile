@@ -71,7 +71,7 @@ COPY setup.py pyproject.toml README.md LICENSE ./
 COPY megatron_recycle megatron_recycle
 # There is no compiler in the image: torch's headers and test programs, and packages' own tests, would be of no use.
 RUN /opt/venv/bin/pip install -c scripts/constraints.txt ".[deepspeed,megatron]" \
-    && /opt/venv/bin/pip uninstall -y pip setuptools \
+    && /opt/venv/bin/pip uninstall -y pip \
     && (for part in include share test; do rm -rf /opt/venv/lib/python3*/site-packages/torch/$part; done) \
     && find /opt/venv \( -name __pycache__ -o -name tests \) -type d -prune -exec rm -rf {} +
 
