@@ -33,7 +33,8 @@ def converted(checkpoint: Path) -> dict[str, torch.Tensor]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     found = {str(file.relative_to(out)): torch.load(file, weights_only=False) for file in (out / "zero").rglob("*.pt")}
-    return {name: value["param"] if isinstance(value, dict) else value for name, value in found.items()}
+    return {name: value.get("param", value) if isinstance(value, dict) else value
+            for name, value in found.items()}
 
 
 def test_a_checkpoint_of_zero_without_a_worker_becomes_a_universal_one(tmp_path):
