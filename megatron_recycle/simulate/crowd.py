@@ -81,16 +81,19 @@ class Crowd:
             self._feed(inputs.Lost(losses, now))
             self._settle(committed)
 
-    def come(self, position: str, host: str, now: float, committed: int) -> None:
-        """A process for an empty position has built its model and waits to come in."""
+    def come(self, position: str, host: str, now: float, committed: int) -> bool:
+        """A process for an empty position has built its model and waits to come in; whether it may."""
         self._now = now
         self._commit(committed)
         life = self._lives[position] = self._lives.get(position, 0) + 1
         rank = self._ranks[position]
         member = Member(position, rank, f"{position}/{life}", rank + life * len(self._names), host)
         self._feed(inputs.Hello(member))
+        if self.state.joiners.get(position) != member:
+            return False  # another process waits for it
         description = dict(self.state.description or {})
         self._feed(inputs.Ready(member.incarnation, description, _report(committed)))
+        return True
 
     def stand(self, now: float, committed: int) -> None:
         """All members stand at the boundary that they were asked to make."""

@@ -50,7 +50,7 @@ def test_a_worker_comes_back_at_a_boundary():
     job = crowd()
     job.lose(["1:1"], False, 100.0, 3)
     assert job.empty == ["1:1"] and not job.asked.switch
-    job.come("1:1", "host", 110.0, 5)
+    assert job.come("1:1", "host", 110.0, 5) and not job.come("1:1", "other", 110.0, 5)
     assert job.asked.switch and job.empty == []
     job.stand(111.0, 6)
     assert not job.asked.switch and sorted(job.state.members) == sorted(f"{d}:{s}" for d in range(3) for s in range(2))

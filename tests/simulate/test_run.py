@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -130,6 +131,20 @@ def test_spares_take_the_place_of_the_lost():
                   trace(Outage(100.0, float("inf"), "host3", HOST), duration=600, hosts=8), wide)
     full = PLANS.rerouted(())
     assert outcome.rate[-1][1] == pytest.approx(JOB.batch / full.period)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(some.integers(0, 10_000))
+def test_every_member_has_a_unit_and_no_unit_is_idle_while_a_place_is_empty(seed: int):
+    """Through failures, spares and moves, some time after the last change."""
+    wide = Cluster(8, 1)
+    made = generate(8, 1, 20_000, seed, of_hosts=Failures(6000, repair=2500)).part(0, 15_000)
+    calm = Trace(made.hosts, tuple(replace(one, up=min(one.up, 15_000)) for one in made.outages), 16_500)
+    policy = Recycling(Stalls(start=10.0, save=0))
+    run(policy, calm, wide)
+    assert policy.crowd is not None and not policy.crowd.empty
+    assert {str(worker) for worker in policy.seats.of.values()} == policy.crowd.state.members.keys()
+    assert len(policy.seats.of) + len(policy.seats.spare) == 8
 
 
 def test_tensor_parallel_workers_are_lost_with_any_of_their_gpus():

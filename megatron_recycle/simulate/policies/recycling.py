@@ -204,11 +204,15 @@ class Recycling:
         crowd = self.crowd
         if crowd is None:
             return Answer()
-        if self._due.get(position) == unit:
+        spare = self._due.get(position) == unit
+        if spare:
             del self._due[position]
         elif self._moving.get(position) != unit or position not in crowd.state.moves:
             return Answer()
-        crowd.come(position, f"host{unit.host}", now, iteration)
+        if not crowd.come(position, f"host{unit.host}", now, iteration) and spare:
+            self.seats.lose([unit])  # a worker has moved there meanwhile: another place is sought
+            self.seats.gain([unit])
+            self._come_in()
         return self._and(Answer())
 
     def _at_boundary(self, now: float, iteration: int) -> Answer:
@@ -255,6 +259,7 @@ class Recycling:
             return answer
         if crowd.asked.moves is not None:
             crowd.find_moves()
+        self._moving = {to: unit for to, unit in self._moving.items() if to in crowd.state.moves}
         for position, beside in crowd.asked.starts:
             unit = self.seats.unit(Worker.parse(crowd.at_rank(beside)))
             if unit is not None:
