@@ -25,7 +25,7 @@ from megatron_recycle.runtime.activity import CONNECT, COPY
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.reuse import Rested
-from megatron_recycle.runtime.compute.data import NotReadHere, digest, follows_script
+from megatron_recycle.runtime.compute.data import Mapped, NotReadHere, digest, follows_script
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
@@ -331,6 +331,9 @@ def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]
 
     Raises JobEnded, here alone: the others would take its data for a fault of the dataset, which ends the job.
     """
+    data = site.framework.data
+    if site.place.parts > 1 and isinstance(data, Mapped) and data.maps:
+        return  # the function may hand batches to the worker's other parts, which would take this one for their next
     for (pipeline, microbatch), theirs in read.items():
         site.forget_data(iteration - 1)
         number = site.grids.number(iteration, microbatch)

@@ -57,8 +57,6 @@ def test_one_process_killed_takes_its_worker_out_and_leaves_the_same_bits(positi
 
 
 @pytest.mark.night
-@pytest.mark.xfail(reason="the one that comes in forgets a micro-batch before it compares it (KeyError in replay.py), "
-                   "and ends alone", strict=False)
 def test_a_killed_part_of_a_worker_is_replaced_while_the_batch_size_changes():
     """The script's group of tensor-parallel ranks is made again by the one that comes in, and evaluations, barriers and
     the changes that it has not seen are behind it."""

@@ -121,6 +121,14 @@ def test_each_worker_reads_what_the_others_iterators_give(kind: str):
             assert torch.equal(source.batch(pipeline, 10 + number), stock[pipeline][number]), (pipeline, number)
 
 
+def test_one_that_comes_in_compares_a_micro_batch_that_its_peers_have_done_with():
+    source, stock = source_of(1, in_epochs(1), first=10), [batch for batch, _ in zip(in_epochs(1), range(4))]
+    source.forget(1, 13)  # the iteration that it begins with is told before anything is read here
+    assert torch.equal(source.batch(1, 11), stock[1])
+    source.forget(1, 12)
+    assert torch.equal(source.batch(1, 13), stock[3])
+
+
 def test_batches_that_are_too_many_passes_ago_are_not_read_again():
     source = source_of(1, in_epochs(1))
     for number in range(PER_PASS * (_RUNS + 2)):

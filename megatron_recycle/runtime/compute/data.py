@@ -219,6 +219,11 @@ class Mapped:
         """As `DataSource`'s."""
         return self._source.since
 
+    @property
+    def maps(self) -> bool:
+        """Whether there is a function now."""
+        return self._function() is not None
+
     def batch(self, pipeline: int, number: int) -> Batch:
         batch, function = self._source.batch(pipeline, number), self._function()
         if function is None:

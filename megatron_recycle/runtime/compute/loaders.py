@@ -169,7 +169,7 @@ class LoaderSource:
             lambda _: _Stream(self), None, once=True, name="the iterator given to train_batch()",
             ended="it must not end before training does (deepspeed.utils.RepeatingLoader repeats one)",
             failed="Handle the error in the dataset")
-        own.forget(self._pipeline, max(0, self._past.final - self._given[0][0]))
+        own.forget(self._pipeline, max(0, min(self._past.final, number) - self._given[0][0]))
         return own
 
     def note(self, number: int, at: Read | DataError) -> None:

@@ -173,7 +173,9 @@ class ScriptGroups:
         def method(group: dist.ProcessGroup, *given: Any, **keywords: Any) -> Any:
             asks = self._job.asks()
             if asks is Asks.LIBRARY:
-                return stock(self._of_now(group), *given, **keywords)
+                if (now := self._of_now(group)) is not group:  # which may be of another class: the group of one that
+                    return getattr(now, name)(*given, **keywords)  # has come in is Alone
+                return stock(group, *given, **keywords)
             if (found := self._groups.known(group)) is None or (
                     len(found.ranks) == 1 and not isinstance(group, Hollow)):
                 return stock(group, *given, **keywords)
