@@ -8,11 +8,23 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from pathlib import Path
+from types import ModuleType
 
-from tests.ordered.jobs import install_for_megatron
-from tests.ordered.rules import Rules
+
+def name_tests() -> None:
+    """Let `tests` be this repository's, which is a folder: wherever it is in sys.path, Megatron-LM's checkout, which
+    has a package of that name, would come before it."""
+    tests = ModuleType("tests")
+    tests.__path__ = [str(Path(__file__).resolve().parents[1])]
+    sys.modules["tests"] = tests
+
 
 if __name__ == "__main__":
+    name_tests()
+    from tests.ordered.jobs import install_for_megatron
+    from tests.ordered.rules import Rules
+
     rules = Rules.of_all()
     assert rules is not None, "pytest --ordered has started this"
     install_for_megatron(rules)
