@@ -33,6 +33,7 @@ from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, P
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import RESTART, DeadEnd, by_stage, decide
+from megatron_recycle.membership.shards import by_shard
 from megatron_recycle.membership.state import Closing, Member, Message, Phase, State
 from megatron_recycle.membership.survival import exposed
 
@@ -98,11 +99,13 @@ def _lost_stranded(state: State, member: Member, kind: FailureKind, since: float
 def _spare(
     state: State, lost: Mapping[str, FailureKind], since: float, now: float
 ) -> tuple[State, dict[str, FailureKind], tuple[Emit, ...]]:
-    """`lost` without members that live, only too slowly, and without whom a stage would be empty: to remove them would
-    end the job, to wait may not. They are reported, once per generation."""
+    """`lost` without members that live, only too slowly, and without whom a stage would be empty, or a shard of its
+    optimizer's state would have no holder: to remove them would end the job, to wait may not. They are reported, once
+    per generation."""
     kept: list[str] = []
     gone = {*lost, *siblings(state.members, lost)}
-    for names in by_stage(state.stages, state.proven):
+    cut, adopted = (state.resume.shards, state.committed >= state.resume.next) if state.resume else ((), True)
+    for names in (*by_stage(state.stages, state.proven), *by_shard(cut, state.proven, adopted)):
         if gone.issuperset(names):
             kept += [name for name in names if name in lost and lost[name].lives]
     events = tuple(

@@ -13,6 +13,8 @@ from megatron_recycle.membership.inputs import Exited, Ready
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.persistent_map import put
+from megatron_recycle.membership.resume import parts_of
+from megatron_recycle.membership.shards import tables
 from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.survival import judge
 from megatron_recycle.plan.grid import Grid
@@ -83,11 +85,12 @@ def _form(state: State, now: float) -> Step:
     models = {model_key(name): {key: told[key] for key in OWN if key in told}
               for name, told in state.descriptions.items()}
     description = {key: value for key, value in next(iter(state.descriptions.values())).items() if key not in OWN}
+    stages = description["grid"]["stages"]
     split = {Process.parse(name).worker.stage for name, told in state.descriptions.items()
              if not told.get("full_backward")}
-    if full := [stage for stage in range(description["grid"]["stages"]) if stage not in split]:
+    if full := [stage for stage in range(stages) if stage not in split]:
         description["full_backward"] = full  # the planner's: stages, all of whose processes may run B and W in one
-    grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
+    grid = Grid(stages, tuple(description["grid"]["microbatches"]))
     parts = description.get("parts", 1)
     wanted = {str(Process(worker, part)) for worker in grid.workers()
               for part in (range(parts) if parts > 1 else (None,))}
@@ -111,7 +114,8 @@ def _form(state: State, now: float) -> Step:
         ranks={member.worker: member.rank for member in state.known.values()},
     )
     hosts = {name: state.members[name].host for name in in_order(state.members)}
-    survival = judge(hosts, state.host, guarding.wanted(state))
+    cut = tables(parts_of(stages, hosts), state.reports, (), hosts)
+    survival = judge(hosts, state.host, guarding.wanted(state), cut)
     started = {
         "event": "started",
         "t": now,

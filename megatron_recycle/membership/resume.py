@@ -86,6 +86,11 @@ def by_stage(stages: int, members: Iterable[str]) -> list[list[str]]:
     return found
 
 
+def parts_of(stages: int, members: Iterable[str]) -> list[list[str]]:
+    """The processes that hold the same parameters, stage by stage and part by part."""
+    return [names for workers in by_stage(stages, members) for names in _by_part(workers)]
+
+
 def _by_part(names: Sequence[str]) -> list[list[str]]:
     """A stage's processes that hold the same parameters: the same part of each worker."""
     parts = sorted({Process.parse(name).part or 0 for name in names})
@@ -147,7 +152,7 @@ def decide(
     )
     copies = {to: source for held in holding if held.shard < 0 for to, source in held.copies(target)}
     slices = [(to, source, held.shard) for held in holding if held.shard >= 0 for to, source in held.copies(target)]
-    parts = [names for workers in peers for names in _by_part(workers)]
+    parts = parts_of(stages, members)
     slices += _numbers(target, parts, reports)
     return Resume(target, following, attempt, verdict, copies, redone, slices=tuple(slices),
                   shards=tables(parts, reports, joined, hosts))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_recycle.membership.names import Process, in_order, workers_of
+from megatron_recycle.plan.grid import Worker
 
 Holders = tuple[tuple[str, ...], ...]
 """By shard, the processes that hold it."""
@@ -47,17 +48,23 @@ class ShardTable:
         return cls(data["stage"], data["part"], had, holders)
 
 
-def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[str, str], copies: int) -> Holders:
+def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[str, frozenset[str]],
+           copies: int) -> Holders:
     """Holders of each shard among ``members``: ``copies`` of them, or all if there are fewer; twins on different hosts
     where that can be; no worker with two shards more than another unless hosts ask for it; and no copy that none of
-    these asks for. Every shard must be ``had`` by some member."""
+    these asks for. The first speaks for the shard: as far as that goes, another one for each.
+
+    Args:
+        had: by shard, those that have it, members or not.
+        hosts: those that a member is lost with.
+    """
     names = in_order(members)
     wanted = min(copies, len(names))
     found = [[name for name in of if name in names] for of in had]
     load = Counter({name: sum(name in of for of in found) for name in names})
 
     def apart(of: Sequence[str], name: str) -> bool:
-        return all(hosts.get(name) != hosts.get(other) for other in of if other != name)
+        return all(hosts[name].isdisjoint(hosts[other]) for other in of if other != name)
 
     def give_up(shard: int, name: str) -> None:
         found[shard].remove(name)
@@ -75,8 +82,8 @@ def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[
             free = [name for name in names if name not in of]
             take(shard, min(free, key=lambda name: (not apart(of, name), load[name],
                                                     (names.index(name) - shard) % len(names))))
-        if wanted > 1 and len({hosts.get(name) for name in of}) == 1:
-            others = [name for name in names if hosts.get(name) != hosts.get(of[0])]
+        if wanted > 1 and (common := frozenset.intersection(*(hosts[name] for name in of))):
+            others = [name for name in names if common.isdisjoint(hosts[name])]
             if others:  # a host has come back
                 give_up(shard, max(of, key=lambda name: (load[name], Process.parse(name))))
                 take(shard, min(others, key=lambda name: (load[name], Process.parse(name))))
@@ -84,7 +91,18 @@ def assign(had: Sequence[Sequence[str]], members: Iterable[str], hosts: Mapping[
         shard, giver, taker = move
         give_up(shard, giver)
         take(shard, taker)
-    return tuple(tuple(in_order(of)) for of in found)
+    return _with_speakers(found, names)
+
+
+def _with_speakers(found: Sequence[Sequence[str]], names: Sequence[str]) -> Holders:
+    """Holders in order, but for the first: whoever speaks for the fewest shards before this one."""
+    duties: Counter[str] = Counter()
+    holders = []
+    for shard, of in enumerate(found):
+        first = min(of, key=lambda name: (duties[name], (names.index(name) - shard) % len(names)))
+        duties[first] += 1
+        holders.append((first, *in_order(set(of) - {first})))
+    return tuple(holders)
 
 
 def to_begin_with(place: int, count: int, copies: int) -> list[int]:
@@ -123,6 +141,16 @@ def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str]) -> li
     return going
 
 
+def by_shard(tables: Sequence[ShardTable], members: Iterable[str], adopted: bool) -> list[list[str]]:
+    """For each shard, those of ``members`` that have it, with all parts of these workers. Until all have ``adopted``
+    what a recovery gives them, those that had it before it, and again those that are to have it: either may have it
+    alone."""
+    names = [*members]
+    return [[name for name in names if Process.parse(name).worker in workers]
+            for table in tables for of in (*table.holders, *(() if adopted else table.had))
+            for workers in [workers_of(of)]]
+
+
 # What reports say
 
 
@@ -140,7 +168,8 @@ def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, An
            hosts: Mapping[str, str]) -> tuple[ShardTable, ...]:
     """The table of each of ``parts``, processes that have the same parameters and report; ``joined`` come in and have
     nothing yet. Every shard must have a holder."""
-    found = []
+    parts, joined, found = [*parts], [*joined], []
+    at = _hosts_of_workers([*(name for names in parts for name in names), *joined], hosts)
     for names in parts:
         count = count_of(names, reports)
         if not count:
@@ -150,6 +179,15 @@ def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, An
         new = [name for name in joined if (Process.parse(name).worker.stage, Process.parse(name).part)
                == (first.worker.stage, first.part)]
         copies = reports[names[0]]["shards"]["copies"]
-        found.append(ShardTable(first.worker.stage, first.part or 0, had,
-                                assign(had, [*names, *new], hosts, copies)))
+        members = [*names, *new]
+        lost_with = {name: at[Process.parse(name).worker] for name in members}
+        found.append(ShardTable(first.worker.stage, first.part or 0, had, assign(had, members, lost_with, copies)))
     return tuple(found)
+
+
+def _hosts_of_workers(names: Iterable[str], hosts: Mapping[str, str]) -> dict[Worker, frozenset[str]]:
+    """The hosts that each worker has a part on: it is lost with any."""
+    found: dict[Worker, set[str]] = {}
+    for name in names:
+        found.setdefault(Process.parse(name).worker, set()).update({hosts[name]} if name in hosts else ())
+    return {worker: frozenset(of) for worker, of in found.items()}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_recycle.membership.names import Process
+from megatron_recycle.membership.names import Process, workers_of
 from megatron_recycle.membership.placement import Placement
+from megatron_recycle.membership.shards import ShardTable
+from megatron_recycle.plan.grid import Worker
 
 _NAMED = 3
 """Hosts that a sentence names."""
@@ -14,20 +16,22 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Survival:
-    """`fatal` has, for each host whose loss would leave a stage without a worker, these stages; `text` says it to
-    people."""
+    """`fatal` has, for each host whose loss would leave a stage without a worker, or a shard of its optimizer's state
+    without a holder, these stages; `text` says it to people."""
 
     text: str
     fatal: Mapping[str, list[int]] = field(default_factory=dict)
 
 
-def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False) -> Survival:
+def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False,
+          tables: Sequence[ShardTable] = ()) -> Survival:
     """The consequences of losing each host, for these processes.
 
     Args:
         hosts: where each process is, by its name (see `names`). A worker is lost with any part of it.
         coordinator: the host that the coordinator is on; empty if nobody knows.
         guarded: whether a copy of a stage with one worker is kept elsewhere.
+        tables: who holds which shard, where the optimizer's state is cut.
     """
     where = _where(hosts)
     copies = min(len(workers) for workers in where.values())
@@ -36,18 +40,23 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
     if copies < 2:
         return Survival("each stage has one worker: no failure can be survived. Survivors need two pipelines or more")
     all_hosts = sorted(set(hosts.values()))
+    if any(len(of) < 2 for table in tables for of in table.holders):
+        return Survival("each shard of the optimizer's state has one holder (state_copies 1): no failure can be "
+                        "survived. Survivors need 2 or more",
+                        {host: [*of] for host, of in _last_holders(where, tables).items()})
     if len(all_hosts) == 1:
         return Survival(f"all workers are on host {_shown(all_hosts, all_hosts)}, whose loss ends the job")
-    if fatal := _fatal(where):
-        parts = len(hosts) // sum(map(len, where.values()))
-        most = (copies - 1) * parts
-        held = "; ".join(f"{_shown([host], all_hosts)} has all {copies} copies of stage {', '.join(map(str, stages))}"
-                         for host, stages in [*fatal.items()][:_NAMED])
-        held += f"; and {len(fatal) - _NAMED} hosts more" * (len(fatal) > _NAMED)
-        order = ("Count the ranks through a pipeline first (--recycle-placement spread; in a topology of your own: the "
-                 "axes data, pipe), or start" if _order_helps(where, len(hosts), len(all_hosts)) else "Start")
-        return Survival(f"warning: losing one host can end the job: {held}. {order} at most {most} workers on each "
-                        "host (--nproc), on more hosts", fatal)
+    fatal = _fatal(where)
+    lost = {host: left for host, of in _last_holders(where, tables).items()
+            if (left := {stage: shards for stage, shards in of.items() if stage not in fatal.get(host, [])})}
+    if fatal or lost:
+        found = {host: sorted([*fatal.get(host, []), *lost.get(host, {})]) for host in sorted({*fatal, *lost})}
+        of_hosts = [f"{_shown([host], all_hosts)} has {what}" for host in found
+                    for what in _what(fatal.get(host, []), lost.get(host, {}), copies)]
+        held = "; ".join(of_hosts[:_NAMED]) + f"; and {len(of_hosts) - _NAMED} hosts more" * (len(of_hosts) > _NAMED)
+        advice = "" if not fatal else _advice(where, len(hosts), len(all_hosts), copies)
+        advice += " Give a larger state_copies, or start all parts of a worker on one host" if lost else ""
+        return Survival(f"warning: losing one host can end the job: {held}.{advice}", found)
     but = f" but {_shown([coordinator], all_hosts)}, where the coordinator is" if coordinator in all_hosts else ""
     return Survival(f"survives the loss of any one host{but}")
 
@@ -78,6 +87,35 @@ def _fatal(where: Where) -> dict[str, list[int]]:
     return {host: stages for host in hosts
             if (stages := [stage for stage, workers in sorted(where.items())
                            if all(host in parts for parts in workers.values())])}
+
+
+def _what(stages: Sequence[int], shards: Mapping[int, Sequence[int]], copies: int) -> list[str]:
+    """The things that a host has alone."""
+    found = [f"all {copies} copies of stage {', '.join(map(str, stages))}"] if stages else []
+    return found + [f"a part of each worker that holds shard {', '.join(map(str, of))} of stage {stage}'s optimizer "
+                    "state" for stage, of in shards.items()]
+
+
+def _advice(where: Where, processes: int, hosts: int, copies: int) -> str:
+    """How to start so that no host has all copies of a stage."""
+    most = (copies - 1) * (processes // sum(map(len, where.values())))
+    order = ("Count the ranks through a pipeline first (--recycle-placement spread; in a topology of your own: the "
+             "axes data, pipe), or start" if _order_helps(where, processes, hosts) else "Start")
+    return f" {order} at most {most} workers on each host (--nproc), on more hosts"
+
+
+def _last_holders(where: Where, tables: Sequence[ShardTable]) -> dict[str, dict[int, list[int]]]:
+    """By host whose loss would leave a shard without a holder: by stage, these shards."""
+    found: dict[str, dict[int, list[int]]] = {}
+    for host in sorted({host for workers in where.values() for parts in workers.values() for host in parts}):
+        lost = {Worker(pipeline, stage) for stage, workers in where.items()
+                for pipeline, parts in workers.items() if host in parts}
+        for table in tables:
+            gone = [shard for shard, of in enumerate(table.holders) if lost.issuperset(workers_of(of))]
+            if gone:
+                shards = found.setdefault(host, {}).setdefault(table.stage, [])
+                shards += [shard for shard in gone if shard not in shards]
+    return found
 
 
 def _order_helps(where: Where, processes: int, hosts: int) -> bool:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as some
 
+from megatron_recycle.membership import inputs
+from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.shards import ShardTable, assign, those_that_may_go
+from tests.membership.cluster import Cluster, events, report
+
+
+def _on(hosts: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    return {name: frozenset([host]) for name, host in hosts.items()}
 
 
 def _own(count: int) -> list[list[str]]:
@@ -16,33 +26,98 @@ def _own(count: int) -> list[list[str]]:
 
 def test_twins_are_neighbours_where_each_has_a_host() -> None:
     names = [f"{number}:0" for number in range(4)]
-    found = assign(_own(4), names, {name: name for name in names}, 2)
-    assert found == (("0:0", "1:0"), ("1:0", "2:0"), ("2:0", "3:0"), ("0:0", "3:0"))
+    found = assign(_own(4), names, _on({name: name for name in names}), 2)
+    assert found == (("0:0", "1:0"), ("1:0", "2:0"), ("2:0", "3:0"), ("3:0", "0:0"))
 
 
 def test_twins_lie_on_different_hosts() -> None:
     names = [f"{number}:0" for number in range(4)]
     hosts = dict(zip(names, "aabb"))
-    for of in assign(_own(4), names, hosts, 2):
+    for of in assign(_own(4), names, _on(hosts), 2):
         assert len({hosts[name] for name in of}) == 2
 
 
 def test_the_shards_of_the_dead_are_adopted_and_given_back() -> None:
     names = [f"{number}:0" for number in range(4)]
     hosts = {name: name for name in names}
-    before = assign(_own(4), names, hosts, 2)
+    before = assign(_own(4), names, _on(hosts), 2)
     left = ["0:0", "2:0", "3:0"]
     had = [[name for name in of if name in left] for of in before]
-    after = assign(had, left, hosts, 2)
+    after = assign(had, left, _on(hosts), 2)
     assert len(ShardTable(0, 0, tuple(map(tuple, had)), after).moves) == 2
-    again = ShardTable(0, 0, after, assign(after, names, hosts, 2))
+    again = ShardTable(0, 0, after, assign(after, names, _on(hosts), 2))
     assert {taker for _, _, taker in again.moves} == {"1:0"} and len(again.moves) == 2
 
 
 def test_twins_that_are_asked_to_leave_go_one_after_the_other() -> None:
     names = [f"{number}:0" for number in range(4)]
-    table = ShardTable(0, 0, (), assign(_own(4), names, {name: name for name in names}, 2))
+    table = ShardTable(0, 0, (), assign(_own(4), names, _on({name: name for name in names}), 2))
     assert those_that_may_go([table], ["0:0", "1:0", "2:0"]) == ["0:0", "2:0"]
+
+
+def test_each_speaks_for_one_shard() -> None:
+    """Also where all hold all: who speaks for a shard adds up, sends and writes."""
+    for count, copies in ((2, 2), (4, 2), (5, 3), (4, 4)):
+        names = [f"{number}:0" for number in range(count)]
+        found = assign(_own(count), names, _on({name: name for name in names}), copies)
+        assert [of[0] for of in found] == names
+    left = assign([[name for name in of if name != "1:0"] for of in found], ["0:0", "2:0", "3:0"],
+                  _on({name: name for name in names}), 4)
+    assert sorted(Counter(of[0] for of in left).values()) == [1, 1, 2]
+
+
+class Sharded(Cluster):
+    """Four pipelines of one stage, and its optimizer in shards, of which each worker begins with its own."""
+
+    def __init__(self, copies: int = 2) -> None:
+        super().__init__(4, 1)
+        self.copies = copies
+        self.held = {name: [int(name[0])] for name in self.names}
+        for name in self.names:
+            self.feed(inputs.Hello(replace(self.member(name), host=f"n{name}")))
+        for name in self.names:
+            self.feed(inputs.Ready(f"{name}/0", {"grid": self.grid, "block": 2, "reduction": "exact"},
+                                   report(attempt=0, **self.shards(name, -1))))
+        self.plan(), self.resume_all(), self.adopt()
+
+    def shards(self, name: str, holds: int) -> dict[str, Any]:
+        return {"shards": {"of": 4, "copies": self.copies, "held": dict.fromkeys(self.held[name], holds)}}
+
+    def adopt(self) -> None:
+        """As the last table wants it."""
+        assert self.state.resume is not None
+        (table,) = self.state.resume.shards
+        self.held = {name: [shard for shard, of in enumerate(table.holders) if name in of] for name in self.names}
+
+    def recover(self, committed: int) -> None:
+        self.plan()
+        for name in tuple(self.state.proven):
+            self.feed(inputs.Reported(f"{name}/0", self.state.generation, report(
+                committed + 1, committed, **self.shards(name, committed))))
+        self.resume_all()
+
+
+def test_slow_twins_stay_though_their_stage_has_others() -> None:
+    cluster = Sharded()
+    cluster.commit_all(0)
+    decisions = cluster.declare(FailureKind.STALLED, "1:0/0", "2:0/0")
+    assert {(event["worker"], event.get("removed")) for event in events(decisions, "suspected")} == {
+        ("1:0", False), ("2:0", False)}
+    assert len(cluster.state.members) == 4
+    cluster.declare(FailureKind.STALLED, "1:0/0", "3:0/0")
+    assert not {"1:0", "3:0"} & cluster.state.members.keys(), "these are no twins"
+
+
+def test_who_is_slow_stays_until_another_has_its_shards() -> None:
+    cluster = Sharded()
+    cluster.commit_all(0)
+    cluster.exit("1:0")
+    cluster.recover(0)
+    cluster.declare(FailureKind.STALLED, "2:0/0")
+    assert "2:0" in cluster.state.members, "nobody else is known to have shard 1"
+    cluster.adopt(), cluster.commit_all(1)
+    cluster.declare(FailureKind.STALLED, "2:0/0")
+    assert "2:0" not in cluster.state.members
 
 
 @given(some.integers(2, 8), some.integers(1, 4), some.integers(1, 4), some.data())
@@ -50,7 +125,7 @@ def test_any_history(count: int, copies: int, machines: int, data: some.DataObje
     names = [f"{number}:0" for number in range(count)]
     hosts = {name: str(data.draw(some.integers(0, machines - 1))) for name in names}
     copies = min(copies, count)
-    held = assign(_own(count), names, hosts, copies)
+    held = assign(_own(count), names, _on(hosts), copies)
     live = set(names)
     for _ in range(data.draw(some.integers(1, 5))):
         change = data.draw(some.sampled_from(names))
@@ -58,7 +133,7 @@ def test_any_history(count: int, copies: int, machines: int, data: some.DataObje
         had = [[name for name in of if name in live and name != change] for of in held]
         if not all(had):
             return  # the job has ended
-        held = assign(had, live, hosts, copies)
+        held = assign(had, live, _on(hosts), copies)
         load = Counter({name: sum(name in of for of in held) for name in live})
         for before, of in zip(had, held):
             assert len(of) == len(set(of)) == min(copies, len(live)) and set(of) <= live

@@ -8,8 +8,10 @@ import pytest
 
 from megatron_recycle.launch.summary import Summary
 from megatron_recycle.membership import inputs
+from megatron_recycle.membership.resume import parts_of
+from megatron_recycle.membership.shards import ShardTable, tables
 from megatron_recycle.membership.survival import Survival, exposed, judge
-from tests.membership.cluster import Cluster, events
+from tests.membership.cluster import Cluster, events, report
 
 
 def hosts(pipelines: int, stages: int, per_host: int, parts: int = 1) -> dict[str, str]:
@@ -58,6 +60,48 @@ def test_one_pipeline_survives_nothing() -> None:
 
 def test_one_pipeline_with_copies_elsewhere_loses_iterations_only() -> None:
     assert "costs the iterations since the last copy" in judge({"0:0": "a", "0:1": "b"}, guarded=True).text
+
+
+def _tables(hosts: dict[str, str], copies: int) -> tuple[ShardTable, ...]:
+    """As `resume.decide` makes them, where each worker begins with a shard of its own."""
+    pipelines = len({name.split(":")[0] for name in hosts})
+    reports = {name: {"shards": {"of": pipelines, "copies": copies, "held": {name.split(":")[0]: -1}}}
+               for name in hosts}
+    return tables(parts_of(1, hosts), reports, (), hosts)
+
+
+def test_a_host_that_no_twin_of_a_shard_can_do_without_is_named() -> None:
+    """Parts of workers all over three hosts: each host's loss takes two workers along, and with them both twins."""
+    ring = {"0:0.0": "a", "0:0.1": "b", "1:0.0": "b", "1:0.1": "c", "2:0.0": "a", "2:0.1": "c"}
+    found = judge(ring, tables=_tables(ring, 2))
+    assert found.fatal == {host: [0] for host in "abc"}
+    assert "a has a part of each worker that holds shard 0 of stage 0's optimizer state; b has" in found.text
+    assert found.text.endswith("Give a larger state_copies, or start all parts of a worker on one host")
+    assert judge(ring, tables=_tables(ring, 3)).text == "survives the loss of any one host" == judge(ring).text
+
+
+def test_twins_lie_where_no_host_takes_both_workers_along() -> None:
+    """Though the parts that hold them are on different hosts: the first and the second worker have one in common."""
+    parts = {"0:0.0": "a", "0:0.1": "b", "1:0.0": "b", "1:0.1": "a", "2:0.0": "c", "2:0.1": "c"}
+    assert judge(parts, tables=_tables(parts, 2)).fatal == {}
+    assert all("2:0" in " ".join(of) for table in _tables(parts, 2) for of in table.holders)
+
+
+def test_with_one_copy_of_each_shard_no_failure_is_survived() -> None:
+    found = judge(each := {"0:0": "a", "1:0": "b"}, tables=_tables(each, 1))
+    assert "one holder (state_copies 1): no failure can be survived" in found.text
+    assert found.fatal == {"a": [0], "b": [0]} and not judge(each, tables=_tables(each, 2)).fatal
+
+
+def test_the_event_of_the_start_knows_of_shards() -> None:
+    cluster = Cluster()
+    for name in cluster.names:
+        cluster.feed(inputs.Hello(replace(cluster.member(name), host=f"n{name[0]}")))
+    decisions = [decision for name in cluster.names for decision in cluster.feed(inputs.Ready(
+        f"{name}/0", {"grid": cluster.grid, "block": 2, "reduction": "exact"},
+        report(attempt=0, shards={"of": 3, "copies": 1, "held": {name[0]: -1}})))]
+    (started,) = events(decisions, "started")
+    assert "(state_copies 1)" in started["survival"] and started["fatal_hosts"] == {f"n{d}": [0, 1] for d in range(3)}
 
 
 def test_the_event_of_the_start_says_it() -> None:
