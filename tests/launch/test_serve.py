@@ -77,21 +77,21 @@ def served(folder: Path, port: int, orders: dict[str, object]) -> Iterator[Serve
 @pytest.mark.processes
 def test_the_first_host_dies_and_then_the_service_and_the_job_goes_on(tmp_path: Path) -> None:
     free_port = listen("127.0.0.1", 0).getsockname()[1]
-    orders = {"iterations": 6, "pause": {"5": 2}, "description": {"heartbeat_timeout": 3.0}}
+    orders = {"iterations": 6, "pause": {"5": 2, "4": 4}, "description": {"heartbeat_timeout": 3.0}}
     with served(tmp_path, free_port, orders) as job, ExitStack() as stack:
         watch = job.service
-        paused = tmp_path / "host2" / "paused-5"
-        watch.until(lambda: paused.exists() and paused.read_text(), "pause")
+        first, second = (tmp_path / "host2" / f"paused-{rank}" for rank in (5, 4))
+        watch.until(lambda: first.exists() and first.read_text(), "pause")
         job.die(0)
         decided = watch.event("decided", generation=2)
         assert set(decided["out"]) == {"0:0", "1:0"}, "both workers of the first host, in one decision"
-        watch.event("resumed", generation=2)
+        watch.until(lambda: second.exists() and second.read_text(), "pause in generation 2")
         os.kill(watch.process.pid, signal.SIGKILL)
         watch.process.wait(60)
         again = stack.enter_context(process(serve(tmp_path, free_port, "--resume"), watch.output, environment({})))
         watch.process = again
         watch.event("restarted")
-        paused.unlink(missing_ok=True)
+        second.unlink(missing_ok=True)
         assert [host.wait(60) for host in job.hosts[1:]] == [0, 0], watch.where()
         assert again.wait(60) == 0, watch.where()
         assert [e["iteration"] for e in watch.events if e["event"] == "committed"] == list(range(6))
