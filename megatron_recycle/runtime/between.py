@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.compute.edits import Edits
 from megatron_recycle.runtime.compute.modes import Modes
+from megatron_recycle.runtime.shards import put_back
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper
 
@@ -33,6 +34,8 @@ class Between:
         stage, trainable = self._site.stage, self._site.trainable
         if trainable.brought is not None:  # the script has gone through its loop since: its peers' had before
             stage.load_state(*trainable.brought)
+            put_back(stage, trainable.shards)
+            trainable.shards = {}
         changed = self._modes.look()
         if changed and self._modes.gone():
             self._edits.refuse_loss(self._stepper.standing.stepped)

@@ -279,6 +279,8 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
             give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
     with _copying(site):
         shards.adopt(site, groups, go.resume)
+        if todo.enter:
+            site.trainable.shards = shards.kept(site.stage)
 
 
 def _processes(site: Site, groups: Groups, names: Sequence[str]) -> list[int]:

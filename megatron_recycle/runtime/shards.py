@@ -34,6 +34,9 @@ from megatron_recycle.runtime.state_copy import bytes_of, checksum, described, r
 
 _MIB = 2**20
 
+Kept = Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]]
+"""By shard, its tensors and numbers."""
+
 
 def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
     """Raises ConfigError for what cannot be had where the optimizer's state is cut into shards."""
@@ -179,6 +182,21 @@ def _tell(site: Site, adopted: Sequence[int], shards: ShardedOptimizer) -> None:
         get_logger().info("megatron-recycle: worker %s holds shards %s of its stage's optimizer state; %s came from "
                           "peers (%.1f MiB)", site.place.name, ", ".join(map(str, shards.held)),
                           ", ".join(map(str, adopted)), size / _MIB)
+
+
+def kept(stage: Stage) -> Kept:
+    """A copy of the shards that this worker has, for `put_back`."""
+    shards = stage.shards
+    return {} if shards is None else {
+        shard: ({name: tensor.clone() for name, tensor in shards.tensors(shard).items()}, shards.numbers(shard))
+        for shard in shards.held}
+
+
+def put_back(stage: Stage, shards: Kept) -> None:
+    """Make this worker's shards what was `kept`, which is used up: its tensors may be theirs from now on."""
+    for shard, (tensors, numbers) in shards.items():
+        assert stage.shards is not None
+        stage.shards.take(shard, tensors, numbers)
 
 
 def digests(stage: Stage) -> dict[int, int]:

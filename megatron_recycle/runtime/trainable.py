@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class Trainable:
         layout: of the flat gradient.
         trained: which parameters that are, to be compared with the peers'.
         brought: the tensors and counters that this worker came in with, until it trains.
+        shards: those of the optimizer's state that it came in with, likewise.
         guard: copies of the stage's state, and of others', that training can go back to.
     """
 
@@ -27,6 +28,7 @@ class Trainable:
         self._stage = stage
         self.guard = Guard()
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
+        self.shards: Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]] = {}
         self.lay_out()
 
     def lay_out(self) -> None:

@@ -77,6 +77,8 @@ class Shape:
     save: tuple[int, ...] = ()
     collect: tuple[int, ...] = ()
     """Iterations after which the script has collectives of its own."""
+    edit: tuple[int, ...] = ()
+    """Iterations after which it halves the optimizer's first moments, once the step is final."""
     send: tuple[int, ...] = ()
     """Iterations after which it sends messages from rank to rank."""
     folder: str = ""
@@ -317,6 +319,10 @@ class Job:
             if iteration in shape.save:
                 made.save(iteration, lambda save, iteration=iteration: self.disk.write(save, iteration, stage))
             result.losses.append(made.train(iteration))
+            if iteration in shape.edit:
+                made.settle()
+                for state in stage.optimizer.state.values():
+                    state["exp_avg"].mul_(0.5)
             if iteration in shape.collect:
                 result.collected.append(collect(made, place, iteration, result.losses[-1]))
             if iteration in shape.send:

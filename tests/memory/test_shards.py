@@ -85,6 +85,11 @@ def test_one_that_comes_back_gets_shards_again():
     assert all(process.result.shards for process in job.processes.values())
 
 
+def test_what_a_script_does_to_shards_while_it_catches_up_does_not_count():
+    """Its peers had done so before: it has what they have."""
+    Draw(3).comes_back(replace(CLIPPED, edit=(0, 2))).run(seed=4)
+
+
 @pytest.mark.parametrize("policy", ["rollback", "lossy_forward"])
 def test_policies_that_leave_micro_batches_out(policy):
     """On a network with NCCL's rules: peers have connected before they send shards to each other."""
