@@ -14,12 +14,14 @@ from torch import nn
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.compute.edits import Edits, merged, same
 from megatron_recycle.runtime.compute.modes import Modes
+from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, even
 
 
 class OneWeight:
     """A stage of one parameter; a step adds 1 to it and halves the rate."""
 
     functions: tuple[Any, ...] = ()
+    shards: ShardedOptimizer | None = None
 
     def __init__(self, may_guess_wrong: bool = False) -> None:
         self.module = nn.Module()
@@ -82,6 +84,27 @@ def test_what_is_written_to_a_step_that_may_be_wrong_is_refused_with_both_remedi
     with pytest.raises(UnsupportedError, match="weight after iteration 3") as refusal, edits.apart(3, stage.step):
         pass
     assert "engine.settle()" in str(refusal.value) and '"step": "barrier"' in str(refusal.value)
+
+
+@pytest.mark.parametrize("write", [lambda shards: shards.masters(0)[0].mul_(2),
+                                   lambda shards: shards.optimizer.state[shards.masters(0)[0]]["exp_avg"].zero_()])
+def test_what_is_written_to_shards_of_a_step_that_may_be_undone_is_refused(write):
+    """To undo it puts them back."""
+    stage = OneWeight()
+    weights = [stage.module.weight]
+    stage.shards = ShardedOptimizer(torch.optim.Adam(weights), even([weights], 1), [0])
+    stage.shards.load([torch.ones(2)], 1.0)
+    stage.shards.step()
+    edits = Edits(stage)
+    for final in (False, True):
+        edits.leave(open_=True)
+        assert not edits.found(final)
+        with torch.no_grad():
+            write(stage.shards)
+        assert edits.found(final)
+        with pytest.raises(UnsupportedError, match="of shard 0 after iteration 3.*Call engine.settle"), \
+                edits.apart(3, lambda: None):
+            pass
 
 
 def test_what_is_changed_on_a_final_step_simply_stands():
@@ -163,7 +186,7 @@ def test_an_iteration_that_is_run_again_trains_what_it_trained():
 
 
 def test_a_stage_without_parameters_has_nothing_to_look_at():
-    stage = SimpleNamespace(state=dict, references={}, counters=dict, module=nn.Module(), functions=())
+    stage = SimpleNamespace(state=dict, references={}, counters=dict, module=nn.Module(), functions=(), shards=None)
     edits = Edits(stage)
     edits.leave(open_=True)
     assert not edits.found()

@@ -32,13 +32,17 @@ _MAY_CHANGE = (
     "gradients are clipped. Call engine.settle() before the change (parameters(), modules() and state_dict() of "
     'engine.module do), or set "step": "barrier"')
 
+_Versions = Mapping[str, tuple[int, int, tuple[int, ...]]]
+
+
 @dataclass(frozen=True)
 class _Left:
     """The state that training left behind."""
 
     references: Mapping[str, Any]
     counters: Any
-    tensors: Mapping[str, tuple[int, int, tuple[int, ...]]]
+    tensors: _Versions
+    shards: _Versions
     sums: _Sums
     variables: Variables
     open: bool
@@ -68,7 +72,7 @@ class Edits:
                 self._variables = Variables(self._stage.module, self._stage.functions)
             self._variables.keep()
             self._left = _Left(self._stage.references, self._stage.counters(), _versions(tensors),
-                               self._summed(tensors), self._variables, open_)
+                               _of_shards(self._stage), self._summed(tensors), self._variables, open_)
 
     def forget(self) -> None:
         """What there was on return does not count any more."""
@@ -85,11 +89,12 @@ class Edits:
             return False
         if final:
             left.variables.changes()  # the insides of new values are watched from the next return on
-            return left.open and self._stage.may_guess_wrong and bool(self._written(left))
+            return left.open and bool(self._written_shards(left) or (
+                self._stage.may_guess_wrong and self._written(left)))
         return not (
             same(left.references, self._stage.references)
             and same(_of_now(left.counters), _of_now(self._stage.counters()))
-            and not left.variables.changes() and not self._written(left))
+            and not left.variables.changes() and not self._written(left) and not self._written_shards(left))
 
     @contextmanager
     def apart(self, iteration: int, remake: Callable[[], None]) -> Iterator[None]:
@@ -111,8 +116,10 @@ class Edits:
         changes = left.variables.changes()
         written = self._written(left)
         state = self._stage.state()
-        if written and (self._stage.may_guess_wrong or set(left.tensors) != set(state)):
-            named = ", ".join(written[:_NAMED]) + (f" and {len(written) - _NAMED} more" if written[_NAMED:] else "")
+        of_shards = self._written_shards(left)
+        if of_shards or (written and (self._stage.may_guess_wrong or set(left.tensors) != set(state))):
+            told = [*of_shards, *written]
+            named = ", ".join(told[:_NAMED]) + (f" and {len(told) - _NAMED} more" if told[_NAMED:] else "")
             raise UnsupportedError(f"the script changed {named} {_MAY_CHANGE.format(iteration)}")
         kept = {name: state[name].clone() for name in written}
         self._stage.refer(left.references)
@@ -145,6 +152,12 @@ class Edits:
         changed = {name for name in {**left.tensors, **versions} if left.tensors.get(name) != versions.get(name)}
         return sorted(changed | self._summed(tensors).others(left.sums))
 
+    def _written_shards(self, left: _Left) -> list[str]:
+        """Likewise of the shards that this worker has of its optimizer's state. They cannot be made again: a failure
+        may lay them elsewhere meanwhile."""
+        now = _of_shards(self._stage)
+        return sorted(name for name in left.shards.keys() & now.keys() if left.shards[name] != now[name])
+
     def _summed(self, tensors: Mapping[str, torch.Tensor]) -> _Sums:
         parameters = {name: tensor for name, tensor in tensors.items() if name.startswith("parameter ")}
         if not self._words.are_of(parameters):
@@ -159,6 +172,12 @@ def _of_now(counters: Mapping[str, Any]) -> dict[str, Any]:
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, int, tuple[int, ...]]]:
     return {name: (tensor.data_ptr(), tensor._version, tensor.stride()) for name, tensor in tensors.items()}
+
+
+def _of_shards(stage: Stage) -> _Versions:
+    shards = stage.shards
+    return {} if shards is None else _versions({
+        f"{name} of shard {shard}": tensor for shard in shards.held for name, tensor in shards.tensors(shard).items()})
 
 
 @dataclass(frozen=True)

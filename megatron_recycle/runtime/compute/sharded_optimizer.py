@@ -205,7 +205,7 @@ class ShardedOptimizer:
         """The state of a shard: ``master N`` and the optimizer's own (``exp_avg N``), for each slot N."""
         found = {}
         for number, master in enumerate(self._masters[shard]):
-            found[f"{MASTER} {number}"] = master.data
+            found[f"{MASTER} {number}"] = master.detach()  # with its version
             found.update({f"{key} {number}": value for key, value in self.optimizer.state.get(master, {}).items()
                           if isinstance(value, torch.Tensor)})
         return found
