@@ -216,7 +216,7 @@ class ElectedJournal:
                 raise self._lose("the lease has ended")
             self._until = now + LEASE_S
             self.flush()
-        except StoreUnreachable as error:
+        except OSError as error:  # without a note the next leader knows less
             log.warning("recycle: %s", error)
         self._check()
 
@@ -238,8 +238,8 @@ class ElectedJournal:
                         self.beat()
                     else:
                         self.flush()
-                except StoreUnreachable:
-                    continue
+                except OSError as error:
+                    log.info("recycle: a note is not kept: %s", error)
                 except LeadLost as error:
                     lost(str(error))
                     return

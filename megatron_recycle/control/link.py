@@ -7,6 +7,7 @@ pace and hands on what comes in. After a reconnect `hello` says what the coordin
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import socket
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_recycle.control.addresses import targets
-from megatron_recycle.control.sockets import watch_peer
+from megatron_recycle.control.sockets import SILENT_S, watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError
 from megatron_recycle.membership.messages import check
 
@@ -155,7 +156,7 @@ class Link:
         connection.setblocking(False)
         session = Session.client(self._token)
         unsent = bytearray()
-        due = 0.0
+        due, heard = 0.0, time.monotonic()
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_in, selectors.EVENT_READ)
@@ -173,12 +174,21 @@ class Link:
                     return
                 interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if unsent else 0)
                 selector.modify(connection, interest)
-                wait = max(0.0, due - now) if session.open else _CONNECT_TIMEOUT
-                for key, events in selector.select(wait):
+                wait = max(0.0, due - now) if session.open else self._silent(session)
+                for key, events in selector.select(min(wait, _CONNECT_TIMEOUT)):
                     if key.fileobj is self._wake_in:
                         self._wake_in.recv(4096)
                     elif events & selectors.EVENT_READ:
+                        heard = time.monotonic()
                         unsent += self._receive(connection, session)
+                if time.monotonic() - heard > self._silent(session):
+                    raise ConnectionResetError("no sign of life: another one may lead")
+
+    def _silent(self, session: Session) -> float:
+        """Seconds without a word after which the next address is tried, if there is one."""
+        if len(self._targets) == 1:
+            return math.inf
+        return SILENT_S if session.open else _TURN_TIMEOUT
 
     def _receive(self, connection: socket.socket, session: Session) -> bytes:
         """Hands on what has come in; returns the first frames to send if the greeting was part of it."""

@@ -26,7 +26,7 @@ from typing import IO, Any, TypeVar
 from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
 from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
-from megatron_recycle.control.etcd import Etcd, Place, StoreUnreachable
+from megatron_recycle.control.etcd import Etcd, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.measured import Profiles
 from megatron_recycle.control.memory import Records
 from megatron_recycle.control.plan_folder import PlanFolder
@@ -117,7 +117,7 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
     candidate = Candidate(Sealed(Etcd(Place.parse(args.store)), args.job, token), args.node, control)
 
     def meet() -> None:
-        until_answered(lambda: candidate.announce(fresh=not args.resume))
+        until_answered(lambda: candidate.announce(fresh=not args.resume), bears=args.resume)
         while len(found := until_answered(candidate.candidates)) < args.hosts:
             time.sleep(_PAUSE)
         if not starter.closed:
@@ -126,7 +126,7 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
             starter.flush()
 
     def lead() -> ElectedJournal:
-        while (journal := until_answered(candidate.try_lead)) is None:
+        while (journal := until_answered(candidate.try_lead, bears=True)) is None:
             time.sleep(_PAUSE)
         if args.begun and not journal.records:
             raise JournalError(f"{journal.path} in the store has been emptied: without it no coordinator leads. "
@@ -194,10 +194,11 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         shape=Shape(**life["shape"]) if life.get("shape") else None,
         restarts=life.get("restarts", False),
     )
-    control = await coordinator.start()
+    control, signs = await coordinator.start(), None
     if elected is not None:
         loop = asyncio.get_running_loop()
         elected.keep_lead(partial(_in_loop, loop, coordinator.deposed))
+        signs = asyncio.create_task(coordinator.server.give_signs())
         starter.close()
         emit({"event": "leads", "t": time.time(), "term": elected.term, "control": control})
     elif not starter.closed:
@@ -210,6 +211,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         return DEPOSED
     # A launcher stays connected until its workers have ended.
     await coordinator.wait_quiet(LINGER if args.embedded else None)
+    if signs is not None:
+        signs.cancel()
     await coordinator.close()
     log.close()
     return end.status
@@ -220,13 +223,18 @@ def _in_loop(loop: asyncio.AbstractEventLoop, what: Callable[[str], None], why: 
         loop.call_soon_threadsafe(what, why)
 
 
-def until_answered(ask: Callable[[], Answer]) -> Answer:
-    """The answer of a store that may be out of reach for a while."""
+def until_answered(ask: Callable[[], Answer], bears: bool = False) -> Answer:
+    """The answer of a store that may be out of reach for a while; with ``bears`` it may have no room, too."""
+    said = ""
     while True:
         try:
             return ask()
-        except StoreUnreachable as error:
-            logger.warning("recycle: %s", error)
+        except (StoreUnreachable, StoreRefused) as error:
+            if isinstance(error, StoreRefused) and not bears:
+                raise
+            if str(error) != said:
+                said = str(error)
+                logger.warning("recycle: %s", said)
             time.sleep(_PAUSE)
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from megatron_recycle.control.connection import Connection
 from megatron_recycle.control.ports import joined
 from megatron_recycle.control.shelf import Shelf
+from megatron_recycle.control.sockets import SIGN_S
 from megatron_recycle.control.strangers import Strangers
 from megatron_recycle.control.wire import Message, WireError, encode
 from megatron_recycle.membership import messages
@@ -103,6 +104,16 @@ class Server:
             for incarnation in form.to:
                 if (connection := self.workers.get(incarnation)) is not None:
                     connection.send_encoded(encoded)
+
+    async def give_signs(self) -> None:
+        """Say each second that this coordinator lives, to whoever would turn to another one if it did not."""
+        sign = encode({"type": "lives"})
+        while True:
+            waiting = self.shelf.waiting
+            for connection in tuple(self._connections):
+                if connection in waiting or connection.role in ("worker", "launcher"):
+                    connection.send_encoded(sign)
+            await asyncio.sleep(SIGN_S)
 
     def tell_launchers(self, message: Message) -> None:
         """Send a message to every launcher."""

@@ -77,6 +77,11 @@ class Shelf:
                 if not self._wanted[key]:
                     del self._wanted[key]
 
+    @property
+    def waiting(self) -> frozenset[object]:
+        """The connections that wait for an answer."""
+        return frozenset(self._waiting)
+
     def _ask(self, who: object, message: Message, keys: Sequence[str], values: Sequence[bytes | None],
              send: Send) -> None:
         op, once = message["op"], message["once"]

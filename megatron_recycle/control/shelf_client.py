@@ -8,6 +8,7 @@ coordinator that has come back with an empty one.
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import select
@@ -19,11 +20,13 @@ from dataclasses import dataclass, field
 
 from megatron_recycle.control.addresses import targets
 from megatron_recycle.control.shelf import LARGEST, TOO_MUCH, decoded, encoded
-from megatron_recycle.control.sockets import watch_peer
+from megatron_recycle.control.sockets import SILENT_S, watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError
 from megatron_recycle.membership.messages import TO_STORE, check
 
 _CONNECT_S = 5.0
+_TURN_S = 1.0
+"""The same, where the next address may be the right one."""
 _PAUSE = 0.05
 """Seconds between tries to connect, and between looks at whether an ask was given up."""
 _UNANSWERED = 5.0
@@ -147,9 +150,10 @@ class ShelfClient:
         failed: Exception = ConnectionError("not tried")
         for target in self._targets:
             try:
-                line, shelf = _Line.to(target, self._token, min(until, time.monotonic() + _CONNECT_S), given_up)
+                line, shelf = _Line.to(target, self._token, len(self._targets) > 1, until, given_up)
             except (OSError, WireError) as error:
                 failed = error
+                self._targets = (*(each for each in self._targets if each != target), target)
                 continue
             try:
                 self._tell_again(line, shelf, until, given_up)
@@ -186,21 +190,24 @@ class ShelfClient:
 class _Line:
     """One connection, which one ask at a time has."""
 
-    def __init__(self, connection: socket.socket, token: str) -> None:
+    def __init__(self, connection: socket.socket, token: str, one_of_many: bool) -> None:
         self.busy = False
+        self._silent = SILENT_S if one_of_many else math.inf
         self._socket = connection
         self._session = Session.client(token)
 
     @classmethod
-    def to(cls, target: tuple[str, int], token: str, until: float, given_up: Callable[[], bool]) -> tuple[_Line, str]:
+    def to(cls, target: tuple[str, int], token: str, one_of_many: bool, until: float, given_up: Callable[[], bool]
+           ) -> tuple[_Line, str]:
         """A connection, and the name of the shelf there."""
-        connection = socket.create_connection(target, timeout=max(0.01, min(_CONNECT_S, until - time.monotonic())))
+        until = min(until, time.monotonic() + (_TURN_S if one_of_many else _CONNECT_S))
+        connection = socket.create_connection(target, timeout=max(0.01, until - time.monotonic()))
         try:
             if connection.getsockname() == connection.getpeername():
                 raise ConnectionRefusedError("met itself: nobody listens there")
             watch_peer(connection, _UNANSWERED)
             connection.setblocking(False)
-            line = cls(connection, token)
+            line = cls(connection, token, one_of_many)
             while not line._session.open:
                 line._session.feed(line._receive(until, given_up))
             shelf = line.exchange({"type": "hello", "role": "store"}, until, given_up)["shelf"]
@@ -223,8 +230,10 @@ class _Line:
                 self._wait(select.POLLOUT, until, given_up)
         while True:
             for answer in self._session.feed(self._receive(until, given_up)):
+                if check(answer, TO_STORE)["type"] == "lives":
+                    continue
                 self.busy = False
-                return check(answer, TO_STORE)
+                return answer
 
     def close(self) -> None:
         self._socket.close()
@@ -239,11 +248,14 @@ class _Line:
     def _wait(self, event: int, until: float, given_up: Callable[[], bool]) -> None:
         poll = select.poll()
         poll.register(self._socket, event)
+        silent = time.monotonic() + self._silent
         while not poll.poll(max(0.0, min(_PAUSE, until - time.monotonic())) * 1000):
             if given_up():
                 raise GivenUp("the ask was given up")
             if time.monotonic() >= until:
                 raise NotThere("not there in time")
+            if time.monotonic() >= silent:
+                raise ConnectionResetError("no sign of life: another one may lead")
 
 
 def _parts(told: Sequence[tuple[str, bytes | None, int]]) -> Iterable[Sequence[tuple[str, bytes | None, int]]]:

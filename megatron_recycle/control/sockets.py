@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import socket
 
+SIGN_S = 1.0
+"""Seconds between the signs of life of a coordinator in whose place another one may lead."""
+SILENT_S = 4.0
+"""Seconds without one after which it is left: its lease has ended by then. A kernel answers for a process that is
+stopped."""
 _IDLE_PROBES = 3
 
 

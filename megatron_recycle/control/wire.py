@@ -19,7 +19,7 @@ import struct
 
 from megatron_recycle.membership.messages import Message, WireError
 
-VERSION = 3
+VERSION = 4
 _KEYS = "1"
 """In the keys of every version: so two versions understand that they differ, and say so."""
 MAX_PAYLOAD = 4 * 1024 * 1024

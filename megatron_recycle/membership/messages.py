@@ -84,6 +84,7 @@ FROM_STORE: Mapping[str, Mapping[str, Any]] = {
 """Messages of a process's connection to the job's store: one ask at a time; see `control.shelf`."""
 TO_STORE: Mapping[str, Mapping[str, Any]] = {
     "welcome": {"shelf": str},
+    "lives": {},
     "answer": {"keys": list, "values": list, "number": int, "stamp": int, "error": str},
 }
 TO_NEWCOMER: Mapping[str, Mapping[str, Any]] = {"learnt": {"record": list}}
@@ -104,6 +105,7 @@ TO_WORKER: Mapping[str, Mapping[str, Any]] = {
         "carried": (dict, type(None)),
     },
     "answer": {"number": int},
+    "lives": {},
     "noted": {"generation": int, "place": str},
     "offer": {"generation": int, "number": int, "plan": (dict, type(None))},
     "end": {"status": int, "message": str},
@@ -115,6 +117,7 @@ TO_LAUNCHER: Mapping[str, Mapping[str, Any]] = {
     "joined": {"rank": int, "pid": int},
     "start": {"rank": int, "beside": int, "pid": int, "move": int},
     "drop": {"rank": int, "move": int},
+    "lives": {},
     "progress": {},
     "speaks": {"rank": int, "pid": int, "offset": int},
     "places": {"ranks": list, "size": int, "environ": dict, "refusal": str, "again_s": _NUMBER},

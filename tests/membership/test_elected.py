@@ -4,14 +4,16 @@ generation."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 from megatron_recycle.control.elected import LEASE_S, Candidate, ElectedJournal, LeadLost, Sealed
-from megatron_recycle.control.etcd import Entry, Place, StoreUnreachable
+from megatron_recycle.control.etcd import Entry, Place, StoreRefused, StoreUnreachable
 from megatron_recycle.control.journal import JournalError
+from megatron_recycle.control.process import until_answered
 from megatron_recycle.errors import ConfigError
 
 TOKEN = "a token that only this test has"
@@ -28,6 +30,7 @@ class Paper:
         """The term in which each record was written, as the store saw it."""
         self.leases: dict[int, float] = {}
         self.meanwhile: Callable[[], None] = lambda: None
+        self.full = False
         self._dice = dice
         self._trouble = trouble
         self._late: list[Callable[[], Any]] = []
@@ -42,6 +45,9 @@ class Paper:
 
     def put_if(self, created: Mapping[str, int], puts: Mapping[str, bytes], lease: int = 0,
                leased: tuple[str, ...] = ()) -> int:
+        if self.full:
+            raise StoreRefused("mvcc: database space exceeded")
+
         def do() -> int:
             if any(self.keys.get(key, (b"", 0, 0))[1] != revision for key, revision in created.items()):
                 return 0
@@ -230,6 +236,32 @@ def test_a_leader_that_the_store_does_not_answer_leads_no_more() -> None:
         journal.append({"kind": "decided"})
     with pytest.raises(LeadLost):
         journal.beat()
+
+
+def test_a_leader_whose_store_is_full_leads_on_and_one_that_stands_by_waits_for_room() -> None:
+    store = Paper(random.Random(1))
+    candidates = [Candidate(Sealed(store, "job", TOKEN), name, "h:1", store.clock) for name in "ab"]
+    journal = candidates[0].try_lead()
+    assert journal is not None
+    asked, lost, store.full = threading.Event(), list[str](), True
+    journal.note({"kind": "note", "n": 1})
+    journal.beat()
+    for _ in range(2):
+        journal.note({"kind": "note", "n": 2})
+        store.meanwhile = asked.set
+        if not asked.is_set():
+            journal.keep_lead(lost.append)
+        assert asked.wait(60)
+        asked.clear()
+    with pytest.raises(StoreRefused):
+        journal.append({"kind": "decided"})
+    store.full = False
+    journal.append({"kind": "decided"})
+    assert not lost
+    journal.close()
+    store.full, store.meanwhile = True, lambda: setattr(store, "full", store.now < 1)
+    taken = until_answered(lambda: store.pass_time(0.4) or candidates[1].try_lead(), bears=True)
+    assert taken is not None and taken.term == 2
 
 
 def test_what_was_written_without_the_token_is_not_believed() -> None:

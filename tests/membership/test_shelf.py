@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from megatron_recycle.control import link, shelf_client
 from megatron_recycle.control.ports import listen
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.shelf import LARGEST, Shelf, decoded, encoded
 from megatron_recycle.control.shelf_client import GivenUp, NotThere, ShelfClient
+from megatron_recycle.membership.messages import TO_STORE
 
 TOKEN = "a token that only this test has"
 
@@ -112,6 +114,37 @@ def test_an_empty_shelf_is_told_what_was_on_the_one_before_and_the_latest_value_
         assert one.ask("add", ["n"], number=3, timeout=60, said=mine).number == 5
         assert one.ask("get", ["k"], timeout=60).values == [b"new"]
         assert one.ask("check", ["gone"], timeout=60).number == 0
+
+
+@pytest.mark.parametrize("greets", [True, False])
+def test_a_coordinator_that_is_stopped_is_left_for_the_one_that_leads(monkeypatch: pytest.MonkeyPatch, greets: bool
+                                                                      ) -> None:
+    """Its kernel goes on to answer for it, and takes new connections."""
+    for module, name in ((shelf_client, "SILENT_S"), (shelf_client, "_TURN_S"), (link, "SILENT_S"),
+                         (link, "_TURN_TIMEOUT")):
+        monkeypatch.setattr(module, name, 0.5)
+    hold, told = threading.Event(), queue.SimpleQueue[Any]()
+    with serving() as (frozen, server), serving() as (leads, other):
+        client = ShelfClient(f"{frozen},{leads}", TOKEN)
+        beat = {"type": "ask", "op": "count", "keys": [], "values": [], "stamps": [], "number": 0, "once": ""}
+        connection = link.Link(client.address, TOKEN, hello=lambda: [{"type": "hello", "role": "store"}],
+                               handle=told.put, beat=lambda: beat, interval=0.05, known=TO_STORE, name="a link")
+        if greets:
+            connection.start()
+            assert told.get(timeout=60)["shelf"] == server.shelf.name
+            assert client.ask("set", ["k"], [b"v"], timeout=60, said=client.said(2)).stamp
+        assert server._server is not None
+        server._server.get_loop().call_soon_threadsafe(hold.wait)
+        try:
+            if not greets:
+                connection.start()
+            assert client.ask("add", ["n"], number=1, timeout=60).number == 1
+            assert client.ask("check", ["k"], timeout=60).number == int(greets)
+            while told.get(timeout=60).get("shelf") != other.shelf.name:
+                continue
+        finally:
+            hold.set()
+            connection.close()
 
 
 def test_a_wait_ends_with_its_time_or_its_purpose_and_its_connection_with_it() -> None:
