@@ -31,7 +31,9 @@ def description(site: Site) -> dict[str, Any]:
             "partner_cost": BACKENDS[place.backend].partner_cost,
             "on_leave": config.on_leave, "leave_timeout": config.leave_timeout,
             "emergency": None if site.framework.save_last is None else config.emergency_checkpoint != "none",
-            "survivors": site.framework.folder is not None and config.emergency_checkpoint != "none",
+            # Of shards nobody has all, and others' parameters may not have come.
+            "survivors": site.framework.folder is not None and config.emergency_checkpoint != "none" and (
+                stage.shards is None),
             "poison": config.poison, "guard": config.guard,
             "state_copies": None if stage.shards is None else config.state_copies, "backend": place.backend,
             "torch": torch.__version__}

@@ -355,6 +355,16 @@ def test_with_nothing_to_go_back_to_the_survivors_save_what_they_hold(tmp_path, 
         assert torch.equal(held["tensors"][name], tensor), name
 
 
+def test_survivors_whose_optimizer_is_cut_into_shards_save_nothing(tmp_path):
+    """Parameters that others have stepped may not have come, and nobody has all of the optimizer's state."""
+    shape = Shape(2, 2, 2, 8, folder=str(tmp_path), sharded=True).with_settings(guard="none")
+    with Job(shape, [Moment("0:1", "forward", 1), Moment("1:1", "backward", 4)]) as job:
+        job.wait_event("finished")
+        job.wait()
+    assert job.control.state.ended[2] and "stage 1 has lost its last worker" in job.control.state.ended[1]
+    assert not told(job, "surviving") and not [*tmp_path.iterdir()]
+
+
 def test_survivors_that_cannot_write_end_the_job_with_the_reason(tmp_path):
     (tmp_path / "file").write_text("")
     shape = Shape(2, 2, 2, 8, folder=str(tmp_path / "file")).with_settings(guard="none")
