@@ -44,6 +44,7 @@ class Agent:
             coordinator or for other workers that it waits.
         joining: the job runs already, and this process waits to be taken in.
         link: makes the connection, from the arguments of `Link`.
+        on_connect: called in the agent's thread whenever a coordinator is reached (again); it must return soon.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Agent:
         host: str | None = None,
         joining: bool = False,
         link: Callable[..., AnyLink] = Link,
+        on_connect: Callable[[], None] | None = None,
     ) -> None:
         self.worker = worker
         self.incarnation = incarnation
@@ -93,6 +95,7 @@ class Agent:
         }
         self._on_stop = on_stop
         self._on_end = on_end
+        self._on_connect = on_connect
         self._patience = patience
         self._changed = threading.Condition()
         self._ready: Message | None = None
@@ -301,6 +304,8 @@ class Agent:
         self._link.send(message)
 
     def _hello(self) -> list[Message]:
+        if self._on_connect is not None:
+            self._on_connect()
         first: list[Message] = [{**self._identity, "generation": self.generation}]
         if self._ready is not None and (self._go is None or self.outside):
             first.append(self._ready)

@@ -99,27 +99,50 @@ class Candidate:
     def __init__(self, keys: Sealed, me: str, control: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._keys = keys
         self._content = {"me": me, "control": control, "nonce": secrets.token_hex(8)}
+        self._came = secrets.token_hex(8)
+        self._announced = False
         self._clock = clock
         self._lease = 0
         self._kept = 0.0
         self._seen = 0
         """The latest term that another one was seen to lead in."""
 
-    def announce(self, fresh: bool) -> None:
-        """Say where this one will listen. With ``fresh`` the job has not begun yet.
+    def announce(self) -> None:
+        """Say where this one will listen, in a job that has not begun yet.
 
         Raises:
             JournalError: a job of this name has been there before.
             StoreUnreachable.
         """
-        if fresh and self._keys.read("journal/"):
+        if not self._announced and self._keys.read("journal/"):
             raise JournalError(f"a job has been run under {self._keys.folder} in this store: choose another --job, or "
                                f"remove it (etcdctl del --prefix {self._keys.folder})")
-        self._keys.put_if({}, {f"candidate/{self._content['me']}": self._content["control"]})
+        self._announced = True  # it may be done although the answer is lost, and then the others begin
+        self._say({})
 
-    def candidates(self) -> dict[str, str]:
-        """Where each of them will listen, by name. Raises StoreUnreachable."""
-        return {name.partition("/")[2]: content for name, (content, _) in self._keys.read("candidate/").items()}
+    def meet(self, hosts: int) -> list[str]:
+        """Where those of hosts "0", "1", ... will listen, once each has seen all others; empty until then. What an
+        earlier start has left there has seen none of these.
+
+        Raises:
+            JournalError: another one has come in this one's name.
+            StoreUnreachable.
+        """
+        read = self._keys.read("candidate/")
+        here = {name: read[f"candidate/{name}"][0] for name in map(str, range(hosts)) if f"candidate/{name}" in read}
+        own, seen = here[self._content["me"]], {name: each["came"] for name, each in here.items()}
+        if own["came"] != self._came:
+            raise JournalError(f"two hosts have come to {self._keys.folder} as --node-rank {self._content['me']}, at "
+                               f"{self._content['control']} and {own['control']}: give each host a number of its own")
+        if own["seen"] != seen:
+            self._say(seen)
+        elif len(here) == hosts and all(each["seen"] == seen for each in here.values()):
+            return [each["control"] for each in here.values()]
+        return []
+
+    def _say(self, seen: Mapping[str, str]) -> None:
+        self._keys.put_if({}, {f"candidate/{self._content['me']}": {
+            "control": self._content["control"], "came": self._came, "seen": seen}})
 
     def try_lead(self) -> ElectedJournal | None:
         """The job's journal, if nobody else leads. Raises StoreUnreachable, and JournalError."""

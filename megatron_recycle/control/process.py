@@ -117,12 +117,11 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
     candidate = Candidate(Sealed(Etcd(Place.parse(args.store)), args.job, token), args.node, control)
 
     def meet() -> None:
-        until_answered(lambda: candidate.announce(fresh=not args.resume), bears=args.resume)
-        while len(found := until_answered(candidate.candidates)) < args.hosts:
+        until_answered(candidate.announce)
+        while not (found := until_answered(lambda: candidate.meet(args.hosts))):
             time.sleep(_PAUSE)
         if not starter.closed:
-            ordered = sorted(found.items(), key=lambda item: int(item[0]))
-            starter.write(json.dumps({"all": ",".join(where for _, where in ordered)}) + "\n")
+            starter.write(json.dumps({"all": ",".join(found)}) + "\n")
             starter.flush()
 
     def lead() -> ElectedJournal:
@@ -133,7 +132,8 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
                                f"{RESTART}")
         return journal
 
-    await asyncio.to_thread(meet)
+    if not args.resume:
+        await asyncio.to_thread(meet)
     return listener, await asyncio.to_thread(lead)
 
 

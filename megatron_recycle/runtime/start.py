@@ -14,6 +14,7 @@ from megatron_recycle.environment import Launched
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.observe.stacks import write_stacks
+from megatron_recycle.runtime.comm.job_store import tell_again
 from megatron_recycle.runtime.comm.rendezvous import told_by_first
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.preemption import leave_on_sigterm
@@ -46,7 +47,8 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
                   heartbeat_interval=config.heartbeat_interval,
                   on_stop=lambda stop: on_stop(stop.generation), on_end=ended,
                   joining=launched.joining, host=launched.host,
-                  patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout)
+                  patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout,
+                  on_connect=tell_again)
     agent.start()
     if launched.by_recycle_run:
         leave_on_sigterm(agent)

@@ -272,7 +272,7 @@ def test_what_was_written_without_the_token_is_not_believed() -> None:
     with pytest.raises(JournalError, match="journal/00000001 .* without this job's token"):
         leading(store)
     with pytest.raises(JournalError, match="without this job's token"):
-        Candidate(Sealed(store, "job", "another"), "1", "h:1", store.clock).announce(fresh=True)
+        Candidate(Sealed(store, "job", "another"), "1", "h:1", store.clock).announce()
 
 
 def test_a_journal_that_was_emptied_is_not_taken_for_a_new_one() -> None:
@@ -290,9 +290,31 @@ def test_a_new_job_does_not_go_on_with_an_old_ones_journal() -> None:
     leading(store).append({"kind": "decided"})
     candidate = Candidate(Sealed(store, "job", TOKEN), "1", "h:1", store.clock)
     with pytest.raises(JournalError, match="choose another --job"):
-        candidate.announce(fresh=True)
-    candidate.announce(fresh=False)
-    assert candidate.candidates() == {"1": "h:1"}
+        candidate.announce()
+
+
+def test_hosts_meet_each_other_and_not_what_an_earlier_start_has_left() -> None:
+    store = Paper(random.Random(0))
+
+    def came(name: str, port: int) -> Candidate:
+        candidate = Candidate(Sealed(store, "job", TOKEN), name, f"h:{port}", store.clock)
+        candidate.announce()
+        return candidate
+
+    earlier = [came(str(k), 10 + k) for k in range(4)]
+    for _ in range(3):
+        met = [one.meet(4) for one in earlier]
+    assert met == [["h:10", "h:11", "h:12", "h:13"]] * 4
+    hosts = [came("0", 20)]
+    assert [hosts[0].meet(3) for _ in range(9)] == [[]] * 9, "the others of this start have not come"
+    hosts += [came("1", 21), came("2", 22)]
+    for _ in range(3):
+        met = [one.meet(3) for one in hosts]
+    assert met == [["h:20", "h:21", "h:22"]] * 3
+    with pytest.raises(JournalError, match="as --node-rank 1, at h:11 and h:21"):
+        earlier[1].meet(3)
+    leading(store).append({"kind": "decided"})
+    hosts[2].announce()  # its answer was lost, and the others have begun
 
 
 @pytest.mark.parametrize("url", ["h:2379", "http://h:2379", "etcd://", "etcd://h:x", "etcd://user:secret@h", "etcd://h,"])

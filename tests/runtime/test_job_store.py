@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from datetime import timedelta
 from importlib import import_module
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_recycle.control.agent import Agent
+from megatron_recycle.control.shelf_client import ShelfClient
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.comm import job_store
-from megatron_recycle.runtime.comm.job_store import open_store
+from megatron_recycle.runtime.comm.job_store import open_store, tell_again
 from megatron_recycle.runtime.comm.rendezvous import meet
 from tests.membership.test_shelf import TOKEN, serving
 
@@ -44,6 +47,16 @@ def test_two_members_make_a_group_of_it_and_a_generation_that_is_over_waits_for_
         threading.Timer(0.05, over.set).start()
         with pytest.raises(GenerationOver):
             dist.PrefixStore("x", open_store(launched, LONG, "recycle/g2/", over.is_set)).get("nobody comes")
+
+
+def test_what_a_process_has_put_there_is_there_after_the_coordinators_return_although_it_asks_for_nothing() -> None:
+    with serving() as (control, _):
+        open_store(Launched(control=control, token=TOKEN), LONG).set("k", "v")
+    with serving(int(control.rpartition(":")[2])):
+        link = Mock()
+        Agent(control, TOKEN, "0:0", 0, "a worker", on_connect=tell_again, link=link)
+        link.call_args.kwargs["hello"]()
+        assert ShelfClient(control, TOKEN).ask("get", ["k"], timeout=60).values == [b"v"]
 
 
 def test_a_store_behaves_as_torchs_own(monkeypatch):

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
+from threading import Thread
 from typing import Any
 
 import torch.distributed as dist
@@ -152,6 +154,18 @@ def open_store(launched: Launched, timeout: timedelta, prefix: str = "",
     assert launched.control is not None, "only `recycle run` brings a coordinator"
     client = _clients.setdefault(launched.control, ShelfClient(launched.control, launched.token))
     return _keep(JobStore(client, client.said(_GENERATIONS), timeout, prefix, given_up))
+
+
+def tell_again() -> None:
+    """Tell a coordinator that has just come back what this process has put on the shelf of the one before, also if it
+    asks for nothing itself: others may. Returns at once."""
+
+    def tell(client: ShelfClient) -> None:
+        with suppress(NotThere, ValueError):
+            client.ask("check", [], timeout=_DEFAULT.total_seconds())
+
+    for each in _clients.values():
+        Thread(target=tell, args=(each,), name="recycle-tell", daemon=True).start()
 
 
 def take_over() -> None:
