@@ -73,6 +73,7 @@ def test_a_store_behaves_as_torchs_own(monkeypatch):
         own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
         jobs = dist.TCPStore(host, int(port), is_master=False, timeout=LONG)
         assert isinstance(jobs, job_store.JobStore) and isinstance(own, dist.TCPStore)
+        assert isinstance(dist.TCPStore(host_name="localhost", port=int(port)), job_store.JobStore)
         assert isinstance(jobs, dist.TCPStore) and not isinstance(own, job_store.JobStore)
         found = []
         for store in (dist.PrefixStore("p", own), dist.PrefixStore("p", jobs)):

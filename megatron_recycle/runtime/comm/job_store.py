@@ -8,8 +8,9 @@ this one. A TCPStore at any other port stays torch's.
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
@@ -187,10 +188,23 @@ class _Door(type(_STOCK)):  # type: ignore[misc]
 def _open_or_stock(cls: Any, *arguments: Any, **options: Any) -> Any:
     named = dict(zip(("host_name", "port"), arguments, strict=False)) | options
     launched = Launched.read()
-    if (named.get("host_name"), named.get("port")) != launched.store or launched.control is None:
+    if launched.control is None or launched.store is None or not _there(named, *launched.store):
         return _STOCK(*arguments, **options)
     timeout = options.get("timeout", arguments[4] if len(arguments) > 4 else _DEFAULT)
     return open_store(launched, timeout)
+
+
+def _there(named: Mapping[str, Any], host: str, port: int) -> bool:
+    """Whether these arguments of a TCPStore name this port, by any name of its host."""
+    return named.get("port") == port and (
+        named.get("host_name") == host or bool(_addresses(named.get("host_name")) & _addresses(host)))
+
+
+def _addresses(host: Any) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)}
+    except (OSError, UnicodeError):
+        return set()
 
 
 def _bytes(value: bytes | str) -> bytes:
