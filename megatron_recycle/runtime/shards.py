@@ -45,9 +45,9 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
     if config.guard == "memory":
         raise ConfigError("guard memory keeps copies of whole stages, and the optimizer is cut into shards: leave "
                           "guard out, and give a larger state_copies")
-    if config.state_copies > place.grid.pipelines:
-        raise ConfigError(f"state_copies {config.state_copies} asks for more workers than the {place.grid.pipelines} "
-                          f"that a stage has: give at most {place.grid.pipelines}, or all")
+    if config.state_copies > place.grid.pipelines > 1 and place.me.pipeline == 0:  # as after a restart on fewer hosts
+        get_logger().warning("megatron-recycle: state_copies %d: a stage has %d workers, each of which holds all of "
+                             "the optimizer's state", config.state_copies, place.grid.pipelines)
     if config.state_copies == stage.shards.least == 1 < place.grid.pipelines and place.me.pipeline == 0:
         get_logger().warning("megatron-recycle: state_copies 1: with any worker that fails a shard of the optimizer's "
                              "state is lost, and the job ends; 2 lets it go on")

@@ -31,6 +31,14 @@ def test_without_failures_the_model_is_the_one_of_a_whole_optimizer():
         assert len(result.shards) == 2
 
 
+def test_a_stage_with_fewer_workers_than_copies_has_as_many_as_it_has_workers():
+    """One pipeline, as a job may be started again with."""
+    shape = Shape(1, 2, 2, 3, sharded=True, clipping=0.05)
+    whole = undisturbed(replace(shape, sharded=False))
+    for rank, result in undisturbed(shape).items():
+        assert result.losses == whole[rank].losses
+
+
 @pytest.mark.parametrize("phase", PHASES)
 def test_each_worker_killed_at_each_moment(phase):
     for number, worker in enumerate(SHAPE.workers):
