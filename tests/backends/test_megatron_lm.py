@@ -69,8 +69,8 @@ def start(launcher: Sequence[str], checkout: Path, arguments: Sequence[str],
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",
                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     under_rules = "megatron_recycle.cli" in launcher and Rules.of_all() is not None
-    scripts = [ROOT / "tests" / "ordered" / "script.py"] if under_rules else []
-    command = [sys.executable, "-W", "ignore", "-m", *launcher, *map(str, scripts),
+    over = [str(ROOT / "tests" / "ordered" / "script.py"), "megatron"] if under_rules else []
+    command = [sys.executable, "-W", "ignore", "-m", *launcher, *over,
                str(ROOT / "scripts" / "megatron_cpu.py"), *through, str(checkout / "pretrain_gpt.py"), *ARGUMENTS,
                *arguments]
     return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)

@@ -211,6 +211,15 @@ def test_options_that_change_no_result_are_set_otherwise_with_a_line_each(name, 
     assert f"megatron-recycle: {name}" in capfd.readouterr().out
 
 
+def test_the_line_on_an_option_that_keeps_its_value_is_not_written_again_for_the_model(parsed, capfd, monkeypatch):
+    from megatron_recycle.backends.megatron import training
+
+    given = parsed(overlap_grad_reduce=True, overlap_param_gather=True)
+    monkeypatch.setitem(sys.modules, training.LOOP, SimpleNamespace(get_args=lambda: given))
+    written, (told,) = capfd.readouterr().out, training.told()
+    assert told.startswith("overlap_grad_reduce is off") and told in written
+
+
 def test_with_the_plugin_off_no_option_is_looked_at(parsed, monkeypatch):
     from megatron_recycle.backends import Options
     from megatron_recycle.backends.megatron import hook as megatron_hook

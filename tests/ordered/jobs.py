@@ -12,6 +12,8 @@ from tests.ordered.rules import Rules
 
 def install(rules: Rules) -> None:
     """From now on the runtime of this process takes the ordered backend, under ``rules``, for the device's."""
+    import deepspeed  # noqa: F401  (first: where the plugin waits for it, it then loads what is next)
+
     from megatron_recycle.backends.deepspeed import engine
     from tests import toy
 

@@ -1,6 +1,7 @@
-"""Runs a script of Megatron's over the ordered backend, under the rules that all jobs are to keep:
+"""Runs a script of a framework's over the ordered backend, under the rules that all jobs are to keep:
 
-    script.py scripts/megatron_cpu.py PATH/pretrain_gpt.py ARGUMENTS
+    script.py megatron scripts/megatron_cpu.py PATH/pretrain_gpt.py ARGUMENTS
+    script.py deepspeed PATH/train.py ARGUMENTS
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def name_tests() -> None:
 
 if __name__ == "__main__":
     name_tests()
-    from tests.ordered.jobs import install_for_megatron
+    from tests.ordered.jobs import install, install_for_megatron
     from tests.ordered.rules import Rules
 
     rules = Rules.of_all()
     assert rules is not None, "pytest --ordered has started this"
-    install_for_megatron(rules)
-    del sys.argv[0]
+    {"megatron": install_for_megatron, "deepspeed": install}[sys.argv[1]](rules)
+    del sys.argv[:2]
     sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.observe.events import read_events
+from tests.ordered.rules import Rules
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpt_deepspeed.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "scripts" / "gpt_deepspeed.py"
 LIMIT = 150
 DIES = """
 import os, runpy, signal, sys
@@ -64,8 +66,9 @@ def test_both_workers_of_a_stage_are_killed_and_all_go_back(tmp_path: Path, guar
                "RECYCLE_GUARD": guard, "RECYCLE_GUARD_INTERVAL": "5", "RECYCLE_VERIFY": "peers"}
     environ |= {"ITERATES": "1"} if guard == "checkpoint" else {}
     saving = ["--checkpoints", "checkpoints", "--save-every", "4"] if guard == "checkpoint" else []
-    command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", "run", "train.py",
-               *TRAINING, *saving]
+    over = [str(ROOT / "tests" / "ordered" / "script.py"), "deepspeed"] if Rules.of_all() is not None else []
+    command = [sys.executable, "-m", "megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", "run", *over,
+               "train.py", *TRAINING, *saving]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ, timeout=LIMIT)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told

@@ -231,7 +231,8 @@ class RecycleSchedule:
                                    "--recycle-emergency-checkpoint DIR")
         self.session = Session(place, self._settings, self._options, self._stage.device)
         if self.session.rank == 0:
-            for line in changed:
+            told = megatron_training.told()
+            for line in (line for line in changed if line not in told):
                 get_logger().info("megatron-recycle: %s", line)
         self.splitter = MegatronSplitter()
         self.session.start(self._stage, self.splitter, self._data,

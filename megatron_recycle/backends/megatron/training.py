@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -60,6 +61,14 @@ def check_arguments(arguments: Any) -> list[str]:
     if refused:
         raise UnsupportedError(message(refused))
     return changed
+
+
+def told() -> list[str]:
+    """The lines that the loop's user has read by now (`check_arguments`) and that another look at the same options
+    would bring again: those of options that are off under this plugin and keep their value."""
+    if LOOP not in sys.modules:
+        return []
+    return apply(ANYWHERE, [SimpleNamespace(**vars(sys.modules[LOOP].get_args()))])[1]
 
 
 def keep_batch(arguments: Any, microbatches: int | None) -> list[str]:
