@@ -21,12 +21,14 @@ from megatron_recycle.membership.resume import RESTART, by_stage
 from megatron_recycle.membership.shards import those_that_may_go
 from megatron_recycle.membership.state import Closing, Member, Phase, State
 
+_GIVE = "those that leave hand their shards of the optimizer's state over first"
+
 
 def propose(state: State, decisions: tuple[Decision, ...]) -> Step:
     """Offer a switch after `decisions` if there is a reason for one and none is on offer."""
     quiet = state.phase is Phase.TRAINING and state.since is None and not state.switch
     asked = state.joiners or state.leaving or moving.moved(state)
-    if not quiet or not asked or not (entering(state) or _going(state)):
+    if not quiet or not asked or not (entering(state) or _going(state) or _give_first(state)):
         return state, decisions
     number = state.offers + 1
     state = state.with_(switch=number, offers=number)
@@ -48,7 +50,8 @@ def switch(state: State, now: float) -> Step:
         return ending.leave(state, Closing(text, again=True), now)
     if text:
         return closing.end(state, 1, text, now, again=True)
-    return failing.next_generation(state, leavers, now, now, joined=entering(state))
+    reason = None if leavers or entering(state) else _GIVE
+    return failing.next_generation(state, leavers, now, now, joined=entering(state), reason=reason)
 
 
 def entering(state: State) -> dict[str, Member]:
@@ -66,7 +69,21 @@ def entering(state: State) -> dict[str, Member]:
 
 def _going(state: State) -> dict[str, FailureKind]:
     """The members that leave at the boundary, and whether as asked or because they have moved. A member that is to give
-    its state to a joiner stays until that is done."""
+    its state to a joiner stays until that is done, and one that has a shard alone until others have it."""
+    wanted = _wanted(state)
+    if state.resume is None:
+        return wanted
+    may_go = those_that_may_go(state.resume.shards, [*wanted], state.proven)
+    return {name: kind for name, kind in wanted.items() if name in may_go}
+
+
+def _give_first(state: State) -> bool:
+    """Whether somebody would leave if others had its shards: they get them with the next generation."""
+    return _going(state).keys() != _wanted(state).keys()
+
+
+def _wanted(state: State) -> dict[str, FailureKind]:
+    """`_going`, as if no optimizer were cut into shards."""
     wanted = [name for name, member in state.members.items() if member.incarnation in state.leaving]
     moved = dict.fromkeys((name for name in moving.moved(state) if name not in wanted), FailureKind.MOVE)
     staying = by_stage(state.stages, set(state.proven) - set(wanted))
@@ -74,10 +91,6 @@ def _going(state: State) -> dict[str, FailureKind]:
     kept = {names[0] for stage, names in enumerate(by_stage(state.stages, wanted))
             if names and joining[stage] and not staying[stage]}
     going = [name for name in in_order(wanted) if name not in kept]
-    if state.resume is not None:  # twins go one after the other, since another has to adopt what the first has held
-        may_go = those_that_may_go(state.resume.shards, [*going, *moved])
-        going = [name for name in going if name in may_go]
-        moved = {name: kind for name, kind in moved.items() if name in may_go}
     return {**dict.fromkeys(going, FailureKind.LEAVE), **moved}
 
 

@@ -305,7 +305,8 @@ def _go(state: State, now: float) -> Step:
     announced = None if last is None else (last.next, last.attempt)
     resume = guarding.resume(state) if stage_gone(state) is not None else decide(
         state.stages, holding, state.reports, announced=announced, joined=in_order(state.unproven),
-        hosts={name: member.host for name, member in state.members.items()}, before=() if last is None else last.shards)
+        hosts={name: member.host for name, member in state.members.items()}, before=() if last is None else last.shards,
+        leaving=moving.on_their_way(state))
     if isinstance(resume, DeadEnd):
         return surviving.end(state, resume.message, now) if stage_gone(state) is not None else closing.end(
             state, 1, resume.message, now, again=True)

@@ -139,6 +139,15 @@ def _drop(state: State, to: str, reason: str, now: float) -> Step:
     return state, decisions
 
 
+def on_their_way(state: State) -> list[str]:
+    """Members that will leave their position, sooner or later: as they were asked to, or for another one, if their
+    stage has somebody who stays."""
+    leaving = [name for name, member in state.members.items() if member.incarnation in state.leaving]
+    movers = [name for name, member in state.members.items() if member.incarnation in state.moves.values()]
+    left = by_stage(state.stages, state.members.keys() - {*leaving, *movers})
+    return [*leaving, *(name for name in movers if left[Process.parse(name).worker.stage] and name not in leaving)]
+
+
 def moved(state: State) -> dict[str, str]:
     """Members that another process stands for in another stage since an iteration has committed with it, and that
     may go without leaving their old stage empty; with each its new position."""

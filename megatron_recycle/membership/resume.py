@@ -106,12 +106,13 @@ def decide(
     joined: Sequence[str] = (),
     hosts: Mapping[str, str] = MappingProxyType({}),
     before: Sequence[ShardTable] = (),
+    leaving: Sequence[str] = (),
 ) -> Resume | DeadEnd:
     """The resume point of a generation.
 
     `members` maps process to incarnation; `reports` has one report for each (see the wire protocol).
     A stage holds what each of its parts, and of their shards, holds somewhere; `joined` come in, `hosts` are the
-    processes', and `before` is who held which shard in the last generation.
+    processes', `before` is who held which shard in the last generation, and those that are `leaving` hand theirs over.
     `announced` is the (next, attempt) of the last generation that was told to go: an attempt may have been
     announced without any survivor having begun it, and attempts only grow.
     """
@@ -155,7 +156,7 @@ def decide(
     parts = parts_of(stages, members)
     slices += _numbers(target, parts, reports)
     return Resume(target, following, attempt, verdict, copies, redone, slices=tuple(slices),
-                  shards=tables(parts, reports, joined, hosts))
+                  shards=tables(parts, reports, joined, hosts, leaving))
 
 
 @dataclass(frozen=True)

@@ -130,15 +130,17 @@ def _relief(found: Sequence[Sequence[str]], had: Sequence[Sequence[str]], load: 
     return None
 
 
-def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str]) -> list[str]:
-    """Those of ``wanted`` that can leave together so that a shard of several holders keeps one; all parts of a worker
-    or none."""
-    going: list[str] = []
+def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str], members: Iterable[str]) -> list[str]:
+    """Those of ``wanted`` that can leave together so that each shard keeps a holder, if it can have one among those of
+    ``members`` that stay; all parts of a worker or none. The others' shards have to be adopted first."""
+    stay = {worker.stage for worker in {*workers_of(members)} - {*workers_of(wanted)}}
+    going: set[Worker] = set()
     for worker in workers_of(wanted):
-        parts = [name for name in wanted if Process.parse(name).worker == worker]
-        if not any(len(of) > 1 and {*of} <= {*going, *parts} for table in tables for of in table.holders):
-            going += parts
-    return going
+        out = {*going, worker}
+        if not any(out.issuperset(workers_of(of)) and (len(of) > 1 or table.stage in stay)
+                   for table in tables for of in table.holders):
+            going = out
+    return [name for name in wanted if Process.parse(name).worker in going]
 
 
 def by_shard(tables: Sequence[ShardTable], members: Iterable[str], adopted: bool) -> list[list[str]]:
@@ -165,10 +167,11 @@ def count_of(names: Iterable[str], reports: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, Any]], joined: Iterable[str],
-           hosts: Mapping[str, str]) -> tuple[ShardTable, ...]:
+           hosts: Mapping[str, str], leaving: Iterable[str] = ()) -> tuple[ShardTable, ...]:
     """The table of each of ``parts``, processes that have the same parameters and report; ``joined`` come in and have
-    nothing yet. Every shard must have a holder."""
-    parts, joined, found = [*parts], [*joined], []
+    nothing yet. Those that are ``leaving`` keep what they have as long as they are there, beside holders that stay, if
+    any do. Every shard must have a holder."""
+    parts, joined, found, leavers = [*parts], [*joined], [], {*workers_of(leaving)}
     at = _hosts_of_workers([*(name for names in parts for name in names), *joined], hosts)
     for names in parts:
         count = count_of(names, reports)
@@ -180,8 +183,10 @@ def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, An
                == (first.worker.stage, first.part)]
         copies = reports[names[0]]["shards"]["copies"]
         members = [*names, *new]
-        lost_with = {name: at[Process.parse(name).worker] for name in members}
-        found.append(ShardTable(first.worker.stage, first.part or 0, had, assign(had, members, lost_with, copies)))
+        staying = [name for name in members if Process.parse(name).worker not in leavers] or members
+        holders = assign(had, staying, {name: at[Process.parse(name).worker] for name in staying}, copies)
+        kept = tuple((*of, *(name for name in own if name not in staying)) for of, own in zip(holders, had))
+        found.append(ShardTable(first.worker.stage, first.part or 0, had, kept))
     return tuple(found)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as some
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.shards import ShardTable, assign, those_that_may_go
-from tests.membership.cluster import Cluster, events, report
+from tests.membership.cluster import Cluster, endings, events, report
 
 
 def _on(hosts: Mapping[str, str]) -> dict[str, frozenset[str]]:
@@ -52,7 +52,7 @@ def test_the_shards_of_the_dead_are_adopted_and_given_back() -> None:
 def test_twins_that_are_asked_to_leave_go_one_after_the_other() -> None:
     names = [f"{number}:0" for number in range(4)]
     table = ShardTable(0, 0, (), assign(_own(4), names, _on({name: name for name in names}), 2))
-    assert those_that_may_go([table], ["0:0", "1:0", "2:0"]) == ["0:0", "2:0"]
+    assert those_that_may_go([table], ["0:0", "1:0", "2:0"], names) == ["0:0", "2:0"]
 
 
 def test_each_speaks_for_one_shard() -> None:
@@ -118,6 +118,33 @@ def test_who_is_slow_stays_until_another_has_its_shards() -> None:
     cluster.adopt(), cluster.commit_all(1)
     cluster.declare(FailureKind.STALLED, "2:0/0")
     assert "2:0" not in cluster.state.members
+
+
+def test_a_worker_that_has_a_shard_alone_hands_it_over_before_it_leaves() -> None:
+    cluster = Sharded(copies=1)
+    for name in ("1:0", "2:0"):
+        cluster.feed(inputs.Leave(f"{name}/0"))
+    assert cluster.state.switch and cluster.commit_all(0)
+    for name in cluster.names:
+        cluster.feed(inputs.Boundary(f"{name}/0", 1, 1, cluster.now))
+    assert len(cluster.state.members) == 4, "nobody has gone yet"
+    cluster.recover(0)
+    cluster.adopt()
+    assert {shard for name in ("0:0", "3:0") for shard in cluster.held[name]} == {0, 1, 2, 3}
+    assert cluster.held["1:0"] == [1] and cluster.held["2:0"] == [2], "they train on"
+    cluster.commit_all(1)
+    for name in cluster.names:
+        cluster.feed(inputs.Boundary(f"{name}/0", 2, 2, cluster.now))
+    assert cluster.state.members.keys() == {"0:0", "3:0"}
+    cluster.recover(1)
+    assert not endings(cluster.log)
+    for name in ("0:0", "3:0"):
+        cluster.feed(inputs.Leave(f"{name}/0"))
+    cluster.commit_all(2)
+    for name in ("0:0", "3:0"):
+        cluster.feed(inputs.Boundary(f"{name}/0", 3, 3, cluster.now))
+    (end,) = endings(cluster.log)
+    assert "stage 0 would have no worker any more" in end.message
 
 
 @given(some.integers(2, 8), some.integers(1, 4), some.integers(1, 4), some.data())

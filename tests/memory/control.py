@@ -147,6 +147,14 @@ class Control:
 
         self.call(declare)
 
+    def leave(self, *workers: str) -> None:
+        """These ask to leave the job."""
+        def ask() -> None:
+            for name in workers:
+                self._coordinator.feed(inputs.Leave(self.state.members[name].incarnation))
+
+        self.call(ask)
+
     def improved(self, generation: int, plan: Plan) -> None:
         """A search has found a better plan."""
         self._coordinator.feed(inputs.Improved(generation, plan.to_json(), time.time()))

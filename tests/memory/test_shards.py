@@ -118,6 +118,30 @@ def test_a_worker_that_moves_takes_shards_of_its_new_stage():
     assert all(results[rank].shards for rank in job.processes if job.names[rank] != "2:0")
 
 
+@pytest.mark.parametrize(("copies", "seed"), [(1, 1), (1, 2), (2, 3)])
+def test_workers_that_leave_hand_their_shards_over_first(copies, seed):
+    """Two at once: with one copy both are the only holders of a shard, with two they are twins. The others have the
+    bits of the job without failures."""
+    shape = replace(CLIPPED, iterations=12, save=()).with_settings(state_copies=copies)
+    early, late, leavers = Moment("0:0", "forward", 1), Moment("0:0", "forward", 7), {"1:0", "2:0"}
+    with Job(shape, seed=seed, holds=[early, late]) as job:
+        job.wait_held(early)
+        job.control.leave(*leavers)
+        for name in leavers:
+            job.wait_event("leaving", worker=name)
+        job.release(early)
+        job.wait_held(late)
+        job.wait_for(lambda: job.control.state.switch or len(job.control.state.members) == 6, "the next boundary")
+        job.release(late)
+        results = job.wait()
+        check(job, results, leavers)
+    decided = [event["out"] for event in job.control.events if event["event"] == "decided"]
+    assert decided[-1] == dict.fromkeys(leavers, "leave"), "as they were asked to"
+    staying = [results[rank] for rank, process in job.processes.items()
+               if process.name in ("0:0", "3:0")]
+    assert {shard for result in staying for shard in result.shards} == {0, 1, 2, 3}
+
+
 def _die_together(job: Job) -> None:
     """All that the job holds die where they stand, and do nothing any more."""
     job.wait_held()
