@@ -42,7 +42,8 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
     all_hosts = sorted(set(hosts.values()))
     if any(len(of) < 2 for table in tables for of in table.holders):
         return Survival("each shard of the optimizer's state has one holder (state_copies 1): no failure can be "
-                        "survived (a worker that is asked to leave hands its shards over first). Survivors need 2 or more",
+                        "survived (a worker that is asked to leave hands its shards over first). Survivors need 2 or "
+                        "more",
                         {host: [*of] for host, of in _last_holders(where, tables).items()})
     if len(all_hosts) == 1:
         return Survival(f"all workers are on host {_shown(all_hosts, all_hosts)}, whose loss ends the job")
