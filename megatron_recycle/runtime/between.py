@@ -52,7 +52,6 @@ class Between:
     def trained(self) -> bool:
         """An iteration is trained. Returns whether generators are to be looked for again: after the first one, since
         some are made in the first forward."""
-        self._site.trainable.brought = None
         again, self._again = self._again, False
         return again
 

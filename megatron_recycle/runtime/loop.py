@@ -54,6 +54,7 @@ class Loop:
         # More than one iteration to run: a failure has undone a step that train() had already returned from.
         while self.standing.stepped < iteration:
             generation = self._at_boundary(self.standing.stepped + 1)
+            self.site.trainable.brought = None  # training goes on from it
             with Attempt(self.site, self.stepper, generation) as attempt:
                 attempt.run()
         if commit:

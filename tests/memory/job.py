@@ -134,36 +134,37 @@ class Disk:
     """Checkpoints, as a file system would have them; any worker may write at any time.
 
     Attributes:
-        named: the states of all stages, by the iteration before which they were written.
+        named: the states of all (stage, part), by the iteration before which they were written.
     """
 
     def __init__(self) -> None:
-        self.named: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
-        self.counters: dict[tuple[int, int], Any] = {}
+        self.named: dict[int, dict[tuple[int, int], dict[str, torch.Tensor]]] = {}
+        self.counters: dict[tuple[int, int, int], Any] = {}
         self.cut: set[tuple[int, int]] = set()
         """Files (iteration, stage) that were cut off since they were written."""
-        self._parts: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+        self._tries: dict[str, dict[tuple[int, int], dict[str, torch.Tensor]]] = {}
 
     def load(self, place: str, name: str, stage: SmallStage) -> None:
         """As `Framework.restore`."""
-        iteration = int(place.removeprefix("iteration "))
+        iteration, own = int(place.removeprefix("iteration ")), (stage.stage, stage.part)
         if (iteration, stage.stage) in self.cut:
             stage.load_state({**stage.fixed(), **{name: torch.zeros_like(of) for name, of in stage.state().items()}},
-                             self.counters[iteration, stage.stage])  # half of it was there
+                             self.counters[iteration, *own])  # half of it was there
             raise EOFError("Ran out of input")
-        found = self.named.get(iteration) or self._parts[f"{name} {iteration}"]  # who names it may have died
-        stage.load_state({**stage.fixed(), **found[stage.stage]}, self.counters[iteration, stage.stage])
+        found = self.named.get(iteration) or self._tries[f"{name} {iteration}"]  # who names it may have died
+        stage.load_state({**stage.fixed(), **found[own]}, self.counters[iteration, *own])
 
     def write(self, save: Save, iteration: int, stage: SmallStage) -> bool:
         """As `runtime.saving.Write`."""
         groups = save.generation.groups
-        of_try = self._parts.setdefault(f"{save.name} {iteration}", {})
+        of_try = self._tries.setdefault(f"{save.name} {iteration}", {})
         if groups.me == groups.peers(groups.me.stage)[-1]:
             save.check()
-            of_try[groups.me.stage] = {name: tensor.clone() for name, tensor in stage.state().items()}
-            self.counters[iteration, groups.me.stage] = stage.counters()
+            own = stage.stage, stage.part
+            of_try[own] = {name: tensor.clone() for name, tensor in stage.state().items()}
+            self.counters[iteration, *own] = stage.counters()
         count(groups.control, True)
-        if groups.me == groups.members[0]:
+        if groups.me == groups.members[0] and not groups.part:
             save.whole(f"iteration {iteration}")
             self.named[iteration] = of_try
         return True
@@ -470,9 +471,9 @@ def _alike_checkpoints(job: Job, reference: Mapping[int, Result], within: float)
     """Whether each checkpoint of ``job`` holds what the undisturbed job's state was when it was to be written."""
     named, expected = job.disk.named, reference[0].checkpoints
     return named.keys() == expected.keys() and all(
-        named[at].keys() == expected[at].keys() and named[at][stage].keys() == expected[at][stage].keys()
-        and all(_alike(tensor, expected[at][stage][name], within) for name, tensor in named[at][stage].items())
-        for at in expected for stage in expected[at])
+        named[at].keys() == expected[at].keys() and named[at][own].keys() == expected[at][own].keys()
+        and all(_alike(tensor, expected[at][own][name], within) for name, tensor in named[at][own].items())
+        for at in expected for own in expected[at])
 
 
 def _alike(one: torch.Tensor, other: torch.Tensor, within: float) -> bool:

@@ -164,6 +164,7 @@ class SmallStage:
             state = _initial(stages, stage, tied)
             self.module.load_state_dict(_parted(state, part, parts) if parts > 1 else state)
         self.first, self.last, self.stage, self.pipelines = stage == 0, stage == stages - 1, stage, pipelines
+        self.part = part
         self.microbatches, self.clipping, self.scale, self.overflows = microbatches, clipping, scale, set(overflows)
         self.steps = self.skipped = 0
         self.parameters = list(self.module.parameters())

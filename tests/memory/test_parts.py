@@ -19,6 +19,7 @@ from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Moment, Shape, check
 from tests.memory.model import Data, SmallStage, batch
 from tests.memory.scenes import PHASES
+from tests.memory.test_last_copy import check_ends_well
 from tests.memory.wires import Asked
 from tests.seeds import seeds
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 SHAPE = Shape(2, 2, 2, 3, parts=2)
 CLIPPED = replace(SHAPE, stages=3, microbatches=3, clipping=0.05)
 SHAPES = [SHAPE, replace(SHAPE, clipping=0.05), replace(SHAPE, stages=3, microbatches=3), CLIPPED,
-          SHAPE.with_settings(step="barrier")]
+          SHAPE.with_settings(step="barrier"), replace(SHAPE, save=(0, 1, 2), evaluate=(1,))]
 VERDICT = Moment("0:2.0", "reduced", 0)
 """It does not come before this, and stages step before it comes."""
 PROCESSES = [f"{worker}.{part}" for worker in SHAPE.workers for part in range(2)]
@@ -136,3 +137,17 @@ def test_a_part_whose_script_alone_asks_for_the_verdict_costs_new_communicators(
 def test_where_the_parts_stop():
     assert last_actions([2, 3, 0, 0, OUT, OUT], 2) == [3, 0, 0]
     assert last_actions([2, 3, OUT, 1], 2) is None
+
+
+@pytest.mark.parametrize("guard", ["memory", "checkpoint"])
+@pytest.mark.parametrize("phase", ["collective", "stepped"])
+@pytest.mark.parametrize("step", ["barrier", "staggered"])
+def test_a_part_that_was_without_another_one_goes_on_from_the_iterations_that_it_makes_again(
+        phase: str, guard: str, step: str):
+    """Its stage was lost, and it is between two iterations, or final steps are waited for: not from what it was given
+    when it came in again. Each part finds its own in a checkpoint."""
+    shape = replace(SHAPE, iterations=6, evaluate=(4,), save=(1, 3), collect=(1, 3, 4), pipelines=1).with_settings(
+        guard=guard, guard_interval=3, step=step)
+    with Job(shape, [Moment("0:0.1", phase, 3)], seed=4) as job:
+        check_ends_well(job)
+    assert not job.kills
