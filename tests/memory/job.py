@@ -149,10 +149,10 @@ class Disk:
         iteration, own = int(place.removeprefix("iteration ")), (stage.stage, stage.part)
         if (iteration, stage.stage) in self.cut:
             stage.load_state({**stage.fixed(), **{name: torch.zeros_like(of) for name, of in stage.state().items()}},
-                             self.counters[iteration, *own])  # half of it was there
+                             self.counters[(iteration, *own)])  # half of it was there
             raise EOFError("Ran out of input")
         found = self.named.get(iteration) or self._tries[f"{name} {iteration}"]  # who names it may have died
-        stage.load_state({**stage.fixed(), **found[own]}, self.counters[iteration, *own])
+        stage.load_state({**stage.fixed(), **found[own]}, self.counters[(iteration, *own)])
 
     def write(self, save: Save, iteration: int, stage: SmallStage) -> bool:
         """As `runtime.saving.Write`."""
@@ -162,7 +162,7 @@ class Disk:
             save.check()
             own = stage.stage, stage.part
             of_try[own] = {name: tensor.clone() for name, tensor in stage.state().items()}
-            self.counters[iteration, *own] = stage.counters()
+            self.counters[(iteration, *own)] = stage.counters()
         count(groups.control, True)
         if groups.me == groups.members[0] and not groups.part:
             save.whole(f"iteration {iteration}")
