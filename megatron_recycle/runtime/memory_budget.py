@@ -72,7 +72,9 @@ def announce(site: Site, plan: Plan) -> None:
         masters = nbytes(master for shard in shards.held for master in shards.masters(shard))
         text += (f", shards {', '.join(map(str, shards.held))} of {shards.count} of its stage's optimizer state "
                  f"({masters / _MIB:.1f} MiB in fp32, and what the optimizer keeps of it)")
-    if site.config.step == "staggered":
+    if site.config.step == "staggered" and shards is not None:
+        text += ", and a copy of what a step changes of these shards, to undo it"
+    elif site.config.step == "staggered":
         parameters = nbytes(site.trainable.layout.parameters)
         text += f", and a copy of parameters ({parameters / _MIB:.1f} MiB) and optimizer state to undo a step"
     get_logger().info("megatron-recycle: worker %s keeps %s", site.place.me, text)
@@ -113,6 +115,10 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
     shards = site.stage.shards
     of_shards = [] if shards is None else [
         tensor for shard in shards.held for tensor in shards.tensors(shard).values()]
-    return kept_bytes([*site.stage.state().values(), *of_shards], undo, gradient,
+    kept = kept_bytes([*site.stage.state().values(), *of_shards], undo, gradient,
                       pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
                       plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators)
+    if shards is not None:  # of the reduced gradient only what lies in them
+        length = sum(shards.length(shard) for shard in shards.held)
+        kept["gradient"] = length * site.trainable.layout.dtype.itemsize
+    return kept
