@@ -87,7 +87,7 @@ class DeepSpeedStage:
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self._use(self._found())
-        self._clipping = float(engine.gradient_clipping())
+        self._clipping = self._limit()
         optimizer = torch_optimizer(engine)
         self.native = NativeAdam(optimizer)
         self._first_steps = FirstSteps({"optimizer": optimizer, "lr_scheduler": engine.lr_scheduler})
@@ -111,11 +111,15 @@ class DeepSpeedStage:
         # In 16 bits, those that the optimizer was given: without a copy there is nothing to step.
         self._stepped = [self._masters.get(parameter) if self._masters else parameter for parameter in self.parameters]
 
+    def _limit(self) -> float:
+        """On the gradient's norm, from where stock reads it."""
+        return float(self._engine.gradient_clipping() if self._zero is None else self._zero.clip_grad)
+
     def look(self) -> bool:
         """Follows parameters that were frozen, unfrozen, added or replaced; refuses what a step could not be undone
         with, gradients of the script's own, and hooks on sums of gradients, which are formed otherwise here."""
         engine = self._engine
-        self._clipping = float(engine.gradient_clipping())
+        self._clipping = self._limit()
         if self._staggered:
             refuse_hooks(torch_optimizer(engine))
         found = self._found()

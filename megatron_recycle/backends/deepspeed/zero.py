@@ -56,7 +56,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         self.dp_process_group = group
         self._rank = rank
         self._names = names
-        self._clipping = clipping
+        self.clip_grad = clipping
+        """Stock's name, for scripts that set it: an engine's `gradient_clipping` is where it begins, and no more."""
         self.scaler = scaler
         self._bf16 = bf16
         self.overflow = False
@@ -103,12 +104,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         return self.loss_scale
 
     def counters(self) -> dict[str, Any]:
-        """State that `step` changes besides shards."""
-        return {name: vars(self.scaler)[name] for name in _SCALING if name in vars(self.scaler)}
+        """State besides shards that `step` changes, or is made with."""
+        return {"clip_grad": self.clip_grad,
+                **{name: vars(self.scaler)[name] for name in _SCALING if name in vars(self.scaler)}}
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Put back what `counters` gave."""
-        vars(self.scaler).update(counters)
+        self.clip_grad = counters["clip_grad"]
+        vars(self.scaler).update({name: value for name, value in counters.items() if name != "clip_grad"})
 
     def step(self, closure: None = None) -> None:
         """One update of this worker's shards, with the gradients that they were given, which are unscaled already;
@@ -139,13 +142,13 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 "param_groups": [{**group, "params": [number]} for number, group in enumerate(inner["param_groups"])]}
         if self._bf16:
             last = shard == shards.count - 1
-            return {"clip_grad": self._clipping, _BASE: base,
+            return {"clip_grad": self.clip_grad, _BASE: base,
                     _MASTERS: [master.detach().clone().requires_grad_() for master in shards.masters(shard)],
                     "group_paddings": paddings if last else [0] * len(paddings),
                     "partition_count": [shards.count] * len(self._groups), "ds_version": deepspeed.__version__,
                     "param_slice_mappings": self._mappings(shard)}
         return {"loss_scaler": copy.copy(self.scaler), "dynamic_loss_scale": self.scaler.dynamic,
-                "overflow": self.overflow, "clip_grad": self._clipping, _BASE: base,
+                "overflow": self.overflow, "clip_grad": self.clip_grad, _BASE: base,
                 _MASTERS: [master.detach()[:master.numel() - padding]
                            for master, padding in zip(shards.masters(shard), paddings)],
                 "zero_stage": ZeroStageEnum.optimizer_states, "group_paddings": paddings,
@@ -161,6 +164,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                                    "the plugin, and save")
         for shard in self.shards.held:
             self._load(shard, state_dict_list[shard], load_optimizer_states, load_from_fp32_weights)
+            self.clip_grad = state_dict_list[shard].get("clip_grad", self.clip_grad)
             if self.scales and state_dict_list[shard].get("loss_scaler") is not None:
                 self.scaler = copy.copy(state_dict_list[shard]["loss_scaler"])
         if not load_from_fp32_weights:
@@ -197,6 +201,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
         """Make the masters what the model's parameters are: only those were loaded."""
         for shard in self.shards.held:
             self.shards.refresh(shard)
+
+    _restore_from_bit16_weights = refresh_fp32_params  # what stock calls after it has loaded no optimizer state
 
     def _padding(self, number: int, shard: int) -> int:
         size = self.shards.slots(shard)[number].size
