@@ -75,13 +75,14 @@ def check_host(host: str, several: bool) -> None:
                           f"reach it: give the address itself, --master-addr {own or 'ADDRESS'}, on each host")
 
 
-def check_listening(host: str, port: int) -> None:
-    """Raises ConfigError if `host` is no address of this host, or `port` is in use. Port 0: any."""
+def check_listening(host: str, port: int, options: tuple[str, str] = ("--master-addr", "--master-port")) -> None:
+    """Raises ConfigError, with the `options` that give them, if `host` is no address of this host, or `port` is in use.
+    Port 0: any."""
     try:
         listen(host, port).close()
     except OSError as error:
         raise ConfigError(f"nobody can listen on {host}, port {port or 'any'} ({error.strerror or error}): give an "
-                          "address of this host in --master-addr or RECYCLE_INTERFACE, and a free --master-port"
+                          f"address of this host in {options[0]} or RECYCLE_INTERFACE, and a free {options[1]}"
                           ) from error
 
 

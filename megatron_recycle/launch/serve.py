@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--resume takes a job up where its service left it: give the same --run-dir and --port")
     host = args.interface or config.interface
     check_host(host, several=False)
-    check_listening(host, args.port)
+    check_listening(host, args.port, ("--interface", "--port"))
     run_dir = run_dir_of(args.run_dir, config)
     if args.resume:
         make(run_dir)
