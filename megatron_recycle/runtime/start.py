@@ -48,7 +48,7 @@ def connect(place: Place, config: RecycleConfig, embed: Embed | None, on_stop: C
                   on_stop=lambda stop: on_stop(stop.generation), on_end=ended,
                   joining=launched.joining, host=launched.host,
                   patience=config.heartbeat_timeout + 2 * config.heartbeat_interval + config.report_timeout,
-                  on_connect=tell_again)
+                  on_connect=lambda: tell_again(launched))
     agent.start()
     if launched.by_recycle_run:
         leave_on_sigterm(agent)

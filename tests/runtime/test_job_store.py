@@ -51,10 +51,11 @@ def test_two_members_make_a_group_of_it_and_a_generation_that_is_over_waits_for_
 
 def test_what_a_process_has_put_there_is_there_after_the_coordinators_return_although_it_asks_for_nothing() -> None:
     with serving() as (control, _):
-        open_store(Launched(control=control, token=TOKEN), LONG).set("k", "v")
+        launched = Launched(control=control, token=TOKEN)
+        open_store(launched, LONG).set("k", "v")
     with serving(int(control.rpartition(":")[2])):
         link = Mock()
-        Agent(control, TOKEN, "0:0", 0, "a worker", on_connect=tell_again, link=link)
+        Agent(control, TOKEN, "0:0", 0, "a worker", on_connect=lambda: tell_again(launched), link=link)
         link.call_args.kwargs["hello"]()
         assert ShelfClient(control, TOKEN).ask("get", ["k"], timeout=60).values == [b"v"]
 

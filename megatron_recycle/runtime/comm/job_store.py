@@ -157,16 +157,18 @@ def open_store(launched: Launched, timeout: timedelta, prefix: str = "",
     return _keep(JobStore(client, client.said(_GENERATIONS), timeout, prefix, given_up))
 
 
-def tell_again() -> None:
-    """Tell a coordinator that has just come back what this process has put on the shelf of the one before, also if it
-    asks for nothing itself: others may. Returns at once."""
+def tell_again(launched: Launched) -> None:
+    """Tell the coordinator of the job that ``launched`` this process, if it has come back, what this process has put on
+    the shelf of the one before, also if it asks for nothing itself: others may. Returns at once."""
+    client = _clients.get(launched.control or "")
+    if client is None:
+        return
 
-    def tell(client: ShelfClient) -> None:
+    def tell() -> None:
         with suppress(NotThere, ValueError):
             client.ask("check", [], timeout=_DEFAULT.total_seconds())
 
-    for each in _clients.values():
-        Thread(target=tell, args=(each,), name="recycle-tell", daemon=True).start()
+    Thread(target=tell, name="recycle-tell", daemon=True).start()
 
 
 def take_over() -> None:
