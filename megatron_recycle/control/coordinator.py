@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megatron_recycle.control import guests
 from megatron_recycle.control.asyncio_executor import AsyncioExecutor
 from megatron_recycle.control.clocks import Clocks, Timeouts
 from megatron_recycle.control.connection import Connection
@@ -247,6 +248,9 @@ class Coordinator:
 
     def newcomer(self, connection: Connection, rank: int) -> None:
         connection.send(messages.learnt(self.state, rank))
+
+    def part_of_guests(self) -> str:
+        return guests.part(self.state)
 
     def refused(self, source: str, reason: str) -> None:
         self._emit({"event": "refused", "t": time.time(), "source": source, "reason": reason})

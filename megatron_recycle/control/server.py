@@ -9,6 +9,8 @@ import time
 from typing import Protocol
 
 from megatron_recycle.control.connection import Connection
+from megatron_recycle.control.door import Door
+from megatron_recycle.control.guests import Guests
 from megatron_recycle.control.ports import joined
 from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.sockets import SIGN_S
@@ -18,11 +20,12 @@ from megatron_recycle.membership import messages
 from megatron_recycle.membership.decisions import Tell
 from megatron_recycle.membership.detectors import RateLimit
 
-_BACKLOG = 4096
-"""Connections that wait to be accepted: one that finds no room is tried again by its kernel after a second."""
 _SPARE_STRANGERS = 1000
 """Connections without a hello, beside one for each worker. With thousands of them each second one with the token needs
 this many to have the time to say it; each costs a descriptor, and 64 KiB at most."""
+
+_NOTHING: Message = {"keys": [], "values": [], "stamps": [], "number": 0, "stamp": 0}
+"""Of an ask or an answer, what has nothing to say."""
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class Hearer(Protocol):
     def launcher_gone(self, host: str) -> None: ...
     def from_launcher(self, connection: Connection, host: str, message: Message) -> None: ...
     def newcomer(self, connection: Connection, rank: int) -> None: ...
+    def part_of_guests(self) -> str: ...
     def refused(self, source: str, reason: str) -> None: ...
 
 
@@ -61,19 +65,20 @@ class Server:
         self.launchers: set[Connection] = set()
         self.strangers: Strangers[Connection] = Strangers(size + _SPARE_STRANGERS)
         self.shelf = Shelf()
+        self._guests = Guests()
         self._size = size
         self._hearer = hearer
         self._connections: set[Connection] = set()
         self._refusals: RateLimit[str] = RateLimit(60.0)
         self._quiet = asyncio.Event()
-        self._server: asyncio.Server | None = None
+        self._door: Door | None = None
 
     async def start(self, listener: socket.socket | None) -> str:
         """Listen, without a ``listener`` on any free port of 127.0.0.1; returns "host:port"."""
         listener = listener or socket.create_server(("127.0.0.1", 0))
-        self._server = await asyncio.get_running_loop().create_server(lambda: Connection(self), sock=listener,
-                                                                            backlog=_BACKLOG)
-        host, port = self._server.sockets[0].getsockname()[:2]
+        self._door = Door(listener, self._size + _SPARE_STRANGERS, lambda: Connection(self), self._turned_away)
+        self._door.open()
+        host, port = listener.getsockname()[:2]
         return joined(host, port)
 
     async def wait_quiet(self, linger: float | None) -> None:
@@ -85,8 +90,9 @@ class Server:
 
     def stop_listening(self) -> None:
         """Whoever comes now is refused; those that are connected stay so."""
-        if self._server is not None:
-            self._server.close()
+        if self._door is not None:
+            self._door.close()
+            self._door = None
 
     async def close(self) -> None:
         """Stop listening, and end all connections once what is queued has been sent."""
@@ -129,6 +135,9 @@ class Server:
             self.refused(oldest.source, f"{len(self.strangers)} connections have not said hello yet")
             oldest.close()
 
+    def _turned_away(self, source: str) -> None:
+        self.refused(source, "more come at once than can be let in")
+
     def disconnected(self, connection: Connection) -> None:
         self._connections.discard(connection)
         self.strangers.gone(connection)
@@ -158,6 +167,9 @@ class Server:
         elif connection.role == "store":
             if message["type"] == "hello":
                 connection.send({"type": "welcome", "shelf": self.shelf.name})
+            elif connection.guest and (why := self._guests.refusal(message, self._hearer.part_of_guests(),
+                                                                   self._there)):
+                connection.send({"type": "answer", **_NOTHING, "error": why})
             else:
                 self.shelf.ask(connection, message, connection.send)
         elif connection.role == "launcher":
@@ -166,6 +178,12 @@ class Server:
             self._welcome(connection, message)
         elif connection.incarnation is not None:
             self._hearer.from_worker(connection.incarnation, message)
+
+    def _there(self, key: str) -> bool:
+        """Whether the shelf has a value for this key."""
+        found: list[Message] = []
+        self.shelf.ask(None, {**_NOTHING, "type": "ask", "op": "check", "keys": [key], "once": ""}, found.append)
+        return bool(found and found[0]["number"])
 
     def _from_launcher(self, connection: Connection, message: Message) -> None:
         if message["type"] == "hello" and message.get("size", self._size) != self._size:

@@ -7,6 +7,7 @@ token.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
@@ -24,6 +25,8 @@ class Strangers(Generic[Guest]):
         self._room = room
         self._waiting: dict[Guest, str] = {}
         self._from: dict[str, dict[Guest, None]] = {}
+        self._sizes: Counter[int] = Counter()
+        """Addresses by how many wait from them. With thousands of them nobody wants to count each time."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -32,9 +35,10 @@ class Strangers(Generic[Guest]):
         """One more waits; returns who has to go for it, if the room is full."""
         self._waiting[guest] = source
         self._from.setdefault(source, {})[guest] = None
+        self._resized(len(self._from[source]) - 1, len(self._from[source]))
         if len(self._waiting) <= self._room:
             return None
-        most = max(len(guests) for guests in self._from.values())
+        most = max(self._sizes)
         oldest = next(one for one, source in self._waiting.items() if len(self._from[source]) == most)
         self.gone(oldest)
         return oldest
@@ -44,5 +48,13 @@ class Strangers(Generic[Guest]):
         source = self._waiting.pop(guest, None)
         if source is not None:
             del self._from[source][guest]
+            self._resized(len(self._from[source]) + 1, len(self._from[source]))
             if not self._from[source]:
                 del self._from[source]
+
+    def _resized(self, before: int, now: int) -> None:
+        self._sizes[now] += 1
+        self._sizes[before] -= 1
+        for size in (before, now):
+            if size == 0 or not self._sizes[size]:
+                del self._sizes[size]

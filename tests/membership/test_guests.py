@@ -13,9 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_recycle.control.guests import Guests, part
 from megatron_recycle.control.link import Link
+from megatron_recycle.control.shelf_client import ShelfClient
 from megatron_recycle.control.wire import GUEST, Message, Session, WireError, for_joining
-from megatron_recycle.membership.messages import TO_LAUNCHER, TO_WORKER
+from megatron_recycle.membership.messages import TO_LAUNCHER, TO_WORKER, group_prefix
+from megatron_recycle.membership.state import Member, State
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, TOKEN, Service, agent, service
 
@@ -116,6 +119,29 @@ def test_a_guest_begins_no_job(tmp_path: Path) -> None:
     with service(tmp_path) as running, visit(running, SECRET, hello, worker=True) as answers:
         told = answers.get(timeout=LIMIT)
         assert told["type"] == "end" and "nobody begins a job" in told["message"]
+
+
+def test_a_guest_writes_to_the_store_only_where_members_meet_and_over_nobody(tmp_path: Path) -> None:
+    with service(tmp_path) as running:
+        host, visitor = (ShelfClient(running.address, secret) for secret in (TOKEN, SECRET))
+        host.ask("set", ["k"], [b"v"], timeout=LIMIT)
+        for op, values in (("set", [b"x"]), ("add", []), ("delete", []), ("tell", [b"x"])):
+            with pytest.raises(ValueError, match="join with the job's token"):
+                visitor.ask(op, ["k"], values, timeout=LIMIT)
+        assert visitor.ask("get", ["k"], timeout=LIMIT).values == [b"v"]
+    members = {"0:0": "1", "0:1": f"{GUEST}2"}
+    began = State(size=2, generation=2, members={name: Member(name, 0, each, 1, "h")
+                                                for name, each in members.items()})
+    went = began.with_(go={"members": members, "prefix": "g2-a"})
+    assert part(went) == "recycle/g2-a" and part(began) == f"recycle/{group_prefix(2, members)}"
+    assert part(began.with_(go={"members": {"0:0": "1"}, "prefix": "g2-a"})) == ""
+    keys, guests = {"recycle/g2-a/met/0"}, Guests()
+    for key, refused in (("recycle/g2-a/met/1", ""), ("recycle/g2-a/met/1", ""), ("recycle/g2-a-r1/met/1", ""),
+                         ("recycle/g2-a/met/0", "has written it"), ("recycle/g2-ab/met/1", "join with"),
+                         ("recycle/g1-a/met/1", "join with")):
+        why = guests.refusal({"op": "set", "keys": [key]}, part(went), keys.__contains__)
+        assert refused in why and bool(refused) == bool(why), key
+        keys.add(key)
 
 
 def test_attackers_from_outside_get_nothing_in_and_nothing_down(tmp_path: Path) -> None:

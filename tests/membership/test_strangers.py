@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_recycle.control import Timeouts, server
+from megatron_recycle.control.door import Door
 from megatron_recycle.control.strangers import Strangers
 from tests.membership.cluster import report
 from tests.membership.service import DESCRIPTION, LIMIT, agent, service
@@ -27,6 +29,32 @@ def test_the_oldest_of_the_address_with_the_most_has_to_go() -> None:
     for name in ("a4", "c0", "d0", "e1", "never came"):
         room.gone(name)
     assert len(room) == 0
+
+
+def test_of_a_crowd_that_comes_at_once_the_latest_are_let_in_first_and_the_oldest_are_turned_away() -> None:
+    came: list[int] = []
+    away: list[str] = []
+
+    class Guest(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            came.append(transport.get_extra_info("peername")[1])
+
+    async def let_in() -> None:
+        door = Door(listener, 40, Guest, away.append)
+        door.open()
+        limit = time.monotonic() + LIMIT
+        while len(came) < 40:
+            assert time.monotonic() < limit, came
+            await asyncio.sleep(0)
+        door.close()
+
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=64))
+        crowd = [stack.enter_context(socket.create_connection(listener.getsockname(), LIMIT)) for _ in range(50)]
+        ports = [one.getsockname()[1] for one in crowd]
+        asyncio.run(let_in())
+        assert [one.recv(1) for one in crowd[:10]] == [b""] * 10
+    assert came == ports[:9:-1] and away == ["127.0.0.1"] * 10
 
 
 def test_a_crowd_that_never_says_hello_and_is_renewed_all_the_time_keeps_nobody_out(

@@ -1,0 +1,98 @@
+"""The door of the control server: of those who have come a few are let in at a time, the latest first.
+
+To let somebody in costs some tenths of a millisecond. A crowd that comes at once and is let in as a whole holds up all
+who are in already, and each who comes after it for seconds. So whoever comes waits outside, at next to no cost; the
+event loop lets a few in, hears those that are in, and lets in the next. If too many wait outside, the oldest is turned
+away: a process of the job's comes again at once, and is the latest then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+_BACKLOG = 4096
+"""Connections that wait to be accepted: one that finds no room is tried again by its kernel after a second."""
+_AT_ONCE = 32
+"""How many are let in before those that are in are heard again."""
+_FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_PAUSE = 1.0
+"""Seconds without any accepted, when there is no descriptor or memory for one."""
+
+
+class Door:
+    """Lets connections in, from `open` to `close`. Both are called in the event loop.
+
+    Args:
+        listener: a socket that is bound.
+        room: how many may wait outside.
+        host: makes the protocol of one that is let in.
+        turned_away: is told the address of one that is not.
+    """
+
+    def __init__(self, listener: socket.socket, room: int, host: Callable[[], asyncio.Protocol],
+                 turned_away: Callable[[str], None]) -> None:
+        self._listener = listener
+        self._room = room
+        self._host = host
+        self._turned_away = turned_away
+        self._outside: deque[tuple[socket.socket, str]] = deque()
+        self._entering: set[asyncio.Task[object]] = set()
+        self._loop = asyncio.get_running_loop()
+
+    def open(self) -> None:
+        """Listen."""
+        self._listener.setblocking(False)
+        self._listener.listen(_BACKLOG)
+        self._watch()
+
+    def close(self) -> None:
+        """Listen no more; who waits outside is turned away."""
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        while self._outside:
+            self._outside.pop()[0].close()
+
+    def _watch(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener, self._knocked)
+
+    def _knocked(self) -> None:
+        """Take in all who stand at the kernel's door: there they could not be told apart."""
+        first = not self._outside
+        for _ in range(_BACKLOG):
+            try:
+                connection, address = self._listener.accept()
+            except OSError as error:
+                if error.errno in _FULL:
+                    self._loop.remove_reader(self._listener)
+                    self._loop.call_later(_PAUSE, self._watch)
+                break  # nobody any more; or one that has gone again
+            self._outside.append((connection, str(address[0])))
+            if len(self._outside) > self._room:
+                oldest, source = self._outside.popleft()
+                oldest.close()
+                self._turned_away(source)
+        if first and self._outside:
+            self._let_in()
+
+    def _let_in(self) -> None:
+        for _ in range(min(_AT_ONCE, len(self._outside))):
+            connection, _ = self._outside.pop()
+            entering = self._loop.create_task(self._enter(connection))
+            self._entering.add(entering)
+            entering.add_done_callback(self._entering.discard)
+        if self._outside:
+            self._loop.call_soon(self._let_in)
+
+    async def _enter(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            await self._loop.connect_accepted_socket(self._host, connection)
+        except OSError:  # it has gone again
+            with suppress(OSError):
+                connection.close()
