@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from typing import Any
 from megatron_recycle.errors import ConfigError
 
 PORT = 2379
+_MEMBER = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:@\[\]/]+))(?::(\d{1,5}))?")
+"""A name or an address, that of IPv6 in brackets, and perhaps a port."""
 _SCHEMES = {"etcd": "http", "etcds": "https"}
 
 
@@ -52,10 +55,11 @@ class Place:
         scheme, separator, rest = url.partition("://")
         members = []
         for each in rest.rstrip("/").split(","):
-            host, _, port = each.partition(":")
-            if not host or (port and not port.isdigit()) or "@" in each:
+            found = _MEMBER.fullmatch(each)
+            if found is None:
                 separator = ""
-            members.append((host, int(port) if port.isdigit() else PORT))
+            else:
+                members.append((found[1] or found[2], int(found[3] or PORT)))
         if scheme not in _SCHEMES or not separator:
             raise ConfigError(f"--store {url!r} is not of the form etcd://HOST:PORT,HOST:PORT,... (etcds:// with TLS)")
         return cls(_SCHEMES[scheme], tuple(members))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megatron_recycle.config import RecycleConfig, variable
 from megatron_recycle.control import tokens
+from megatron_recycle.control.ports import joined
 from megatron_recycle.control.wire import GUEST, for_joining
 from megatron_recycle.environment import Launched, not_handed_over
 from megatron_recycle.errors import ConfigError, RecycleError
@@ -133,7 +134,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
     try:
         if args.coordinator is not None:
             assert token is not None, "_hosts() has looked"
-            found = _at_service(args.coordinator, hosts, run_dir, token, nproc, say)
+            found = _at_service(args, hosts, run_dir, token, nproc, say)
         elif args.store is not None:
             assert token is not None, "_hosts() has looked"
             found, coordinator = _stand_by(args, config, hosts, run_dir, token, nproc, life, say)
@@ -173,13 +174,18 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             meeting.withdraw(run_dir)
 
 
-def _at_service(control: str, hosts: Hosts, run_dir: Path, token: str, nproc: int,
+def _at_service(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str, nproc: int,
                 say: Callable[[str], None]) -> Meeting:
-    """Wait for a coordinator that is a service of its own. Raises RecycleError."""
-    say(f"recycle: waiting for the coordinator at {control}")
-    await_coordinator(control, token, _START_LIMIT, say)
+    """Wait for a coordinator that is a service of its own. In a folder that is the service's, too, host 0 tells those
+    that join what is trained. Raises RecycleError."""
+    say(f"recycle: waiting for the coordinator at {args.coordinator}")
+    await_coordinator(args.coordinator, token, _START_LIMIT, say)
     make(run_dir)
-    return Meeting(hosts.name, control, token, nproc)
+    found = Meeting(hosts.name, args.coordinator, token, nproc, command=(args.script, *args.arguments),
+                    folder=os.getcwd())
+    if hosts.rank == 0 and (there := meeting.read(run_dir)) is not None and there.token == token:
+        meeting.publish(run_dir, found)
+    return found
 
 
 def _stand_by(args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run_dir: Path, token: str, nproc: int,
@@ -306,7 +312,7 @@ def _follow(args: argparse.Namespace, hosts: Hosts, run_dir: Path, token: str | 
     """
     if not hosts.name:
         assert token is not None, "_hosts() has looked"
-        control = f"{args.master_addr}:{args.master_port}"
+        control = joined(args.master_addr, args.master_port)
         say(f"recycle: waiting for host 0 at {control}")
         await_coordinator(control, token, _START_LIMIT, say)
         make(run_dir)

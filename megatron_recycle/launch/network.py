@@ -21,8 +21,8 @@ _PAUSE = 0.2
 _TOLD_AFTER = 10.0
 _SIOCGIFADDR = 0x8915
 _INET6 = Path("/proc/net/if_inet6")
-_ANYWHERE = "203.0.113.1"
-"""An address that nobody has: the default route leads there."""
+_ANYWHERE = "203.0.113.1", "2001:db8::1"
+"""Addresses that nobody has: the default routes lead there."""
 
 
 def own_address(towards: Iterable[str]) -> str | None:
@@ -30,7 +30,7 @@ def own_address(towards: Iterable[str]) -> str | None:
 
     The host's own name would not do: with /etc/hosts as Debian writes it, that is 127.0.1.1.
     """
-    for other in (*towards, _ANYWHERE):
+    for other in (*towards, *_ANYWHERE):
         source = _source(other)
         if source is not None and not ipaddress.ip_address(source).is_loopback:
             return source
@@ -46,6 +46,11 @@ def interface_towards(host: str) -> str | None:
     if own is None:
         return None
     return next((name for _, name in socket.if_nameindex() if own in _addresses(name)), None)
+
+
+def bare(host: str) -> str:
+    """A name or an address as sockets take it: one of IPv6 may come in brackets, as it does in front of a port."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def check_address(option: str, text: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.launch.chaos_script import check_script
-from megatron_recycle.launch.network import check_address
+from megatron_recycle.launch.network import bare, check_address
 
 _AT_SERVICE = "the service says where it listens"
 _BESIDE = {
@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nnodes", type=int, metavar="N", help="hosts (default: those of Slurm's step, or 1)")
     parser.add_argument("--node-rank", type=int, default=0, metavar="K", help="which of the hosts this is")
     parser.add_argument(
-        "--master-addr", metavar="HOST", help="address of host 0, the only one that its services listen on"
+        "--master-addr", metavar="HOST", type=bare,
+        help="address of host 0, the only one that its services listen on"
     )
     parser.add_argument(
         "--master-port",
