@@ -9,9 +9,11 @@ coordinator.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import tokens
@@ -21,10 +23,11 @@ from megatron_recycle.launch import meeting
 from megatron_recycle.launch.command import closing_table, grace_of, run_dir_of
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.meeting import Meeting
-from megatron_recycle.launch.network import check_host, check_listening
+from megatron_recycle.launch.network import bare, check_host, check_listening
 from megatron_recycle.launch.processes import Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.worker_command import say_to
+from megatron_recycle.observe.events import read_events
 from megatron_recycle.observe.output import spare_output
 
 NODE = "service"
@@ -37,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `recycle serve`."""
     parser.add_argument("--workers", type=int, required=True, metavar="N",
                         help="of the job: hosts (--nnodes) times workers on each (--nproc)")
-    parser.add_argument("--interface", metavar="HOST", help="only address to listen on (default: RECYCLE_INTERFACE, "
-                        "or 127.0.0.1)")
+    parser.add_argument("--interface", metavar="HOST", type=bare,
+                        help="only address to listen on (default: RECYCLE_INTERFACE, or 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="to listen on (default: any)")
     parser.add_argument("--token-file", type=Path, metavar="FILE",
                         help="where the job's token stands (default: RECYCLE_TOKEN)")
@@ -73,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
         make(run_dir)
     else:
         prepare(run_dir)
+    before: list[dict[str, Any]] = []
+    with contextlib.suppress(OSError, ValueError):  # without it the job goes on just as well
+        before = read_events(run_dir / "events.jsonl") if args.resume else []
     spec = service.CoordinatorSpec(args.workers, run_dir, token, host, tokens.without(os.environ), args.port,
                                    resume=args.resume, node=NODE)
     coordinator = service.start(spec)
@@ -85,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     job = Job([], {"GROUP_RANK": NODE}, run_dir, (), args.workers, show="none",
               heartbeat_interval=config.heartbeat_interval, grace=grace_of(config))
     launcher = Launcher(job, coordinator.control, token, say, coordinator)
+    for event in before:  # the closing table is of the whole job
+        launcher.summary.add(event)
     try:
         status = launcher.run()
     finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_recycle.errors import RecycleError
-from megatron_recycle.launch.coordinator_process import Service
+from megatron_recycle.launch.coordinator_process import DEPOSED, Service
 from megatron_recycle.launch.ending import Ending
 from megatron_recycle.launch.processes import Say
 
@@ -31,7 +31,7 @@ class Services:
         died = self.coordinator
         if died is None or self._ending.end is not None or (self._ending.interrupted and not self._ending.saves):
             return None
-        self._say(f"the coordinator (pid {died.child.pid}) has died; starting it again")
+        self._say(_what_died(died))
         self.coordinator = None
         try:
             self.coordinator = died.restart()
@@ -49,3 +49,13 @@ class Services:
         """The job is over."""
         if self.coordinator is not None:
             self.coordinator.end()
+
+
+def _what_died(died: Service) -> str:
+    """Which of them, and what becomes of it: one of several may have stood by."""
+    if not died.standby:
+        return f"the coordinator (pid {died.child.pid}) has died; starting it again"
+    if died.child.status() == DEPOSED:
+        return f"this host's coordinator (pid {died.child.pid}) leads no more; starting it again to stand by"
+    return (f"this host's coordinator (pid {died.child.pid}) has died; starting it again to stand by (if it led, "
+            "another host's does within seconds)")

@@ -11,17 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from megatron_recycle.control.ports import listen
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.launch.child import Child
+from megatron_recycle.launch.coordinator_process import DEPOSED
 from megatron_recycle.launch.deaths import Deaths
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Grace, Job, WorkerProcess
 from megatron_recycle.launch.restarts import Restarts
+from megatron_recycle.launch.services import Services
 
 IGNORES = ("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', end='', flush=True); "
            "time.sleep(60)")
@@ -303,6 +306,20 @@ def test_a_service_may_die_again_and_again_while_iterations_are_committed() -> N
         deaths.died("log")
     with pytest.raises(RecycleError, match="has died 6 times in a row, without an iteration committed in between"):
         deaths.died("log")
+
+
+@pytest.mark.parametrize(("standby", "status", "told"), [
+    (False, -9, "the coordinator (pid 7) has died; starting it again"),
+    (True, -9, "this host's coordinator (pid 7) has died; starting it again to stand by"),
+    (True, DEPOSED, "this host's coordinator (pid 7) leads no more"),
+])
+def test_a_coordinator_that_stood_by_is_not_called_the_coordinator(standby: bool, status: int, told: str) -> None:
+    said: list[str] = []
+    child = SimpleNamespace(pid=7, status=lambda: status)
+    died = SimpleNamespace(standby=standby, child=child, restart=lambda: None)
+    ending = SimpleNamespace(end=None, interrupted=False)
+    Services(cast(Any, died), cast(Any, ending), said.append).coordinator_died()
+    assert len(said) == 1 and said[0].startswith(told)
 
 
 def test_workers_are_left_alone_while_the_job_saves_and_only_so_long(tmp_path: Path) -> None:

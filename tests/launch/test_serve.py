@@ -88,7 +88,8 @@ def test_the_first_host_dies_and_then_the_service_and_the_job_goes_on(tmp_path: 
         watch.until(lambda: second.exists() and second.read_text(), "pause in generation 2")
         os.kill(watch.process.pid, signal.SIGKILL)
         watch.process.wait(60)
-        again = stack.enter_context(process(serve(tmp_path, free_port, "--resume"), watch.output, environment({})))
+        environ = environment({})
+        again = stack.enter_context(process(serve(tmp_path, free_port, "--resume"), watch.output, environ))
         watch.process = again
         watch.event("restarted")
         second.unlink(missing_ok=True)
@@ -96,6 +97,10 @@ def test_the_first_host_dies_and_then_the_service_and_the_job_goes_on(tmp_path: 
         assert again.wait(60) == 0, watch.where()
         assert [e["iteration"] for e in watch.events if e["event"] == "committed"] == list(range(6))
         assert not (tmp_path / "service" / "join.json").exists()
+        watch.process = stack.enter_context(process(serve(tmp_path, free_port, "--resume"), watch.output, environ))
+        assert watch.wait() == 0, "a service of a job that is over says how it has ended"
+        last = watch.output.read_text().splitlines()[-1]
+        assert "the job has finished (6 iterations committed" in last and "2 workers lost" in last, watch.where()
 
 
 @pytest.mark.parametrize(("arguments", "why"), [
