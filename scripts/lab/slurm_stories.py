@@ -8,15 +8,17 @@ every story went as it should.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +29,21 @@ SCRIPT = ROOT / "scripts/gpt_deepspeed.py"
 SCRIPTS = {"deepspeed": SCRIPT, "megatron": ROOT / "scripts/pretrain_gpt_megatron.py"}
 LIMIT = 300.0
 """Seconds that any one thing may take."""
+HEARTBEAT_S = 10.0
+"""heartbeat_timeout, as it is unless a job says otherwise."""
 Event = dict[str, Any]
+ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "RECYCLE_REDUCTION": "exact",
+           "PATH": f"{BIN}:{os.environ['PATH']}"}
+CONTROLLER = "10.79.0.254"
+"""The machine outside of all nodes: a login or service node."""
 
 
 class StoryFailed(Exception):
     """Something did not come, or was not as it should be."""
 
 
-def slurm(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT)
+def slurm(*command: str, check: bool = True, environ: Mapping[str, str] | None = None) -> str:
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=LIMIT, env=environ)
     if check and done.returncode:
         raise StoryFailed(f"{' '.join(command)}: {done.stderr}")
     return done.stdout + done.stderr
@@ -49,6 +57,14 @@ def until(what: str, found: Callable[[], Any], limit: float = LIMIT) -> Any:
             raise StoryFailed(f"no {what} within {limit:.0f} s")
         time.sleep(0.1)
     return result
+
+
+def read(path: Path, name: str) -> list[Event]:
+    """The events of this name in a file, which may be written to meanwhile."""
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [record for record in records if record["event"] == name]
 
 
 @dataclass
@@ -72,11 +88,11 @@ class Job:
         return found[1] if found else "gone"
 
     def events(self, name: str) -> list[Event]:
-        path = self.run_dir / "events.jsonl"
-        if not path.exists():
-            return []
-        records = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        return [record for record in records if record["event"] == name]
+        """Of all coordinators that the job has had; what one that takes over tells again counts once."""
+        found = [event for path in (self.run_dir, *sorted(self.run_dir.glob("node-*")))
+                 for event in read(path / "events.jsonl", name)]
+        once = {json.dumps(event, sort_keys=True): event for event in sorted(found, key=lambda event: event["t"])}
+        return list(once.values())
 
     def event(self, name: str, after: float = 0.0, **fields: Any) -> Event:
         def found() -> Event | None:
@@ -141,6 +157,47 @@ def cancel(*jobs: Job) -> None:
 def check(what: str, true: bool, detail: object = "") -> None:
     if not true:
         raise StoryFailed(f"{what}: {detail}")
+
+
+def power_off(node: int) -> float:
+    """A whole host is gone: its network, and everything that runs on it, slurmd too. Returns when."""
+    slurm("ip", "link", "set", f"rclab-v{node}", "down")
+    pids = [int(pid) for pid in slurm("ip", "netns", "pids", f"rclab{node}").split()]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return time.time()
+
+
+def power_on(lab: Path, node: int) -> None:
+    """The host is back, with nothing of what was on it."""
+    slurm("ip", "link", "set", f"rclab-v{node}", "up")
+    slurm(str(ROOT / "scripts/lab/cluster.sh"), "node", str(lab.parent), str(node))
+    slurm("scontrol", "update", f"NodeName=n{node}", "State=RESUME", check=False)
+    until(f"n{node}", lambda: slurm("sinfo", "-h", "-n", f"n{node}", "-o", "%T").strip() == "idle")
+
+
+def allocate(folder: Path, nodes: str) -> Job:
+    """An allocation without a batch script."""
+    folder.mkdir()
+    told = subprocess.run(["salloc", "--no-shell", "--no-kill", "--exclusive", f"--nodes={len(nodes.split(','))}",
+                           f"--nodelist={nodes}"], check=True, capture_output=True, text=True, cwd=folder,
+                          timeout=LIMIT).stderr
+    return Job(re.search(r"allocation (\d+)", told)[1], folder)  # type: ignore[index]
+
+
+def reference(lab: Path, losses: dict[int, float], options: Sequence[str]) -> int:
+    """Train the same on one host without failures; returns how many of these ``losses`` it has to the last bit."""
+    run_dir = lab / "reference"
+    slurm(str(BIN / "recycle"), "run", "--nproc", "6", "--run-dir", str(run_dir), str(SCRIPT), *options,
+          "--iterations", str(max(losses) + 1), environ=ENVIRON)
+    own = {event["iteration"]: event["loss"] for event in read(run_dir / "events.jsonl", "committed")}
+    return sum(losses[iteration] == own[iteration] for iteration in losses)
+
+
+def first_resumed(job: Job, killed: float) -> float:
+    """Seconds after which the others trained again."""
+    return float(job.event("resumed", after=killed)["t"]) - killed
 
 
 # Stories. Each returns its figures.
@@ -227,6 +284,98 @@ def first_host(lab: Path) -> Event:
     return figures
 
 
+def apart(lab: Path) -> Event:
+    """Coordinator and srun are outside: the first host is lost as a whole, healed, and the job trains to its end."""
+    folder = lab / "apart"
+    folder.mkdir()
+    with (folder / "out").open("w") as output:
+        outside = subprocess.Popen(
+            [ROOT / "scripts/slurm/apart.sh", SCRIPT, "--stages", "2", "--iterations", "300"], cwd=folder,
+            stdout=output, stderr=subprocess.STDOUT,
+            env={**ENVIRON, "NODES": "3", "NPROC": "2", "INTERFACE": CONTROLLER,
+                 "SALLOC_OPTIONS": "--nodelist=n1,n2,n3", "SRUN_OPTIONS": "--overlap"})
+    try:
+        job = Job(until("allocation", lambda: re.findall(r"Granted job allocation (\d+)", Job("", folder).output))[0],
+                  folder)
+        job.event("started")
+        job.committed(12)
+        t = power_off(1)
+        figures: Event = {"resumed_s": first_resumed(job, t)}
+        check("trains again in time", figures["resumed_s"] < HEARTBEAT_S + 6, figures)
+        check("both of its workers", len(job.events("decided")[0]["out"]) == 2)
+        until("that Slurm has noticed", lambda: job.state("NodeList") == "n[2-3]")
+        figures["slurm_noticed_s"] = time.time() - t
+        check("Slurm keeps the job", job.state() == "RUNNING", job.state())
+        job.committed()
+        t = time.time()
+        healed = slurm(str(BIN / "recycle"), "slurm", "heal", job.number, environ=ENVIRON)
+        until("two that joined", lambda: job.events("joined")[1:])
+        figures["healed_s"] = time.time() - t
+        figures["status"] = outside.wait(LIMIT)
+        check("all iterations", figures["status"] == 0 and "300 iterations committed" in job.output,
+              job.output[-3000:] + healed)
+        until("the allocation's end", lambda: job.state() not in ("RUNNING", "COMPLETING"))
+        losses = {event["iteration"]: event["loss"] for event in job.events("committed")}
+        figures["equal_bits"] = f"{reference(lab, losses, ['--stages', '2'])} of {len(losses)}"
+    finally:
+        outside.terminate()
+        outside.wait(60)
+    power_on(lab, 1)
+    return figures
+
+
+def etcd(lab: Path) -> Event:
+    """An allocation without a script, three etcds in it: the host whose coordinator leads is lost; then srun itself."""
+    job, token = allocate(lab / "etcd", "n1,n2,n3"), lab / "token"
+    token.write_text(secrets.token_hex(16))
+    token.chmod(0o600)
+    step = ["srun", f"--jobid={job.number}", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--wait=0",
+            "--nodes=3", "--ntasks=3", "--ntasks-per-node=1"]
+    hosts = [f"10.79.0.{node}" for node in (1, 2, 3)]
+    members = ",".join(f"{host}:2379" for host in hosts)
+    commands = [[*step, "bash", "-c", f"exec {ROOT}/scripts/etcd.sh {','.join(hosts)} $SLURM_PROCID"],
+                [*step, BIN / "recycle", "run", "--store", f"etcd://{members}", "--token-file", token, "--nproc", "2",
+                 "--run-dir", job.run_dir, SCRIPT, "--stages", "2", "--iterations", str(10**6)]]
+    with (job.folder / "out").open("w") as output:
+        steps = [subprocess.Popen(command, cwd=job.folder, stdout=output, stderr=subprocess.STDOUT, env=ENVIRON)
+                 for command in commands]
+    try:
+        job.event("started")
+        job.committed(12)
+        leader = int(job.event("leads")["control"].partition(":")[0].rpartition(".")[2])
+        t = power_off(leader)
+        figures: Event = {"leader": f"n{leader}", "next_leads_s": job.event("leads", after=t)["t"] - t,
+                          "resumed_s": first_resumed(job, t)}
+        check("trains again in time", figures["resumed_s"] < HEARTBEAT_S + 6, figures)
+        until("that Slurm has noticed", lambda: f"n{leader}" not in slurm("scontrol", "show", "hostnames",
+                                                                            job.state("NodeList")).split())
+        check("Slurm keeps the job", job.state() == "RUNNING", job.state())
+        job.committed()
+        steps[1].kill()
+        figures["trained_without_srun_s"] = trains_on(job, 60.0)
+        losses = {event["iteration"]: event["loss"] for event in job.events("committed")}
+        check("no iteration lost", sorted(losses) == list(range(len(losses))), sorted(losses))
+        figures["equal_bits"] = f"{reference(lab, losses, ['--stages', '2'])} of {len(losses)}"
+    finally:
+        cancel(job)
+        for process in steps:
+            process.terminate()
+            process.wait(60)
+    power_on(lab, leader)
+    return figures
+
+
+def trains_on(job: Job, limit: float) -> float:
+    """Seconds for which iterations are committed, at most ``limit``."""
+    began = latest = time.time()
+    count = len(job.events("committed"))
+    while time.time() < began + limit and time.time() < latest + 30:
+        time.sleep(1)
+        if (now := len(job.events("committed"))) > count:
+            count, latest = now, time.time()
+    return latest - began
+
+
 def time_limit(lab: Path) -> Event:
     """A job reaches its time limit, saves, and is started again."""
     job = submit(lab, "limit", "n4,n5", "--checkpoints", str(lab / "limit-ckpt"), "--save-every", "50", nproc=1,
@@ -276,7 +425,7 @@ def megatron(lab: Path) -> Event:
 
 
 STORIES = {"told": told, "megatron": megatron, "neighbours": neighbours, "losses": losses, "time_limit": time_limit,
-           "first_host": first_host}
+           "first_host": first_host, "apart": apart, "etcd": etcd}
 
 
 def main() -> int:
