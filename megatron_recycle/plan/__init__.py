@@ -2,7 +2,8 @@
 library only."""
 
 from megatron_recycle.plan.blocks import Piece, pieces
-from megatron_recycle.plan.messages import Message, channels, read_by, reads, receives, surplus
+from megatron_recycle.plan.lending import Lent, borrowed, borrowings, lent
+from megatron_recycle.plan.messages import Message, channels, needs, passes_on, read_by, reads, receives, surplus
 from megatron_recycle.plan.pairs import Pair, pair_of, pairs, rounds, tied_givers, tied_pairs
 from megatron_recycle.plan.transfers import Transfer, postings, transfers
 
@@ -12,13 +13,14 @@ from .costs import Costs
 from .errors import DeadlockError, PlanError
 from .grid import Grid, Microbatch, Worker
 from .plan import Plan
-from .problem import AHEAD, Problem
+from .problem import AHEAD, Crossing, Problem
 from .replay import Timeline, replay
 from .validate import check, overfull, violations
 
 __all__ = [
-    "AHEAD", "STEP", "Action", "Costs", "DeadlockError", "Grid", "Message", "Microbatch", "Pair", "Piece", "Plan",
-    "PlanError", "Problem", "Timeline", "Transfer", "Worker", "channels", "check", "lower_bound", "overfull",
-    "pair_of", "pairs", "pieces", "postings", "read_by", "reads", "receives", "replay", "rounds", "surplus",
-    "tied_givers", "tied_pairs", "transfers", "violations",
+    "AHEAD", "STEP", "Action", "Costs", "Crossing", "DeadlockError", "Grid", "Lent", "Message", "Microbatch", "Pair",
+    "Piece", "Plan", "PlanError", "Problem", "Timeline", "Transfer", "Worker", "borrowed", "borrowings", "channels",
+    "check", "lent", "lower_bound", "needs", "overfull", "pair_of", "pairs", "passes_on", "pieces", "postings",
+    "read_by", "reads", "receives", "replay", "rounds", "surplus", "tied_givers", "tied_pairs", "transfers",
+    "violations",
 ]

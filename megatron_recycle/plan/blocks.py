@@ -11,8 +11,11 @@ Piece = tuple[int, int, int]
 """(pipeline, first block, last block) of one accumulator, both blocks inclusive."""
 
 
-def pieces(plan: Plan, stage: int) -> dict[Worker, tuple[Piece, ...]]:
-    """The pieces that each live worker of ``stage`` accumulates apart, in logical order; an idle worker has none.
+def pieces(plan: Plan, chunk: int) -> dict[Worker, tuple[Piece, ...]]:
+    """The pieces of ``chunk``'s gradient that each live worker of its stage accumulates apart, in logical order; an
+    idle worker has none. Where a stage has one chunk, that is the stage's number.
+
+    A helper's sums of lent layers are no pieces: the principal puts them where its own would be (`lent`).
 
     A worker folds only the unbroken prefix of a pipeline's blocks (0..j, all on it) into one piece; every
     other block is a piece of its own. With ``block`` 0 nothing is tracked: a worker has one piece ``(d, 0,
@@ -21,18 +24,18 @@ def pieces(plan: Plan, stage: int) -> dict[Worker, tuple[Piece, ...]]:
     problem = plan.problem
     block = problem.block
     owner: dict[tuple[int, int], Worker] = {}
-    found: dict[Worker, list[Piece]] = {worker: [] for worker in problem.live(stage)}
+    found: dict[Worker, list[Piece]] = {worker: [] for worker in problem.live(problem.stage_of(chunk))}
     route = plan._route
     for d, m in problem.grid.items():
-        worker = route.get((d, m, stage))
+        worker = route.get((d, m, chunk))
         if worker is None:
-            raise PlanError(f"micro-batch {m} of pipeline {d} has no worker at stage {stage}")
+            raise PlanError(f"micro-batch {m} of pipeline {d} has no worker at chunk {chunk}")
         if block == 0:
             if (d, 0, 0) not in found[worker]:
                 found[worker].append((d, 0, 0))
             continue
         if owner.setdefault((d, m // block), worker) != worker:
-            raise PlanError(f"block {m // block} of pipeline {d} is on two workers of stage {stage}")
+            raise PlanError(f"block {m // block} of pipeline {d} is on two workers of chunk {chunk}")
     for (d, index), worker in sorted(owner.items()):
         mine = found[worker]
         if mine and mine[-1][0] == d and mine[-1][1] == 0 and mine[-1][2] == index - 1:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from fractions import Fraction
+from typing import NamedTuple, TypeVar
 
 from .grid import Worker
 from .problem import Problem
@@ -22,9 +23,14 @@ def lower_bound(problem: Problem) -> int:
     and then the stage's step. A second bound follows from the earlier stages, each of which waits for a worker's last
     ``B``. That ``B`` comes after all forwards and backwards of the worker, its idle time, and each ``W`` that its cap
     does not let it put off. To this the bound adds the way there and back, one ``W`` and the earlier stage's own step.
-    For the makespan it adds the way to the first ``F``. Raises PlanError if a stage has no live worker.
+    For the makespan it adds the way to the first ``F``.
+
+    Where layers may be lent, or stages have several chunks, it is the bound of their work instead (`_work`), which no
+    choice of crossings and routes gets below. Raises PlanError if a stage has no live worker.
     """
     problem.require_live()
+    if problem.lends or problem.placement:
+        return max(_work(problem), _chain(problem) if problem.objective == "makespan" else 0)
     stages, hop = problem.grid.stages, problem.costs.hop
     fastest = {kind: [min(problem.duration(kind, w) for w in problem.live(s)) for s in range(stages)]
                for kind in "FBW"}
@@ -43,6 +49,64 @@ def lower_bound(problem: Problem) -> int:
             back += fastest["B"][x] + hop
             best = max(best, (head if cold else there) + lead + back + fastest["W"][x] + problem.costs.step[x])
     return best
+
+
+def _work(problem: Problem) -> int:
+    """For every unbroken run of chunks: what of it cannot be lent away is done by the live workers of its stages, in
+    the time that their steps leave them.
+
+    A worker of slowness ``x`` does ``(T - step) / x`` of work in a time ``T``: rounding and spans that would cost less
+    than nothing only add to it. So ``T`` is no less than (work + sum of step / x) / (sum of 1 / x). Where nothing is
+    lent, a stage's workers also share whole actions: the one with most has at least those that come out of dealing
+    them, each as short as the shortest.
+    """
+    best = Fraction(0)
+    for first in range(problem.chunks):
+        inner = 0
+        for last in range(first, problem.chunks):
+            inner += _whole(problem, last)
+            kept = inner - (_lendable(problem, first, first - 1, 1) if first else 0) - (
+                _lendable(problem, last, last, 0) if last + 1 < problem.chunks else 0)
+            stages = {problem.stage_of(chunk) for chunk in range(first, last + 1)}
+            best = max(best, _shared(problem, problem.grid.total * max(0, kept), stages))
+    if not problem.lends:
+        for stage, chunks in enumerate(problem.chunks_of):
+            crew, each = problem.live(stage), min(_whole(problem, chunk) for chunk in chunks)
+            best = max(best, _shared(problem, problem.grid.total * sum(_whole(problem, c) for c in chunks), {stage}))
+            dealt = _slowest(problem.grid.total * len(chunks), [(problem.costs.speed.get(w, 1), each) for w in crew],
+                             lambda count, one: int(count * one[1] * Fraction(str(one[0]))))
+            best = max(best, Fraction(dealt + problem.costs.step[stage]))
+    return -(-best.numerator // best.denominator) if problem.objective == "makespan" else int(best)
+
+
+def _whole(problem: Problem, chunk: int) -> int:
+    """Time of F, B and W of a chunk on a worker of usual speed."""
+    costs = problem.costs
+    return costs.forward[chunk] + costs.backward_input[chunk] + costs.backward_weight[chunk]
+
+
+def _lendable(problem: Problem, chunk: int, boundary: int, way: int) -> int:
+    """Most work of one micro-batch in ``chunk`` that others can do, across ``boundary``."""
+    return problem.lend[boundary][way] * sum(problem.costs.layer[chunk]) if problem.lends else 0
+
+
+def _shared(problem: Problem, work: int, stages: set[int]) -> Fraction:
+    """The least time in which the live workers of ``stages`` do so much work and their steps."""
+    rate, needed = Fraction(0), Fraction(work)
+    for stage in stages:
+        for worker in problem.live(stage):
+            speed = 1 / Fraction(str(problem.costs.speed.get(worker, 1)))
+            rate += speed
+            needed += problem.costs.step[stage] * speed
+    return needed / rate
+
+
+def _chain(problem: Problem) -> int:
+    """The way of one micro-batch down and up, at the speed of the fastest, and the shortest step."""
+    speed = min(Fraction(str(problem.costs.speed.get(worker, 1))) for worker in problem.live_workers())
+    costs = problem.costs
+    there = sum(costs.forward) + sum(costs.backward_input)
+    return int(there * speed) + min(costs.step)
 
 
 class _Crew(NamedTuple):
@@ -86,7 +150,10 @@ def _lead(count: int, crew: _Crew) -> int:
     return count * (crew.forward + crew.backward) + early * crew.weight + _idle(count, crew)
 
 
-def _slowest(total: int, crew: list[_Crew], time: Callable[[int, _Crew], int]) -> int:
+One = TypeVar("One", bound=Hashable)
+
+
+def _slowest(total: int, crew: list[One], time: Callable[[int, One], int]) -> int:
     """The least time of the slowest worker over all ways to deal ``total`` micro-batches."""
     if len(set(crew)) == 1:
         return time(-(-total // len(crew)), crew[0])

@@ -14,7 +14,7 @@ from .grid import Worker
 NOTABLE = 0.25
 """Share by which a worker differs from its peers' median when it counts as slow (or fast)."""
 
-_PER_STAGE = ("forward", "backward_input", "backward_weight", "step")
+_LISTS = ("forward", "backward_input", "backward_weight", "step")
 
 
 def _integer(value: Any, what: str) -> int:
@@ -25,11 +25,14 @@ def _integer(value: Any, what: str) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """Durations in one integer unit (microseconds when profiled), one entry per stage; ``hop`` is the latency
-    of a transfer between different workers; ``speed`` maps a worker to its slowness (1.5: half as slow again,
-    default 1).
+    """Durations in one integer unit (microseconds when profiled), one entry per chunk, which is per stage where each
+    stage has one; ``hop`` is the latency of a transfer between different workers; ``speed`` maps a worker to its
+    slowness (1.5: half as slow again, default 1).
 
-    ``step`` is the time of a stage's reduce-and-step. It is a collective, so it is not scaled by ``speed``.
+    ``step`` is the time of a stage's reduce-and-step, one entry per stage. It is a collective, so it is not scaled by
+    ``speed``. ``layer``: by chunk, (F, B, W) of one layer that may be lent; () where none is. ``lent``: how long after
+    a step a helper has the new parameters of the layers lent to it, and how long before one it must have summed up
+    their gradients.
     """
 
     forward: tuple[int, ...]
@@ -38,17 +41,30 @@ class Costs:
     hop: int = 0
     step: tuple[int, ...] = ()
     speed: Mapping[Worker, float] = field(default_factory=dict)
+    layer: tuple[tuple[int, int, int], ...] = ()
+    lent: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         if not self.step:
             object.__setattr__(self, "step", (0,) * len(self.forward))
-        for name in _PER_STAGE:
+        for name in _LISTS:
             values = getattr(self, name)
-            if len(values) != len(self.forward):
+            if len(values) > len(self.forward) or (len(values) < len(self.forward) and name != "step"):
                 raise PlanError(f"costs: {name} lists {len(values)} stages, forward {len(self.forward)}")
             for stage, value in enumerate(values):
                 _integer(value, f"{name} of stage {stage}")
         _integer(self.hop, "hop")
+        if len(self.layer) not in (0, len(self.forward)) or any(len(triple) != 3 for triple in self.layer):
+            raise PlanError(f"costs: layer must list (F, B, W) for each of {len(self.forward)} chunks, or nothing")
+        for chunk, triple in enumerate(self.layer):
+            for value in triple:
+                _integer(value, f"layer of chunk {chunk}")
+        if len(self.lent) != 2:
+            raise PlanError("costs: lent must be two integers: parameters, gradients")
+        for value in self.lent:
+            _integer(value, "lent")
+        if not self.layer:
+            object.__setattr__(self, "lent", (0, 0))
         for worker, factor in self.speed.items():
             if isinstance(factor, bool) or not isinstance(factor, (int, float)):
                 raise PlanError(f"costs: speed of worker {worker} must be a number, not {factor!r}")
@@ -77,38 +93,50 @@ class Costs:
 
     @property
     def stages(self) -> int:
-        """Number of stages these costs describe."""
+        """Number of stages, or of chunks where a stage has several, that these costs describe."""
         return len(self.forward)
 
-    def duration(self, kind: str, worker: Worker, split: bool = True) -> int:
-        """Time of an action of ``kind`` on ``worker``, ``ceil(cost x speed)``; ``S`` takes ``step`` as it is.
+    def cost(self, kind: str, chunk: int, more: Mapping[int, int] | None = None, split: bool = True) -> int:
+        """Time of a F, B or W of ``chunk`` on a worker of usual speed. ``more``: by chunk, the layers that it runs
+        besides (or, less than 0, does not run). Never less than 0.
 
-        Without ``split`` a ``B`` costs both halves of the backward and a ``W`` nothing. A ``FB`` takes as long as its
-        ``B`` and its ``W`` one after the other. The factor is taken as the decimal it prints as, so that 20 x 1.1 is
-        22.
+        Without ``split`` a ``B`` costs both halves of the backward and a ``W`` nothing.
         """
-        at = worker.stage
+        if kind == "F":
+            return self._spanned(0, self.forward[chunk], more)
+        if kind == "B":
+            return self._spanned(1, self.backward_input[chunk], more) + (
+                0 if split else self._spanned(2, self.backward_weight[chunk], more))
+        if kind == "W":
+            return self._spanned(2, self.backward_weight[chunk], more) if split else 0
+        raise PlanError(f"no action kind {kind!r}")
+
+    def _spanned(self, place: int, cost: int, more: Mapping[int, int] | None) -> int:
+        return max(0, cost + sum(count * self.layer[chunk][place] for chunk, count in more.items())) if more else cost
+
+    def scaled(self, cost: int, worker: Worker) -> int:
+        """``ceil(cost x speed)``. The factor is taken as the decimal it prints as, so that 20 x 1.1 is 22."""
+        factor = self.speed.get(worker, 1)
+        return cost if factor == 1 else math.ceil(cost * Fraction(str(factor)))
+
+    def duration(self, kind: str, worker: Worker, split: bool = True) -> int:
+        """Time of an action of ``kind`` on ``worker``, whose stage has one chunk; ``S`` takes ``step`` as it is. A
+        ``FB`` takes as long as its ``B`` and its ``W`` one after the other."""
         if kind == "FB":
             return self.duration("B", worker, split) + self.duration("W", worker, split)
         if kind == "S":
-            return self.step[at]
-        if kind == "F":
-            cost = self.forward[at]
-        elif kind == "B":
-            cost = self.backward_input[at] + (0 if split else self.backward_weight[at])
-        elif kind == "W":
-            cost = self.backward_weight[at] if split else 0
-        else:
-            raise PlanError(f"no action kind {kind!r}")
-        factor = self.speed.get(worker, 1)
-        return cost if factor == 1 else math.ceil(cost * Fraction(str(factor)))
+            return self.step[worker.stage]
+        return self.scaled(self.cost(kind, worker.stage, None, split), worker)
 
     def to_json(self) -> dict[str, Any]:
         """The ``costs`` object of the plan file."""
         speed = {str(w): int(f) if float(f).is_integer() else float(f) for w, f in sorted(self.speed.items())}
-        return {"forward": list(self.forward), "backward_input": list(self.backward_input),
-                "backward_weight": list(self.backward_weight), "hop": self.hop, "step": list(self.step),
-                "speed": speed}
+        value: dict[str, Any] = {
+            "forward": list(self.forward), "backward_input": list(self.backward_input),
+            "backward_weight": list(self.backward_weight), "hop": self.hop, "step": list(self.step), "speed": speed}
+        if self.layer:
+            value |= {"layer": [list(triple) for triple in self.layer], "lent": list(self.lent)}
+        return value
 
     @classmethod
     def from_json(cls, value: Any) -> Costs:
@@ -116,7 +144,7 @@ class Costs:
         if not isinstance(value, dict):
             raise PlanError("costs: an object is needed")
         lists = {}
-        for name in _PER_STAGE:
+        for name in _LISTS:
             entry = value.get(name)
             if not isinstance(entry, list):
                 raise PlanError(f"costs: {name} must be a list with one integer per stage")
@@ -124,4 +152,8 @@ class Costs:
         speed = value.get("speed", {})
         if not isinstance(speed, dict):
             raise PlanError("costs: speed must map workers to numbers")
-        return cls(hop=value.get("hop", 0), speed={Worker.parse(w): f for w, f in speed.items()}, **lists)
+        layer, lent = value.get("layer", []), value.get("lent", [0, 0])
+        if not isinstance(layer, list) or not all(isinstance(each, list) for each in (*layer, lent)):
+            raise PlanError("costs: layer must be a list of [F, B, W], and lent a list of two integers")
+        return cls(hop=value.get("hop", 0), speed={Worker.parse(w): f for w, f in speed.items()},
+                   layer=tuple(map(tuple, layer)), lent=tuple(lent), **lists)

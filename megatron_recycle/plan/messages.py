@@ -5,65 +5,94 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .action import PASSES_ON
+from .action import PASSES_ON, Action, named
 from .grid import Worker
 from .plan import Plan
 from .problem import AHEAD
 
 
 class Message(NamedTuple):
-    """``F``: the activation of ``(pipeline, microbatch)`` to the next stage; ``B``: its gradient to the one before."""
+    """``F``: the activation of ``(pipeline, microbatch)`` to the next chunk; ``B``: its gradient to the one before.
+
+    ``chunk`` is that of the action that reads it, counted within the reader's stage. So a message is called as its
+    reader is.
+    """
 
     kind: str
     pipeline: int
     microbatch: int
+    chunk: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}{self.pipeline}.{self.microbatch}"
+        return named(*self)
+
+
+def passes_on(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
+    """The message that an action of ``worker`` ends with, and who reads it. None: there is none, or the worker itself
+    runs what comes next."""
+    problem, kind = plan.problem, PASSES_ON.get(action.kind)
+    if kind is None:
+        return None
+    chunk = problem.chunks_of[worker.stage][action.chunk] + (1 if kind == "F" else -1)
+    to = plan._route.get((action.pipeline, action.microbatch, chunk))
+    if to is None or to == worker:
+        return None
+    return to, Message(kind, action.pipeline, action.microbatch, problem.place_of[chunk])
+
+
+def needs(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
+    """The message that an action of ``worker`` begins with, and who sends it. None: it reads nothing from others."""
+    kind = PASSES_ON.get(action.kind)
+    if kind is None:
+        return None
+    chunk = plan.problem.chunks_of[worker.stage][action.chunk] - (1 if kind == "F" else -1)
+    source = plan._route.get((action.pipeline, action.microbatch, chunk))
+    if source is None or source == worker:
+        return None
+    return source, Message(kind, *action[1:])
 
 
 def channels(plan: Plan) -> dict[tuple[Worker, Worker], tuple[Message, ...]]:
     """For each ordered pair of workers that talk, its messages in the sender's listed order."""
-    route = plan._route
     found: dict[tuple[Worker, Worker], list[Message]] = {}
     for worker, actions in sorted(plan.workers.items()):
-        for kind, d, m in actions:
-            passed = PASSES_ON.get(kind)
-            to = route.get((d, m, worker.stage + (1 if passed == "F" else -1))) if passed else None
-            if passed and to is not None and to != worker:
-                found.setdefault((worker, to), []).append(Message(passed, d, m))
+        for action in actions:
+            if passed := passes_on(plan, worker, action):
+                found.setdefault((worker, passed[0]), []).append(passed[1])
     return {pair: tuple(messages) for pair, messages in found.items()}
 
 
 def read_by(plan: Plan, me: Worker) -> dict[Message, tuple[Message, ...]]:
-    """For each activation that ``me`` receives, the gradients whose arrival it proves: their reader had to read them
-    before it could send that activation."""
-    route, stage = plan._route, me.stage
+    """For each message that ``me`` receives, the messages of its own whose arrival it proves: for a gradient its
+    activation, for an activation the gradients that its maker had to read before it could send it."""
+    place_of, chunks_of = plan.problem.place_of, plan.problem.chunks_of
+    beside = {plan.problem.stage_of(chunk + way) for chunk in chunks_of[me.stage] for way in (-1, 1)
+              if 0 <= chunk + way < plan.problem.chunks}
     found: dict[Message, tuple[Message, ...]] = {}
     for worker, actions in plan.workers.items():
-        if worker.stage != stage - 1:
+        if worker.stage not in beside:
             continue
         unanswered: list[Message] = []
-        for kind, d, m in actions:
-            if kind not in PASSES_ON or route.get((d, m, stage)) != me:
+        for action in actions:
+            if action.kind != "F":
+                read = needs(plan, worker, action)
+                if read is not None and read[0] == me:
+                    unanswered.append(read[1])
+            passed = passes_on(plan, worker, action)
+            if passed is None or passed[0] != me:
                 continue
-            if kind != "F":
-                unanswered.append(Message("B", d, m))
-            else:
-                found[Message("F", d, m)] = tuple(unanswered)
+            if action.kind == "F":
+                found[passed[1]] = tuple(unanswered)
                 unanswered.clear()
+            else:
+                to = chunks_of[me.stage][passed[1].chunk] + 1
+                found[passed[1]] = (passed[1]._replace(kind="F", chunk=place_of[to]),)
     return found
 
 
 def reads(plan: Plan, me: Worker) -> tuple[tuple[Worker, Message], ...]:
     """The messages that ``me`` reads from other workers, with their senders, in the order of its actions."""
-    route, found = plan._route, []
-    for kind, d, m in plan.actions(me):
-        read = PASSES_ON.get(kind)
-        source = route.get((d, m, me.stage + (-1 if read == "F" else 1))) if read else None
-        if read and source is not None and source != me:
-            found.append((source, Message(read, d, m)))
-    return tuple(found)
+    return tuple(read for action in plan.actions(me) if (read := needs(plan, me, action)))
 
 
 def receives(plan: Plan) -> dict[Worker, int]:

@@ -40,12 +40,11 @@ def tied_givers(mine: Sequence[Worker], theirs: Sequence[Worker]) -> dict[Worker
 
 def tied_pairs(plan: Plan) -> frozenset[Pair]:
     """The workers that send each other tied parameters' gradients."""
-    stages: dict[int, list[Worker]] = defaultdict(list)
-    for worker in sorted(plan.problem.live_workers()):
-        stages[worker.stage].append(worker)
-    return frozenset(pair_of(*pair) for tied in plan.problem.tied for one, other in combinations(sorted(set(tied)), 2)
+    problem = plan.problem
+    return frozenset(pair_of(*pair) for tied in problem.tied
+                     for one, other in combinations(sorted({problem.stage_of(chunk) for chunk in tied}), 2)
                      for mine, theirs in ((one, other), (other, one))
-                     for pair in tied_givers(stages[mine], stages[theirs]).items())
+                     for pair in tied_givers(problem.live(mine), problem.live(theirs)).items())
 
 
 def rounds(pairs: Collection[tuple[Node, Node]]) -> list[list[tuple[Node, Node]]]:

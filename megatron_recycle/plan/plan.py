@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,21 +15,25 @@ from typing import Any
 
 from .action import Action
 from .errors import PlanError
-from .grid import Worker
-from .problem import Problem
+from .grid import Microbatch, Worker
+from .problem import Crossing, Problem
 
-FORMAT, VERSION = "recycle-plan", 2
+FORMAT, VERSION = "recycle-plan", 3
 SOURCES = ("1f1b", "greedy", "portfolio", "cpsat", "drop")
 _DIGESTED = ("grid", "failed", "costs", "cap", "held", "block", "tied", "split_backward", "full_backward", "workers")
 _DIGESTED_1 = (*(name for name in _DIGESTED if name != "full_backward"), "stage_of")
 """Parts of a plan that a digest of version 1 covers; ``stage_of`` was always empty there."""
+_DIGESTED_MORE = ("placement", "lending", "crossings")
+"""Parts that are digested where a plan has them; a plan that has none has the digest that version 2 gave it."""
+_MICROBATCH = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\Z")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Version 2 of the plan file. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
+    """Version 3 of the plan file. ``period``, ``makespan`` and ``lower_bound`` are in the unit of the costs.
 
-    ``stats`` says how the plan was made and is no part of the digest. ``stated`` is the digest a file came
+    ``crossings``: where micro-batches that do not do so at home cross the boundaries between chunks; nothing is said of
+    the others. ``stats`` says how the plan was made and is no part of the digest. ``stated`` is the digest a file came
     with, or "" for a plan made here; validate.violations compares it with ``digest``.
     """
 
@@ -40,6 +45,11 @@ class Plan:
     source: str
     stats: Mapping[str, Any] = field(default_factory=dict, compare=False)
     stated: str = field(default="", compare=False)
+    crossings: Mapping[Microbatch, Crossing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "crossings", {
+            item: tuple(crossing) for item, crossing in sorted(self.crossings.items()) if any(crossing)})
 
     def actions(self, worker: Worker) -> tuple[Action, ...]:
         """The ordered actions of a live worker. Raises PlanError for a worker that the plan does not list."""
@@ -58,13 +68,36 @@ class Plan:
         """The live workers of ``stage``, in order."""
         return self.problem.live(stage)
 
+    def chunk(self, worker: Worker, action: Action) -> int:
+        """The chunk, counted through the model, that an action of ``worker`` runs."""
+        return self.problem.chunks_of[worker.stage][action.chunk]
+
+    def duration(self, worker: Worker, action: Action) -> int:
+        """Time of an action of ``worker``, with the layers that its micro-batch crosses for."""
+        return self.problem.duration(action.kind, worker, action.chunk, self.crossing(*action[1:3]))
+
+    def crossing(self, pipeline: int, microbatch: int) -> Crossing:
+        """Where a micro-batch crosses the boundaries between chunks; () if all at home."""
+        return self.crossings.get((pipeline, microbatch), ())
+
+    def span(self, pipeline: int, microbatch: int, chunk: int) -> tuple[int, int]:
+        """The layers, first and end, that an action of ``chunk`` (counted through the model) runs for a micro-batch.
+        Layers that may be lent are counted through the model; what else a chunk has stays with it."""
+        layers = self.problem.layers or (0,) * self.problem.chunks
+        crossing = self.crossing(pipeline, microbatch) or (0,) * (self.problem.chunks - 1)
+        first = sum(layers[:chunk])
+        return (first + (crossing[chunk - 1] if chunk else 0),
+                first + layers[chunk] + (crossing[chunk] if chunk < len(crossing) else 0))
+
     @cached_property
-    def _route(self) -> dict[tuple[int, int, int], Worker]:
-        return {(action.pipeline, action.microbatch, worker.stage): worker
+    def _route(self) -> Mapping[tuple[int, int, int], Worker]:
+        chunks_of = self.problem.chunks_of
+        return {(action.pipeline, action.microbatch, chunks_of[worker.stage][action.chunk]): worker
                 for worker, actions in self.workers.items() for action in actions if action.kind == "F"}
 
     def route(self) -> dict[tuple[int, int, int], Worker]:
-        """The worker that runs each ``(pipeline, microbatch, stage)``."""
+        """The worker that runs each ``(pipeline, microbatch, chunk)``; ``chunk`` is counted through the model, and the
+        stage where each stage has one."""
         return dict(self._route)
 
     @property
@@ -80,7 +113,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """``sha256:`` and the SHA-256 of the sorted-key, space-free JSON of grid, failed, costs, cap, held, block,
-        tied, split_backward, full_backward and workers."""
+        tied, split_backward, full_backward and workers; of placement, lending and crossings where the plan has them."""
         return _digest_of(self._content(), _DIGESTED)
 
     def _content(self) -> dict[str, Any]:
@@ -88,7 +121,10 @@ class Plan:
         workers = {}
         for worker, actions in sorted(self.workers.items()):
             workers[str(worker)] = [named.get(a) or named.setdefault(a, str(a)) for a in actions]
-        return {**self.problem.to_json(), "workers": workers}
+        content = {**self.problem.to_json(), "workers": workers}
+        if self.crossings:
+            content["crossings"] = {f"{d}.{m}": list(crossing) for (d, m), crossing in self.crossings.items()}
+        return content
 
     def _content_1(self) -> dict[str, Any]:
         """The content as version 1 wrote it."""
@@ -108,15 +144,17 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Any) -> Plan:
-        """Read a plan file's JSON, of this version or of version 1. Raises PlanError when malformed; whether it is
+        """Read a plan file's JSON, of any version. Raises PlanError when malformed; whether it is
         legal is for validate to say."""
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             raise PlanError(f"plan file: format must be {FORMAT!r}")
         version = value.get("version")
-        if version not in (1, VERSION) or isinstance(version, bool):
-            raise PlanError(f"plan file: version {version!r} is neither 1 nor {VERSION}")
+        if not isinstance(version, int) or isinstance(version, bool) or not 1 <= version <= VERSION:
+            raise PlanError(f"plan file: version {version!r} is none of 1 to {VERSION}")
         if version == 1:
             value = {**value, "full_backward": []}
+        if version < 3:
+            value = {name: entry for name, entry in value.items() if name not in _DIGESTED_MORE}
         problem = Problem.from_json(value)
         listed = value.get("workers")
         if not isinstance(listed, dict):
@@ -126,8 +164,12 @@ class Plan:
         for name, actions in listed.items():
             if not isinstance(actions, list) or not all(isinstance(a, str) for a in actions):
                 raise PlanError(f"plan file: the actions of worker {name} must be a list of strings")
-            workers[Worker.parse(name)] = tuple(parsed.get(a) or parsed.setdefault(a, Action.parse(a))
-                                                for a in actions)
+            worker = Worker.parse(name)
+            workers[worker] = tuple(parsed.get(a) or parsed.setdefault(a, Action.parse(a)) for a in actions)
+            held = len(problem.chunks_of[worker.stage]) if worker in problem.grid else 1
+            if beyond := next((a for a in workers[worker] if a.chunk >= held), None):
+                raise PlanError(f"plan file: {beyond} of worker {name}, whose stage has {held}"
+                                f" chunk{'s' if held > 1 else ''}")
         numbers: dict[str, Any] = {}
         for name in ("period", "makespan", "lower_bound"):
             number = value.get(name)
@@ -143,7 +185,8 @@ class Plan:
         stated = value.get("digest", "")
         if not isinstance(stated, str):
             raise PlanError("plan file: digest must be a string")
-        plan = cls(problem=problem, workers=workers, source=source, stats=stats, stated=stated, **numbers)
+        plan = cls(problem=problem, workers=workers, source=source, stats=stats, stated=stated,
+                   crossings=_crossings(value.get("crossings", {}), problem), **numbers)
         if version == 1 and stated == _digest_of(plan._content_1(), _DIGESTED_1):
             return replace(plan, stated=plan.digest)
         return plan
@@ -166,6 +209,23 @@ class Plan:
         os.replace(aside, target)
 
 
+def _crossings(listed: Any, problem: Problem) -> dict[Microbatch, Crossing]:
+    if not isinstance(listed, dict):
+        raise PlanError("plan file: crossings must map micro-batches to lists of integers")
+    found: dict[Microbatch, Crossing] = {}
+    for name, crossing in listed.items():
+        match = _MICROBATCH.match(name)
+        if match is None:
+            raise PlanError(f"plan file: crossings: {name!r} is not of the form PIPELINE.MICROBATCH, for example 1.4")
+        if (not isinstance(crossing, list) or len(crossing) != problem.chunks - 1
+                or not all(isinstance(by, int) and not isinstance(by, bool) for by in crossing)):
+            raise PlanError(f"plan file: crossings of {name} must be a list of {problem.chunks - 1} integers, one per"
+                            " boundary between chunks")
+        found[int(match[1]), int(match[2])] = tuple(crossing)
+    return found
+
+
 def _digest_of(content: Mapping[str, Any], names: Sequence[str]) -> str:
-    text = json.dumps({name: content[name] for name in names}, sort_keys=True, separators=(",", ":"))
+    covered = [*names, *(name for name in _DIGESTED_MORE if name in content)]
+    text = json.dumps({name: content[name] for name in covered}, sort_keys=True, separators=(",", ":"))
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

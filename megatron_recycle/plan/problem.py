@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from .costs import Costs
@@ -11,6 +12,9 @@ from .errors import PlanError
 from .grid import Grid, Worker
 
 OBJECTIVES = ("period", "makespan")
+Crossing = tuple[int, ...]
+"""For each boundary between chunks, how many layers later (or, less than 0, earlier) than at home a micro-batch crosses
+it; () where it crosses all at home."""
 AHEAD = 2
 """Receives that a worker keeps posted for the activations that it reads next, and as many for gradients."""
 
@@ -26,11 +30,17 @@ class Problem:
     """A membership of a grid with its costs and rules.
 
     ``failed``: workers that are out. ``cap``: most memory units a worker may hold (a worker not named has no cap).
-    ``before_b``/``after_b``: units a micro-batch weighs per stage from F's start to B's end, and from there
-    to W's end. ``message``: units that a posted receive weighs per stage (default: nothing). It counts receives beyond
-    the usual ones (`receives`); room for the usual ones is kept before caps are derived. ``block``: micro-batches per
-    block of the exact reduction, 0 for none. ``tied``: groups of stages that step together. ``full_backward``: stages
-    whose workers may run B and W in one (FB). Raises PlanError.
+    ``placement``: the stage of each chunk, in the order of the model's layers; (): one chunk per stage.
+    Lists are by chunk, which is by stage where each has one. ``before_b``/``after_b``: units a micro-batch weighs from
+    F's start to B's end, and from there to W's end. ``message``: units that a posted receive weighs (default: nothing).
+    It counts receives beyond the usual ones (`receives`); room for the usual ones is kept before caps are derived.
+    ``block``: micro-batches per block of the exact reduction, 0 for none. ``tied``: groups of chunks whose stages step
+    together. ``full_backward``: chunks of which B and W may be run in one (FB).
+
+    ``layers``: of each chunk how many layers are alike and may be lent; (): nothing is lent. ``lend``: for each
+    boundary between chunks, the most layers by which a micro-batch may cross it earlier, and later. ``layer_held``:
+    units that a micro-batch weighs in one such layer, before and after its B; ``layer_parameters``: units that one such
+    layer weighs on its helper as long as it is lent. Raises PlanError.
     """
 
     grid: Grid
@@ -45,20 +55,31 @@ class Problem:
     split_backward: bool = True
     full_backward: tuple[int, ...] = ()
     objective: str = "period"
+    placement: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
+    lend: tuple[tuple[int, int], ...] = ()
+    layer_held: tuple[tuple[int, int], ...] = ()
+    layer_parameters: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stages = self.grid.stages
         object.__setattr__(self, "failed", tuple(sorted(set(self.failed))))
         object.__setattr__(self, "full_backward", tuple(sorted(set(self.full_backward))))
+        self._placed()
+        chunks, of = self.chunks, "chunks" if self.placement else "stages"
         for name, usual in (("before_b", 1), ("after_b", 1), ("message", 0)):
             if not getattr(self, name):
-                object.__setattr__(self, name, (usual,) * stages)
-            if len(getattr(self, name)) != stages:
-                raise PlanError(f"held: {name} lists {len(getattr(self, name))} stages, not {stages}")
+                object.__setattr__(self, name, (usual,) * chunks)
+            if len(getattr(self, name)) != chunks:
+                raise PlanError(f"held: {name} lists {len(getattr(self, name))} {of}, not {chunks}")
             for value in getattr(self, name):
                 _count(value, f"held: {name}")
-        if self.costs.stages != stages:
-            raise PlanError(f"costs: {self.costs.stages} stages are given, the grid has {stages}")
+        if self.costs.stages != chunks:
+            raise PlanError(f"costs: {self.costs.stages} {of} are given, the grid has {chunks}")
+        if len(self.costs.step) != stages:
+            if any(self.costs.step):
+                raise PlanError(f"costs: step lists {len(self.costs.step)} stages, the grid has {stages}")
+            object.__setattr__(self, "costs", replace(self.costs, step=(0,) * stages))
         for what, workers in (("failed", self.failed), ("cap", self.cap), ("costs: speed", self.costs.speed)):
             for worker in workers:
                 if worker not in self.grid:
@@ -69,15 +90,93 @@ class Problem:
         _count(self.block, "block")
         if self.objective not in OBJECTIVES:
             raise PlanError(f"objective {self.objective!r} is neither period nor makespan")
-        for stage in self.full_backward:
-            if _count(stage, "full_backward: a stage") >= stages:
-                raise PlanError(f"full_backward: stage {stage} is outside the grid of {stages} stages")
+        for chunk in self.full_backward:
+            if _count(chunk, f"full_backward: a {of[:-1]}") >= chunks:
+                raise PlanError(f"full_backward: {of[:-1]} {chunk} is outside the grid of {chunks} {of}")
         seen: set[int] = set()
         for group in self.tied:
-            for stage in group:
-                if _count(stage, "tied: a stage") >= stages or stage in seen:
-                    raise PlanError(f"tied: stage {stage} is outside the grid or tied twice")
-                seen.add(stage)
+            for chunk in group:
+                if _count(chunk, f"tied: a {of[:-1]}") >= chunks or chunk in seen:
+                    raise PlanError(f"tied: {of[:-1]} {chunk} is outside the grid or tied twice")
+                seen.add(chunk)
+        self._lendable()
+
+    def _placed(self) -> None:
+        """Check the placement. The usual one has one spelling: ()."""
+        stages = self.grid.stages
+        for chunk, stage in enumerate(self.placement):
+            if _count(stage, f"placement: chunk {chunk}'s stage") >= stages:
+                raise PlanError(f"placement: chunk {chunk} is on stage {stage}, the grid has {stages} stages")
+        if self.placement and set(self.placement) != set(range(stages)):
+            raise PlanError(f"placement: stage {min(set(range(stages)) - set(self.placement))} has no chunk")
+        if self.placement == tuple(range(stages)):
+            object.__setattr__(self, "placement", ())
+
+    def _lendable(self) -> None:
+        """Check what is said about lent layers. Where nothing may be lent, all of it has one spelling: ()."""
+        chunks = self.chunks
+        for name, usual, length in (("layers", 0, chunks), ("lend", (0, 0), chunks - 1), ("layer_held", (0, 0), chunks),
+                                    ("layer_parameters", 0, chunks)):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (usual,) * length)
+            if len(getattr(self, name)) != length:
+                raise PlanError(f"{name} lists {len(getattr(self, name))} entries, not {length}")
+            for entry in getattr(self, name):
+                if isinstance(usual, tuple) and (not isinstance(entry, tuple) or len(entry) != 2):
+                    raise PlanError(f"{name}: each entry must be two integers, not {entry!r}")
+                for value in entry if isinstance(entry, tuple) else (entry,):
+                    _count(value, name)
+        for boundary, (earlier, later) in enumerate(self.lend):
+            if earlier > self.layers[boundary] or later > self.layers[boundary + 1]:
+                raise PlanError(f"lend: boundary {boundary} cannot move by {max(earlier, later)} layers, chunks"
+                                f" {boundary} and {boundary + 1} have {self.layers[boundary]} and"
+                                f" {self.layers[boundary + 1]}")
+            if (earlier or later) and self.stage_of(boundary) == self.stage_of(boundary + 1):
+                raise PlanError(f"lend: chunks {boundary} and {boundary + 1} are both on stage"
+                                f" {self.stage_of(boundary)}, whose workers hold both: nothing is lent there")
+        if any(map(any, self.lend)):
+            if not self.costs.layer:
+                raise PlanError("lend: the costs of one layer are needed (costs: layer)")
+        else:
+            for name in ("layers", "lend", "layer_held", "layer_parameters"):
+                object.__setattr__(self, name, ())
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the model."""
+        return len(self.placement) or self.grid.stages
+
+    def stage_of(self, chunk: int) -> int:
+        """The stage whose workers hold ``chunk``."""
+        return self.placement[chunk] if self.placement else chunk
+
+    @cached_property
+    def chunks_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage its chunks, in the order of the model's layers: ``Action.chunk`` is a place in this list."""
+        return tuple(tuple(chunk for chunk in range(self.chunks) if self.stage_of(chunk) == stage)
+                     for stage in range(self.grid.stages))
+
+    @cached_property
+    def place_of(self) -> tuple[int, ...]:
+        """For each chunk its place among those of its stage, as actions name it."""
+        return tuple(self.chunks_of[self.stage_of(chunk)].index(chunk) for chunk in range(self.chunks))
+
+    @property
+    def lends(self) -> bool:
+        """Whether any layer may be lent."""
+        return bool(self.lend)
+
+    def more(self, chunk: int, crossing: Crossing) -> dict[int, int]:
+        """By chunk, the layers that an action of ``chunk`` runs besides its own (less than 0: does not run), where its
+        micro-batch crosses the boundaries like this."""
+        found: dict[int, int] = {}
+        for boundary, sign in ((chunk - 1, -1), (chunk, 1)):
+            by = sign * crossing[boundary] if 0 <= boundary < len(crossing) else 0
+            if by > 0:
+                found[chunk + sign] = by
+            elif by < 0:
+                found[chunk] = found.get(chunk, 0) + by
+        return found
 
     def live(self, stage: int) -> tuple[Worker, ...]:
         """The live workers of ``stage``, in order."""
@@ -89,16 +188,36 @@ class Problem:
         out = set(self.failed)
         return tuple(w for w in self.grid.workers() if w not in out)
 
-    def duration(self, kind: str, worker: Worker) -> int:
-        """Time of an action of ``kind`` on ``worker``."""
-        return self.costs.duration(kind, worker, self.split_backward)
+    def duration(self, kind: str, worker: Worker, place: int = 0, crossing: Crossing = ()) -> int:
+        """Time of an action of ``kind`` on ``worker``, of chunk ``place`` of its stage, for a micro-batch that crosses
+        the boundaries like this (() for all at home). A ``FB`` takes as long as its ``B`` and its ``W`` one after the
+        other; a ``S`` takes the stage's step."""
+        if kind == "S":
+            return self.costs.step[worker.stage]
+        if kind == "FB":
+            return self.duration("B", worker, place, crossing) + self.duration("W", worker, place, crossing)
+        chunk = self.chunks_of[worker.stage][place]
+        more = self.more(chunk, crossing) if crossing else None
+        return self.costs.scaled(self.costs.cost(kind, chunk, more, self.split_backward), worker)
+
+    def held(self, chunk: int, crossing: Crossing = ()) -> tuple[int, int]:
+        """Units that a micro-batch that crosses the boundaries like this weighs in an action's span of ``chunk``: from
+        F's start to B's end, and from there to W's end."""
+        before, after = self.before_b[chunk], self.after_b[chunk]
+        if crossing:
+            for other, count in self.more(chunk, crossing).items():
+                before += count * self.layer_held[other][0]
+                after += count * self.layer_held[other][1]
+        return max(0, before), max(0, after) if self.split_backward else 0
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Stages that step together: the tied groups, every other stage alone, ordered by their first stage."""
-        tied = {stage for group in self.tied for stage in group}
-        groups = [tuple(sorted(group)) for group in self.tied if group]
-        groups += [(stage,) for stage in range(self.grid.stages) if stage not in tied]
-        return tuple(sorted(groups))
+        """Stages that step together: those of tied chunks, every other stage alone, ordered by their first stage."""
+        groups: list[set[int]] = [{stage} for stage in range(self.grid.stages)]
+        for tied in self.tied:
+            stages = {self.stage_of(chunk) for chunk in tied}
+            groups = [group for group in groups if not group & stages] + (
+                [set().union(*(group for group in groups if group & stages))] if stages else [])
+        return tuple(sorted(tuple(sorted(group)) for group in groups))
 
     def require_live(self) -> None:
         """Raise PlanError, naming the stage, if a stage has no live worker, or none whose cap holds a micro-batch."""
@@ -111,13 +230,19 @@ class Problem:
                 raise PlanError(f"stage {stage}: no live worker's cap holds one micro-batch; raise the cap")
 
     def weight(self, stage: int) -> int:
-        """Most units one micro-batch holds at ``stage`` at any time."""
-        before = self.before_b[stage]
-        return max(before, self.after_b[stage]) if self.split_backward else before
+        """Most units one micro-batch holds in any chunk of ``stage`` at any time."""
+        return max(max(self.held(chunk)) for chunk in self.chunks_of[stage])
+
+    def message_weight(self, stage: int) -> int:
+        """Units that a posted receive of ``stage`` weighs at most."""
+        return max(self.message[chunk] for chunk in self.chunks_of[stage])
 
     def receives(self, stage: int) -> int:
-        """Receives that a worker of ``stage`` usually has posted: AHEAD for each side that messages come from."""
-        return AHEAD * ((stage > 0) + (stage < self.grid.stages - 1))
+        """Receives that a worker of ``stage`` usually has posted: AHEAD for activations and AHEAD for gradients, as far
+        as a chunk before or after its own is on another stage."""
+        mine = self.chunks_of[stage]
+        return AHEAD * sum(any(0 <= chunk + way < self.chunks and self.stage_of(chunk + way) != stage for chunk in mine)
+                           for way in (-1, 1))
 
     def fits(self, worker: Worker) -> bool:
         """Whether the worker's cap lets it hold one micro-batch."""
@@ -129,8 +254,10 @@ class Problem:
         return replace(self, failed=(*self.failed, *workers))
 
     def to_json(self) -> dict[str, Any]:
-        """The plan file's statement of its problem: the digested parts without ``workers``, and ``objective``."""
-        return {"grid": {"stages": self.grid.stages, "microbatches": list(self.grid.microbatches)},
+        """The plan file's statement of its problem: the digested parts without ``workers`` and ``crossings``, and
+        ``objective``."""
+        value: dict[str, Any] = {
+                "grid": {"stages": self.grid.stages, "microbatches": list(self.grid.microbatches)},
                 "failed": [str(w) for w in self.failed],
                 "costs": self.costs.to_json(),
                 "cap": {str(w): c for w, c in sorted(self.cap.items())},
@@ -138,6 +265,13 @@ class Problem:
                 "block": self.block, "tied": [list(group) for group in self.tied],
                 "split_backward": self.split_backward, "full_backward": list(self.full_backward),
                 "objective": self.objective}
+        if self.placement:
+            value["placement"] = list(self.placement)
+        if self.lends:
+            value["lending"] = {
+                "layers": list(self.layers), "lend": [list(most) for most in self.lend],
+                "held": [list(held) for held in self.layer_held], "parameters": list(self.layer_parameters)}
+        return value
 
     @classmethod
     def from_json(cls, value: Any) -> Problem:
@@ -147,6 +281,7 @@ class Problem:
         grid = _member(value, "grid", dict)
         held = _member(value, "held", dict, {})
         split = _member(value, "split_backward", bool, True)
+        lending = _member(value, "lending", dict, {})
         if moved := _member(value, "stage_of", dict, {}):
             raise PlanError(f"stage_of: worker {min(moved)} is moved to another stage, which no job has ever done; name"
                             " the position that its process takes instead, and its own among the failed")
@@ -162,7 +297,18 @@ class Problem:
             tied=_tied(_member(value, "tied", list, [])),
             split_backward=split,
             full_backward=tuple(_member(value, "full_backward", list, [])),
-            objective=value.get("objective", "period"))
+            objective=value.get("objective", "period"),
+            placement=tuple(_member(value, "placement", list, [])),
+            layers=tuple(_member(lending, "layers", list, [])),
+            lend=_twos(_member(lending, "lend", list, []), "lend"),
+            layer_held=_twos(_member(lending, "held", list, []), "held"),
+            layer_parameters=tuple(_member(lending, "parameters", list, [])))
+
+
+def _twos(entries: list[Any], what: str) -> tuple[tuple[int, int], ...]:
+    if not all(isinstance(entry, list) and len(entry) == 2 for entry in entries):
+        raise PlanError(f"lending: {what} must be a list of two integers each")
+    return tuple((entry[0], entry[1]) for entry in entries)
 
 
 def _tied(groups: list[Any]) -> tuple[tuple[int, ...], ...]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from megatron_recycle.plan.lending import borrowed, lent
 
 from .action import PASSES_ON, Action
 from .cycles import cycle_mean
@@ -49,33 +52,28 @@ class _Network:
 
     owner: list[int]
     position: list[int]
-    before: list[int]  # previous action on the worker, -1 for the first
-    needs: list[int]  # action of another stage (or the own forward) that must have ended, -1 for none
+    needs: list[int]  # action of another chunk (or the own forward) that must have ended, -1 for none
     lag: list[int]  # hop on that edge
     duration: list[int]  # -1 for S
+    awaits: dict[int, list[int]]  # of a F: groups whose step its lent layers come from
+    summed: dict[int, list[int]]  # for a group the last actions of the lent layers whose gradients it sums
 
 
 def replay(plan: Plan) -> Timeline:
     """Time a plan. Raises DeadlockError, naming an action that can never start; the rest is validate's."""
-    problem = plan.problem
-    names = sorted(plan.workers)
-    orders = [plan.workers[name] for name in names]
-    network = _order(problem, names, orders)
-    groups = problem.groups()
-    group_of_stage = {stage: g for g, group in enumerate(groups) for stage in group}
-    group = [group_of_stage[name.stage] for name in names]
-    step = [problem.costs.step[name.stage] for name in names]
-    starts, ends = _times(network, len(names), group, step, [0] * len(names), 1)
-    spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(order) for order in orders]
+    clock = Clock(plan)
+    network = clock.network
+    starts, ends = clock.times([0] * clock.groups, 1)
+    spans: list[list[tuple[int, int]]] = [[(0, 0)] * len(plan.workers[name]) for name in clock.names]
     for i, owner in enumerate(network.owner):
         spans[owner][network.position[i]] = (starts[i], ends[i])
-    mean = cycle_mean(len(groups), lambda at, scale: _release(network, len(names), group, step, at, scale))
+    mean = cycle_mean(clock.groups, clock.release)
     return Timeline(
         actions=plan.workers,
-        times={name: tuple(spans[w]) for w, name in enumerate(names)},
+        times={name: tuple(spans[w]) for w, name in enumerate(clock.names)},
         makespan=max(ends, default=0),
         period=int(mean) if mean.denominator == 1 else float(mean),
-        peak={name: peak(problem, name, orders[w]) for w, name in enumerate(names)})
+        peak={name: peak(plan.problem, name, plan.workers[name], plan) for name in clock.names})
 
 
 def in_order_of_ends(plan: Plan) -> list[tuple[Worker, Action]]:
@@ -83,134 +81,160 @@ def in_order_of_ends(plan: Plan) -> list[tuple[Worker, Action]]:
 
     The same on all workers. Raises DeadlockError.
     """
-    problem = plan.problem
-    names = sorted(plan.workers)
-    network = _order(problem, names, [plan.workers[name] for name in names])
-    groups = problem.groups()
-    group_of_stage = {stage: g for g, group in enumerate(groups) for stage in group}
-    _, ends = _times(network, len(names), [group_of_stage[name.stage] for name in names],
-                     [problem.costs.step[name.stage] for name in names], [0] * len(names), 1)
+    clock = Clock(plan)
+    network, names = clock.network, clock.names
+    _, ends = clock.times([0] * clock.groups, 1)
     # Entries of the network come after what they need, and no end comes before that of what it needs.
     return [(names[network.owner[i]], plan.workers[names[network.owner[i]]][network.position[i]])
             for i in sorted(range(len(ends)), key=lambda i: (ends[i], i))]
 
 
-def peak(problem: Problem, worker: Worker, actions: Sequence[Action]) -> int:
-    """Most memory units ``worker`` holds when it runs ``actions`` in order."""
-    stage = worker.stage
-    before, after = problem.before_b[stage], problem.after_b[stage] if problem.split_backward else 0
+def peak(problem: Problem, worker: Worker, actions: Sequence[Action], plan: Plan | None = None) -> int:
+    """Most memory units ``worker`` holds when it runs ``actions`` in order, with the layers that ``plan`` has its
+    micro-batches cross for (default: none)."""
+    chunks = problem.chunks_of[worker.stage]
     held = most = 0
+    if plan is not None and plan.crossings:
+        held = most = sum(count * problem.layer_parameters[chunk]
+                          for (chunk, _), count in borrowed(plan, worker).items())
     for action in actions:
-        if action.kind == "F":
-            held += before
-        elif action.kind == "B":
-            held += after - before
-        elif action.kind == "W":
-            held -= after
-        elif action.kind == "FB":
-            held -= before
+        if action.kind == "S":
+            continue
+        crossing = plan.crossing(action.pipeline, action.microbatch) if plan is not None else ()
+        before, after = problem.held(chunks[action.chunk], crossing)
+        held += {"F": before, "B": after - before, "W": -after, "FB": -before}[action.kind]
         most = max(most, held)
     return most
 
 
-def _order(problem: Problem, names: Sequence[Worker], orders: Sequence[tuple[Action, ...]]) -> _Network:
+class Clock:
+    """Times of the actions of a plan, with each group of stages released from a given time on."""
+
+    def __init__(self, plan: Plan) -> None:
+        problem = plan.problem
+        self.names = sorted(plan.workers)
+        groups = problem.groups()
+        self.groups = len(groups)
+        of_stage = {stage: g for g, group in enumerate(groups) for stage in group}
+        self._group = [of_stage[name.stage] for name in self.names]
+        self._step = [problem.costs.step[name.stage] for name in self.names]
+        self._lent = problem.costs.lent
+        self.network = _order(plan, self.names, self._group)
+        self._longest = [0] * self.groups  # the step of a group's slowest stage, after which a helper gets parameters
+        for g, step in zip(self._group, self._step):
+            self._longest[g] = max(self._longest[g], step)
+
+    def times(self, release: Sequence[int], scale: int, step: int = 0) -> tuple[list[int], list[int]]:
+        """Start and end of every action where group ``g`` is free from ``release[g]`` on, or, with ``step``, from its
+        step on (so many units long each), which began then."""
+        network, group = self.network, self._group
+        starts: list[int] = []
+        ends: list[int] = []
+        free = [release[g] + own * step for g, own in zip(group, self._step)]
+        given = [begin + (longest + self._lent[0]) * step for begin, longest in zip(release, self._longest)]
+        barrier: dict[int, int] = {}
+        for i, (owner, needs, lag, duration) in enumerate(
+                zip(network.owner, network.needs, network.lag, network.duration)):
+            start = free[owner]
+            if duration < 0:
+                g = group[owner]
+                if g not in barrier:
+                    barrier[g] = max([free[w] for w, other in enumerate(group) if other == g]
+                                     + [ends[last] + self._lent[1] * scale for last in network.summed.get(g, ())])
+                start = barrier[g]
+                end = start + self._step[owner] * scale
+            else:
+                if needs >= 0:
+                    start = max(start, ends[needs] + lag * scale)
+                if i in network.awaits:
+                    start = max(start, *(given[g] for g in network.awaits[i]))
+                end = start + duration * scale
+            free[owner] = end
+            starts.append(start)
+            ends.append(end)
+        return starts, ends
+
+    def release(self, begin: Sequence[int], scale: int) -> tuple[list[int], list[int]]:
+        """From when each group's step begins to when its next one does; the deciding group rides along in the low
+        digits of every time."""
+        size = self.groups
+        fine = scale * size
+        starts, _ = self.times([t * size + g for g, t in enumerate(begin)], fine, fine)
+        begins = [0] * size
+        for owner, duration, start in zip(self.network.owner, self.network.duration, starts):
+            if duration < 0:
+                begins[self._group[owner]] = start
+        return [b // size for b in begins], [b % size for b in begins]
+
+
+def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Network:
     """Sort all actions so that each comes after its inputs. Raises DeadlockError."""
-    last, hop = problem.grid.stages - 1, problem.costs.hop
-    stages = [name.stage for name in names]
-    durations = [{kind: problem.duration(kind, name) for kind in ("F", "B", "W", "FB")} for name in names]
-    network = _Network([], [], [], [], [], [])
+    problem = plan.problem
+    last, hop, chunks_of = problem.chunks - 1, problem.costs.hop, problem.chunks_of
+    orders = [plan.workers[name] for name in names]
+    usual = [[{kind: problem.duration(kind, name, place) for kind in ("F", "B", "W", "FB")}
+              for place in range(len(chunks_of[name.stage]))] for name in names]
+    network = _Network([], [], [], [], [], {}, {})
     node: dict[tuple[str, int, int, int], int] = {}
     waiting: dict[tuple[str, int, int, int], list[int]] = {}
-    pointer, previous = [0] * len(names), [-1] * len(names)
-    at_step: dict[int, list[int]] = {}
-    groups = problem.groups()
-    group_of_stage = {stage: g for g, group in enumerate(groups) for stage in group}
-    size = [0] * len(groups)
-    for stage in stages:
-        size[group_of_stage[stage]] += 1
+    pointer = [0] * len(names)
     work = list(range(len(names) - 1, -1, -1))
     while work:
         w = work.pop()
-        stage, order = stages[w], orders[w]
+        order, mine = orders[w], chunks_of[names[w].stage]
         while pointer[w] < len(order):
-            kind, d, m = order[pointer[w]]
-            key: tuple[str, int, int, int] | None = None
-            lag = 0
+            action = order[pointer[w]]
+            kind, d, m, place = action
             if kind == "S":
-                ready = at_step.setdefault(group_of_stage[stage], [])
-                if w not in ready:
-                    ready.append(w)
-                    if len(ready) == size[group_of_stage[stage]]:
-                        for other in sorted(ready):
-                            _append(network, other, pointer, previous, -1, 0, -1)
-                        work.extend(reversed(ready))
                 break
-            if kind == "F" and stage > 0:
-                key, lag = ("F", d, m, stage - 1), hop
-            elif kind in ("B", "FB"):
-                key, lag = (("B", d, m, stage + 1), hop) if stage < last else (("F", d, m, stage), 0)
+            chunk = mine[place]
+            key: tuple[str, int, int, int] | None = None
+            if kind == "F":
+                key = ("F", d, m, chunk - 1) if chunk else None
             elif kind == "W":
-                key = ("B", d, m, stage)
+                key = ("B", d, m, chunk)
+            else:
+                key = ("B", d, m, chunk + 1) if chunk < last else ("F", d, m, chunk)
             if key is not None and key not in node:
                 waiting.setdefault(key, []).append(w)
                 break
-            own = (PASSES_ON.get(kind, kind), d, m, stage)  # an action that waits for a B waits for the end of a FB
+            needs = -1 if key is None else node[key]
+            lag = hop if needs >= 0 and network.owner[needs] != w else 0
+            own = (PASSES_ON.get(kind, kind), d, m, chunk)  # an action that waits for a B waits for the end of a FB
             node[own] = len(network.owner)
-            _append(network, w, pointer, previous, -1 if key is None else node[key], lag, durations[w][kind])
+            long = usual[w][place][kind] if (d, m) not in plan.crossings else plan.duration(names[w], action)
+            _append(network, w, pointer, needs, lag, long)
             work.extend(waiting.pop(own, ()))
+    _lendings(plan, network, node, {name.stage: g for name, g in zip(names, group)})
+    size, at_step = Counter(group), Counter(
+        g for w, g in enumerate(group) if pointer[w] < len(orders[w]) and orders[w][pointer[w]].kind == "S")
+    for w, order in enumerate(orders):  # steps come last
+        if pointer[w] < len(order) and order[pointer[w]].kind == "S" and at_step[group[w]] == size[group[w]]:
+            _append(network, w, pointer, -1, 0, -1)
     for w, order in enumerate(orders):
         if pointer[w] < len(order):
             raise DeadlockError(f"deadlock: {order[pointer[w]]} of worker {names[w]} can never start")
     return network
 
 
-def _append(network: _Network, w: int, pointer: list[int], previous: list[int], needs: int, lag: int,
-            duration: int) -> None:
+def _lendings(plan: Plan, network: _Network, node: Mapping[tuple[str, int, int, int], int],
+              group_of: Mapping[int, int]) -> None:
+    """A helper has the parameters of lent layers some time after their own stage's step, and their gradients are there
+    some time before the next one."""
+    for each in lent(plan):
+        g = group_of[plan.problem.stage_of(each.chunk)]
+        item = each.pipeline, each.microbatch, each.by
+        begin, done = node.get(("F", *item)), node.get(("W", *item), node.get(("B", *item)))
+        if begin is not None:
+            network.awaits.setdefault(begin, []).append(g)
+        if done is not None:
+            network.summed.setdefault(g, []).append(done)
+
+
+def _append(network: _Network, w: int, pointer: list[int], needs: int, lag: int, duration: int) -> None:
     network.owner.append(w)
     network.position.append(pointer[w])
-    network.before.append(previous[w])
     network.needs.append(needs)
     network.lag.append(lag)
     network.duration.append(duration)
-    previous[w] = len(network.owner) - 1
     pointer[w] += 1
-
-
-def _times(network: _Network, workers: int, group: Sequence[int], step: Sequence[int], release: Sequence[int],
-           scale: int) -> tuple[list[int], list[int]]:
-    """Start and end of every action when worker ``w`` is free from ``release[w]`` on."""
-    starts: list[int] = []
-    ends: list[int] = []
-    free = list(release)
-    barrier: dict[int, int] = {}
-    for owner, needs, lag, duration in zip(network.owner, network.needs, network.lag, network.duration):
-        start = free[owner]
-        if duration < 0:
-            g = group[owner]
-            if g not in barrier:
-                barrier[g] = max(free[w] for w in range(workers) if group[w] == g)
-            start = barrier[g]
-            end = start + step[owner] * scale
-        else:
-            if needs >= 0 and ends[needs] + lag * scale > start:
-                start = ends[needs] + lag * scale
-            end = start + duration * scale
-        free[owner] = end
-        starts.append(start)
-        ends.append(end)
-    return starts, ends
-
-
-def _release(network: _Network, workers: int, group: Sequence[int], step: Sequence[int], times: Sequence[int],
-             scale: int) -> tuple[list[int], list[int]]:
-    """From when each group's step begins to when its next one does; the deciding group rides along in the low
-    digits of every time."""
-    size = max(group) + 1
-    fine = scale * size
-    coded = [times[g] * size + g + step[w] * fine for w, g in enumerate(group)]
-    starts, _ = _times(network, workers, group, step, coded, fine)
-    begins = [0] * size
-    for owner, duration, start in zip(network.owner, network.duration, starts):
-        if duration < 0:
-            begins[group[owner]] = start
-    return [b // size for b in begins], [b % size for b in begins]

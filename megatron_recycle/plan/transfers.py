@@ -13,9 +13,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megatron_recycle.plan.messages import Message
+from megatron_recycle.plan.messages import Message, passes_on
 
-from .action import PASSES_ON
 from .grid import Worker
 from .plan import Plan
 from .replay import in_order_of_ends
@@ -37,13 +36,8 @@ def transfers(plan: Plan) -> tuple[Transfer, ...]:
 
     Raises DeadlockError: an action of the plan can never start.
     """
-    route, found = plan._route, []
-    for worker, (kind, d, m) in in_order_of_ends(plan):
-        passed = PASSES_ON.get(kind)
-        to = route.get((d, m, worker.stage + (1 if passed == "F" else -1))) if passed else None
-        if passed and to is not None and to != worker:
-            found.append(Transfer(worker, to, Message(passed, d, m)))
-    return tuple(found)
+    return tuple(Transfer(worker, *passed) for worker, action in in_order_of_ends(plan)
+                 if (passed := passes_on(plan, worker, action)))
 
 
 def postings(order: tuple[Transfer, ...], me: Worker) -> tuple[Transfer, ...]:

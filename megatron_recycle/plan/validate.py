@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_recycle.plan.lending import borrowings
 from megatron_recycle.plan.messages import surplus
 
 from .action import Action
@@ -11,6 +12,7 @@ from .bounds import lower_bound
 from .errors import DeadlockError, PlanError
 from .grid import Worker
 from .plan import Plan
+from .problem import Problem
 from .replay import replay
 
 #: the most violations of one rule that are spelled out
@@ -23,8 +25,10 @@ def violations(plan: Plan) -> list[str]:
 
     Also checks what the file states about itself: period, makespan, bound and digest.
     """
-    found: list[str] = []
-    for rule in (_membership, _once, _full, _steps, _local_order, _memory, _blocks):
+    found: list[str] = list(_chunks(plan))
+    if found:
+        return found[:SHOWN]  # nothing can be said of actions of chunks that are not there
+    for rule in (_membership, _once, _full, _steps, _local_order, _crossings, _memory, _blocks):
         count = 0
         for count, text in enumerate(rule(plan), 1):
             if count <= SHOWN:
@@ -59,6 +63,24 @@ def check(plan: Plan) -> Plan:
     return plan
 
 
+def _chunks(plan: Plan) -> Iterator[str]:
+    problem, boundaries = plan.problem, plan.problem.chunks - 1
+    for worker, actions in sorted(plan.workers.items()):
+        held = len(problem.chunks_of[worker.stage]) if worker in problem.grid else 1
+        for action in actions:
+            if not 0 <= action.chunk < held:
+                yield f"chunk: {action} of worker {worker}, whose stage has {held} chunk{'s' if held > 1 else ''}"
+                break
+    for (d, m), crossing in plan.crossings.items():
+        if not (0 <= d < problem.grid.pipelines and 0 <= m < problem.grid.microbatches[d]):
+            yield f"crossing: micro-batch {m} of pipeline {d} is outside the grid"
+        elif len(crossing) != boundaries:
+            yield (f"crossing: micro-batch {m} of pipeline {d} lists {len(crossing)} boundaries, there are {boundaries}"
+                   " between chunks")
+        elif not problem.lends:
+            yield f"crossing: micro-batch {m} of pipeline {d} crosses a boundary elsewhere, but nothing may be lent"
+
+
 def _membership(plan: Plan) -> Iterator[str]:
     live = set(plan.problem.live_workers())
     for worker in sorted(live - set(plan.workers)):
@@ -75,7 +97,6 @@ def _once(plan: Plan) -> Iterator[str]:
     for worker, actions in sorted(plan.workers.items()):
         if worker not in grid:
             continue
-        stage = worker.stage
         for action in actions:
             if action.kind == "S":
                 continue
@@ -87,21 +108,57 @@ def _once(plan: Plan) -> Iterator[str]:
                 yield f"once: {action} of worker {worker} is outside the grid"
             else:
                 for kind in halves:
-                    where.setdefault((kind, action.pipeline, action.microbatch, stage), []).append(worker)
+                    where.setdefault((kind, action.pipeline, action.microbatch, plan.chunk(worker, action)),
+                                     []).append(worker)
     for d, m in grid.items():
-        for stage in range(grid.stages):
-            homes = set()
+        for chunk in range(problem.chunks):
+            homes, at = set(), _at(problem, chunk)
             for kind in kinds:
-                on = where.get((kind, d, m, stage), [])
+                on = where.get((kind, d, m, chunk), [])
                 homes.update(on)
                 if not on:
-                    yield f"once: {kind}{d}.{m} is missing at stage {stage}"
+                    yield f"once: {kind}{d}.{m} is missing at {at}"
                 elif len(on) > 1:
-                    yield (f"once: {kind}{d}.{m} is listed {len(on)} times at stage {stage},"
+                    yield (f"once: {kind}{d}.{m} is listed {len(on)} times at {at},"
                            f" on {' and '.join(str(w) for w in on)}")
             if len(homes) > 1:
                 yield (f"route: micro-batch {m} of pipeline {d} is spread over workers"
-                       f" {' and '.join(str(w) for w in sorted(homes))} at stage {stage}")
+                       f" {' and '.join(str(w) for w in sorted(homes))} at {at}")
+
+
+def _at(problem: Problem, chunk: int) -> str:
+    return f"chunk {chunk}" if problem.placement else f"stage {chunk}"
+
+
+def _crossings(plan: Plan) -> Iterator[str]:
+    """Where micro-batches cross: within what may be lent, with a layer of its own left to each chunk, and in one place
+    for the micro-batches of a block."""
+    problem = plan.problem
+    for (d, m), crossing in plan.crossings.items():
+        for boundary, by in enumerate(crossing):
+            earlier, later = problem.lend[boundary]
+            if not -earlier <= by <= later:
+                way, most = ("later", later) if by > 0 else ("earlier", earlier)
+                yield (f"crossing: micro-batch {m} of pipeline {d} crosses boundary {boundary} {abs(by)} layers {way}"
+                       f" than at home, {most} are allowed")
+        for chunk in range(problem.chunks):
+            given = -problem.more(chunk, crossing).get(chunk, 0)
+            if given and given >= problem.layers[chunk]:
+                yield (f"crossing: micro-batch {m} of pipeline {d} leaves chunk {chunk} none of its"
+                       f" {problem.layers[chunk]} layers; one at least stays at home")
+        if problem.block:
+            first = m // problem.block * problem.block
+            if (plan.crossing(d, first) or (0,) * len(crossing)) != crossing:
+                yield (f"block: block {m // problem.block} of pipeline {d} crosses in several places: micro-batch"
+                       f" {first} at {list(plan.crossing(d, first))}, {m} at {list(crossing)}")
+    if problem.block:
+        size = problem.block
+        for d, m in plan.crossings:
+            if m % size == 0:
+                for other in range(m + 1, min(m + size, problem.grid.microbatches[d])):
+                    if not plan.crossing(d, other):
+                        yield (f"block: block {m // size} of pipeline {d} crosses in several places: micro-batch {m} at"
+                               f" {list(plan.crossing(d, m))}, {other} at home")
 
 
 def _full(plan: Plan) -> Iterator[str]:
@@ -109,8 +166,9 @@ def _full(plan: Plan) -> Iterator[str]:
         split = False  # some micro-batch of this worker: its sums are there then, and B and W are measured apart
         for action in actions:
             split = split or action.kind == "W"
-            if action.kind == "FB" and worker.stage not in plan.problem.full_backward:
-                yield f"full: {action} of worker {worker}, but workers of stage {worker.stage} run B and W apart"
+            if action.kind == "FB" and plan.chunk(worker, action) not in plan.problem.full_backward:
+                where = _at(plan.problem, plan.chunk(worker, action))
+                yield f"full: {action} of worker {worker}, but workers of {where} run B and W apart"
             elif action.kind == "FB" and not split:
                 yield f"full: {action} of worker {worker} comes before any W; a worker's first backward is split"
 
@@ -143,28 +201,27 @@ def overfull(plan: Plan) -> bool:
 def _memory(plan: Plan) -> Iterator[str]:
     problem = plan.problem
     more = surplus(plan) if any(problem.message) else {}
+    holdings = borrowings(plan) if plan.crossings else {}
     for worker, actions in sorted(plan.workers.items()):
         cap = problem.cap.get(worker)
         if cap is None or worker not in problem.grid:
             continue
-        stage = worker.stage
-        before, after = problem.before_b[stage], problem.after_b[stage]
-        held: dict[tuple[int, int], int] = {}
-        total = messages = more.get(worker, 0) * problem.message[stage]
+        held: dict[tuple[int, int, int], int] = {}
+        messages = more.get(worker, 0) * problem.message_weight(worker.stage)
+        lent = sum(count * problem.layer_parameters[chunk]
+                   for (chunk, _), count in holdings.get(worker, {}).items())
+        total = messages + lent
         for action in actions:
-            item = (action.pipeline, action.microbatch)
-            if action.kind == "F":
-                weight = before
-            elif action.kind == "B" and problem.split_backward:
-                weight = after
-            elif action.kind in ("B", "W", "FB"):
-                weight = 0
-            else:
+            if action.kind == "S":
                 continue
+            item = action[1:]
+            before, after = problem.held(plan.chunk(worker, action), plan.crossing(*action[1:3]))
+            weight = {"F": before, "B": after}.get(action.kind, 0)
             total += weight - held.get(item, 0)
             held[item] = weight
             if total > cap:
                 beside = f", {messages} of it for messages that are sent early" if messages else ""
+                beside += f", {lent} of it for parameters of lent layers" if lent else ""
                 yield f"memory: worker {worker} holds {total} at {action}{beside}, its cap is {cap}"
                 break
 
@@ -176,17 +233,17 @@ def _blocks(plan: Plan) -> Iterator[str]:
         return
     home: dict[tuple[int, int, int], Worker] = {}
     for worker, actions in sorted(plan.workers.items()):
-        stage = worker.stage
-        latest: dict[tuple[str, int], int] = {}
+        latest: dict[tuple[str, int, int], int] = {}
         halves = ((action, kind) for action in actions for kind in _HALVES.get(action.kind, (action.kind,)))
         for action, kind in halves:
-            _, d, m = action
             if kind not in ("B", "W"):
                 continue
-            if latest.get((kind, d), -1) > m:
-                yield (f"block: {action} of worker {worker} comes after {kind}{d}.{latest[kind, d]};"
+            d, m, chunk = action.pipeline, action.microbatch, plan.chunk(worker, action)
+            if (before := latest.get((kind, d, chunk), -1)) > m:
+                earlier = action._replace(kind=kind, microbatch=before)
+                yield (f"block: {action} of worker {worker} comes after {earlier};"
                        " micro-batch order is needed")
-            latest[kind, d] = max(m, latest.get((kind, d), -1))
-            if kind == "B" and home.setdefault((d, m // block, stage), worker) != worker:
-                yield (f"block: block {m // block} of pipeline {d} is on workers {home[d, m // block, stage]}"
-                       f" and {worker} at stage {stage}")
+            latest[kind, d, chunk] = max(m, before)
+            if kind == "B" and home.setdefault((d, m // block, chunk), worker) != worker:
+                yield (f"block: block {m // block} of pipeline {d} is on workers {home[d, m // block, chunk]}"
+                       f" and {worker} at {_at(problem, chunk)}")

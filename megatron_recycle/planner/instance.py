@@ -141,7 +141,7 @@ def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
     queue: list[list[int]] = []
     for w, worker in enumerate(instance.workers):
         codes = []
-        for kind, d, m in plan.workers[worker]:
+        for kind, d, m, _ in plan.workers[worker]:
             if kind != "S":
                 node = instance.stage[w] * count + job[d, m]
                 route[node] = w

@@ -165,7 +165,7 @@ class Attempt:
             self._site.meters.pace.keep()
 
     def _forward(self, action: Action) -> None:
-        _, pipeline, microbatch = action
+        _, pipeline, microbatch, _ = action
         site, place = self._site, self._site.place
         batch = None
         if place.first or place.last:
@@ -193,13 +193,12 @@ class Attempt:
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
-        kind, pipeline, microbatch = message
         counting = self._generation.groups.counting(message) if self._keeping.sound else nullcontext()
-        with self._site.phases.waiting(f"{kind}{pipeline}.{microbatch}"), counting:
+        with self._site.phases.waiting(str(message)), counting:
             tensors = self._generation.transport.receive(message)
         if self._keeping.sent:
             for proved in self._generation.transport.proved(message):
-                self._keeping.sent.pop(Message(*proved), None)
+                self._keeping.sent.pop(proved, None)
         return tensors
 
     def _send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
@@ -210,7 +209,7 @@ class Attempt:
             self._generation.transport.send(message, tensors)
 
     def _backward(self, action: Action) -> None:
-        _, pipeline, microbatch = action
+        _, pipeline, microbatch, _ = action
         site = self._site
         forward, gradients = self._begin_backward(pipeline, microbatch)
         queue = WeightQueue()
@@ -222,7 +221,7 @@ class Attempt:
         self.computed.queues[pipeline, microbatch] = queue
 
     def _full_backward(self, action: Action) -> None:
-        _, pipeline, microbatch = action
+        _, pipeline, microbatch, _ = action
         forward, gradients = self._begin_backward(pipeline, microbatch)
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (self._site.framework.splitter.whole(), self._generation.groups.together(),
@@ -251,7 +250,7 @@ class Attempt:
         self._site.meters.memory.end_backward((pipeline, microbatch), queue)
 
     def _weight(self, action: Action) -> None:
-        _, pipeline, microbatch = action
+        _, pipeline, microbatch, _ = action
         self._stepper.enter_action()
         self._keeping.torn = True
         queue = self.computed.queues.pop((pipeline, microbatch))
@@ -310,7 +309,7 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
         site.phases.enter(Phase.EVALUATE, standing.iteration, action)
 
     def forward(action: Action) -> None:
-        _, pipeline, microbatch = action
+        _, pipeline, microbatch, _ = action
         batch, inputs = None, None
         if place.first or place.last:
             site.phases.activity.work("data")

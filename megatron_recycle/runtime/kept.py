@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Action, Message, Plan, Worker
+from megatron_recycle.plan import Action, Message, Plan, Worker, needs
 from megatron_recycle.runtime.comm.messages import Meta
 from megatron_recycle.runtime.computed import Computed
 
@@ -108,7 +108,7 @@ class Keeping:
 
 def sends(action: Action, stages: int, stage: int) -> Message | None:
     """The message that an action of a pipeline's worker of ``stage`` ends with, if there is one."""
-    kind, pipeline, microbatch = action
+    kind, pipeline, microbatch = action[:3]
     if kind == "F" and stage + 1 < stages:
         return Message("F", pipeline, microbatch)
     return Message("B", pipeline, microbatch) if kind in ("B", "FB") and stage > 0 else None
@@ -116,10 +116,7 @@ def sends(action: Action, stages: int, stage: int) -> Message | None:
 
 def read_already(plan: Plan, done: Mapping[Worker, int]) -> Iterator[tuple[Worker, Message]]:
     """The messages that actions which are done have read, with their receivers."""
-    last = plan.problem.grid.stages - 1
     for worker, count in done.items():
-        for kind, pipeline, microbatch in plan.actions(worker)[:count]:
-            if kind == "F" and worker.stage > 0:
-                yield worker, Message("F", pipeline, microbatch)
-            elif kind in ("B", "FB") and worker.stage < last:
-                yield worker, Message("B", pipeline, microbatch)
+        for action in plan.actions(worker)[:count]:
+            if read := needs(plan, worker, action):
+                yield worker, read[1]

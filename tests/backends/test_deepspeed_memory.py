@@ -24,7 +24,7 @@ def check(value: dict[str, Any]) -> Plan:
     planned = 0
     before, after = value["before_b"], value["after_b"]
     change = {"F": before, "B": after - before, "W": -after, "FB": -before, "S": 0}
-    for kind, _, _ in plan.actions(me):
+    for kind, _, _, _ in plan.actions(me):
         held += change[kind]
         planned = max(planned, held)
     assert value["before_b"] > 4 * 2**20 - 2**16, "four wide tensors of 1 MiB"

@@ -177,7 +177,7 @@ class Queues:
                 yield from post(message for _, message in row[read:read + rules.ahead])
 
         yield from ahead()
-        for kind, d, m in plan.actions(me):
+        for kind, d, m, _ in plan.actions(me):
             if kind == "S":
                 yield from self._reduce(me, iteration)
             if kind not in ("F", "B", "FB"):

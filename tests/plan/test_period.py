@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_recycle.plan import Costs, Grid, Problem, replay
 from megatron_recycle.plan.cycles import cycle_mean
-from megatron_recycle.plan.replay import _order, _times
+from megatron_recycle.plan.replay import Clock
 from megatron_recycle.planner import quick
 from tests.planner.problems import problems
 
@@ -43,20 +43,11 @@ def test_period_equals_karps_on_the_matrix_of_single_releases(problem):
     """Entry (i, j): from group i's step to group j's next one, found by replaying with all others free long
     ago."""
     plan = quick(problem)
-    names = sorted(plan.workers)
-    network = _order(problem, names, [plan.workers[n] for n in names])
-    groups = problem.groups()
-    group = [next(g for g, stages in enumerate(groups) if n.stage in stages) for n in names]
-    step = [problem.costs.step[n.stage] for n in names]
+    clock = Clock(plan)
     matrix = []
-    for source in range(len(groups)):
-        release = [step[w] if g == source else -10 ** 9 for w, g in enumerate(group)]
-        starts, _ = _times(network, len(names), group, step, release, 1)
-        begins = {}
-        for owner, duration, start in zip(network.owner, network.duration, starts):
-            if duration < 0:
-                begins[group[owner]] = start
-        matrix.append([begins[g] for g in range(len(groups))])
+    for source in range(clock.groups):
+        begins, _ = clock.release([0 if g == source else -10 ** 9 for g in range(clock.groups)], 1)
+        matrix.append(begins)
     assert replay(plan).period == float(karp(matrix)) == plan.period
 
 

@@ -12,6 +12,7 @@ from megatron_recycle.plan import Action, Costs, Grid, Plan, PlanError, Problem,
 from megatron_recycle.planner import quick
 
 VERSION_1 = Path(__file__).parent / "version-1.json"
+VERSION_2 = Path(__file__).parent / "version-2.json"
 
 
 def small(**changes) -> Problem:
@@ -37,6 +38,15 @@ def test_a_file_of_version_1_is_read_and_its_digest_counts(tmp_path):
         Plan.from_json({**value, "stage_of": {"1:0": 2}})
 
 
+def test_a_file_of_version_2_has_the_digest_that_it_came_with(tmp_path):
+    """It knew neither chunks nor lent layers: a plan without them is called as before."""
+    plan = Plan.load(VERSION_2)
+    assert violations(plan) == [] and plan.digest == plan.stated
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan and again.digest == plan.digest
+
+
 def test_round_trip_keeps_everything(tmp_path):
     plan = quick(small(block=1, tied=((0, 1),)))
     plan.save(tmp_path / "plan.json")
@@ -54,7 +64,7 @@ def test_digest_is_the_hash_of_the_documented_parts():
 
 def test_file_has_the_documented_form():
     value = quick(small()).to_json()
-    assert value["format"] == "recycle-plan" and value["version"] == 2
+    assert value["format"] == "recycle-plan" and value["version"] == 3
     assert value["grid"] == {"stages": 2, "microbatches": [2, 2]}
     assert value["failed"] == ["1:1"] and value["costs"]["speed"] == {"0:1": 1.5}
     assert value["held"] == {"before_b": [1, 1], "after_b": [1, 1], "message": [0, 0]}
@@ -63,7 +73,7 @@ def test_file_has_the_documented_form():
 
 
 @pytest.mark.parametrize(("change", "fault"), [
-    ({"version": 3}, "version"),
+    ({"version": 4}, "version"),
     ({"format": "x"}, "format"),
     ({"failed": ["7:0"]}, "7:0"),
     ({"failed": ["a"]}, "'a'"),

@@ -11,6 +11,7 @@ from megatron_recycle.plan import (
     Costs,
     DeadlockError,
     Grid,
+    Message,
     PlanError,
     Problem,
     Worker,
@@ -205,7 +206,7 @@ def test_channels_follow_the_senders_order_and_somebody_reads_them(plan):
     route, talk = plan.route(), channels(plan)
     assert sum(len(messages) for messages in talk.values()) == 2 * plan.problem.grid.total
     for (source, to), messages in talk.items():
-        listed = [(a.kind, a.pipeline, a.microbatch) for a in plan.workers[source]]
+        listed = [Message(*a) for a in plan.workers[source]]
         places = [listed.index(tuple(message)) for message in messages]
         assert places == sorted(places)
         assert all(route[m.pipeline, m.microbatch, to.stage] == to for m in messages)

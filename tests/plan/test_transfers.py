@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, channels, postings, reads, transfers
+from megatron_recycle.plan import Costs, Grid, Message, Plan, Problem, Worker, channels, postings, reads, transfers
 from megatron_recycle.planner import quick
 from tests.plan.queues import Queues, Rules
 from tests.planner.problems import problems
@@ -80,5 +80,6 @@ def test_the_order_holds_every_message_once_and_each_workers_own_order(problem: 
             assert answer is None or place[source, me, message] < place[answer]
 
 
-def _made(plan: Plan, me: Worker) -> list[tuple[str, int, int]]:
-    return [("F" if kind == "F" else "B", d, m) for kind, d, m in plan.actions(me) if kind in ("F", "B", "FB")]
+def _made(plan: Plan, me: Worker) -> list[Message]:
+    return [Message("F" if kind == "F" else "B", d, m) for kind, d, m, _ in plan.actions(me)
+            if kind in ("F", "B", "FB")]

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Process, Standing
-from megatron_recycle.plan import Action, Costs, Grid, Problem, Worker
+from megatron_recycle.plan import Action, Costs, Grid, Message, Problem, Worker
 from megatron_recycle.planner.merge_bw import merged
 from megatron_recycle.runtime import attempt as attempts
 from megatron_recycle.runtime.activity import Activity
@@ -116,7 +116,7 @@ class Alone:
         pass
 
     def receive(self, message: tuple[str, int, int]) -> list[torch.Tensor]:
-        return [self.gradients[message[1:]]]
+        return [self.gradients[message[1:3]]]
 
     def follow(self, plan: Any, read: Any) -> None:
         pass
@@ -292,7 +292,7 @@ def test_a_full_backward_elsewhere_passes_its_gradients_on():
     alone.stage.backward = lambda forward, gradients: [torch.zeros(1)]
     alone.site = replace(alone.site, place=replace(alone.site.place, grid=Grid(3, (MICROBATCHES,) * PIPELINES)))
     alone.run(order)
-    assert [message for message in sent if message[0] == "B"] == [("B", 0, 0), ("B", 0, 1)]
+    assert [message for message in sent if message[0] == "B"] == [Message("B", 0, 0), Message("B", 0, 1)]
 
 
 def test_what_a_forward_has_put_on_a_parameter_counts():

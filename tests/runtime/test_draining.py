@@ -4,13 +4,12 @@ the next one's messages are the right ones."""
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, channels, reads
+from megatron_recycle.plan import Costs, Grid, Message, Plan, Problem, Worker, channels, reads
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
@@ -44,8 +43,8 @@ class Party:
     def iterate(self, iteration: int, actions: int | None = None) -> None:
         """``iteration``, or its first ``actions``."""
         self.transport.begin()
-        for kind, pipeline, microbatch in self.plan.actions(self.me)[:actions]:
-            message: Any = ("B" if kind == "FB" else kind, pipeline, microbatch)
+        for kind, pipeline, microbatch, _ in self.plan.actions(self.me)[:actions]:
+            message = Message("B" if kind == "FB" else kind, pipeline, microbatch)
             content = [torch.full((3,), float(number)) for number in (iteration, pipeline, microbatch)]
             if message in self._come:
                 found = self.transport.receive(message)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from megatron_recycle.plan import Message
 from megatron_recycle.runtime.comm import backend as backends
 from megatron_recycle.runtime.comm.backend import Backend, Nccl
 from megatron_recycle.runtime.comm.waits import Exits, Left, Wait
@@ -133,6 +134,6 @@ def test_receives_are_posted_ahead_and_what_has_arrived_is_told(monkeypatch: pyt
     monkeypatch.setattr(wire, "recv", recv)
     down.begin()
     for m in range(COUNT):
-        (tensor,) = down.receive(("F", 0, m))
+        (tensor,) = down.receive(Message("F", 0, m))
         assert made[tensor.data_ptr()] and arrived[-1] == tensor.data_ptr()
     assert posted == [True] * (COUNT + 1) and not inside[0]

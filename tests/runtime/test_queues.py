@@ -43,7 +43,7 @@ def exact(ordered: bool, seed: int = 0) -> list[torch.Tensor]:
         parameter = nn.Parameter(torch.zeros(7))
         reduction = ExactReduction(3, (4, 4, 4), 2, pieces(plan, me.stage), me, "tokens")
         sums = Accumulators(Layout([parameter]), reduction.place)
-        for kind, pipeline, microbatch in plan.actions(me):
+        for kind, pipeline, microbatch, _ in plan.actions(me):
             if kind == "B":
                 sums.add(pipeline, microbatch, [(parameter, contribution(pipeline, microbatch))])
         return reduction.gradient(sums, groups[me], [Tie(parameter, (0, 1))])
@@ -116,14 +116,14 @@ def iterate(groups: Groups, plan: Any, me: Worker, ahead: bool = False) -> int:
     count = 0
     for iteration in range(2):
         transport.begin()
-        for kind, pipeline, microbatch in plan.actions(me):
+        for kind, pipeline, microbatch, _ in plan.actions(me):
             passed = "B" if kind == "FB" else kind
-            wanted = [message for message in come if message[1:] == (pipeline, microbatch) and message[0] == passed]
+            wanted = [message for message in come if message[1:3] == (pipeline, microbatch) and message[0] == passed]
             for message in wanted:
                 (tensor,) = transport.receive(message)
                 assert tensor.tolist() == [iteration, pipeline, microbatch], f"{me} reads {message}"
                 count += 1
-            sent = [message for message in go if message[1:] == (pipeline, microbatch) and message[0] == passed]
+            sent = [message for message in go if message[1:3] == (pipeline, microbatch) and message[0] == passed]
             for message in sent:
                 transport.send(message, [torch.tensor([iteration, pipeline, microbatch], dtype=torch.float32)])
             transport.post()

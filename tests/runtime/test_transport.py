@@ -35,7 +35,8 @@ from megatron_recycle.runtime.comm.tags import WORLD
 
 UP, DOWN = Worker(0, 0), Worker(0, 1)
 COUNT = 4
-CHANNELS = {(UP, DOWN): [("F", 0, m) for m in range(COUNT)], (DOWN, UP): [("B", 0, m) for m in range(COUNT)]}
+CHANNELS = {(UP, DOWN): [Message("F", 0, m) for m in range(COUNT)],
+            (DOWN, UP): [Message("B", 0, m) for m in range(COUNT)]}
 
 READS = {to: [(source, message) for message in messages] for (source, to), messages in CHANNELS.items()}
 
@@ -89,7 +90,7 @@ def transport(me: Worker) -> tuple[Transport, Wire]:
     wire = Wire()
     groups: Any = SimpleNamespace(me=me, world=Comm(wire, Plain(), WORLD), rank=lambda worker: worker.stage)
     made = Transport(groups, torch.device("cpu"))
-    made.use(CHANNELS, READS[me])
+    made.use(CHANNELS, READS[me], {Message("B", 0, m): (Message("F", 0, m),) for m in range(COUNT)})
     return made, wire
 
 
@@ -98,10 +99,10 @@ def test_an_activation_is_kept_until_its_gradient_has_come_back():
     for _ in range(10):
         up.begin()
         for m in range(COUNT):
-            up.send(("F", 0, m), [torch.zeros(2)])
+            up.send(Message("F", 0, m), [torch.zeros(2)])
         assert wire.unread() >= COUNT
         for m in range(COUNT):
-            up.receive(("B", 0, m))
+            up.receive(Message("B", 0, m))
         assert wire.unread() == 0
 
 
@@ -110,8 +111,8 @@ def test_a_gradient_is_kept_until_the_next_iteration_but_one():
     for iteration in range(10):
         down.begin()
         for m in range(COUNT):
-            down.receive(("F", 0, m))
-            down.send(("B", 0, m), [torch.zeros(2)])
+            down.receive(Message("F", 0, m))
+            down.send(Message("B", 0, m), [torch.zeros(2)])
         assert wire.unread() == COUNT * min(iteration + 1, 2)
 
 
@@ -121,8 +122,8 @@ def test_a_gradient_that_has_been_read_is_not_kept():
     for iteration in range(10):
         down.begin()
         for m in range(COUNT):
-            down.receive(("F", 0, m))
-            down.send(("B", 0, m), [torch.zeros(2)])
+            down.receive(Message("F", 0, m))
+            down.send(Message("B", 0, m), [torch.zeros(2)])
             assert wire.unread() <= 1 + min(iteration, 1)
 
 
@@ -130,9 +131,9 @@ def test_a_micro_batch_of_another_shape_is_refused():
     """The receiver has posted a buffer of the first one's shape, and gloo fills as much of it as there is."""
     up, _ = transport(UP)
     up.begin()
-    up.send(("F", 0, 0), [torch.zeros(4, 2)])
+    up.send(Message("F", 0, 0), [torch.zeros(4, 2)])
     with pytest.raises(UnsupportedError, match=r"float32\[3, 2\].*dataloader_drop_last"):
-        up.send(("F", 0, 1), [torch.zeros(3, 2)])
+        up.send(Message("F", 0, 1), [torch.zeros(3, 2)])
 
 
 class Counting(Wire):
@@ -169,7 +170,7 @@ def most_posted(plan: Plan, me: Worker) -> int:
     go = {message for (source, _), messages in talk.items() if source == me for message in messages}
     for _ in range(3):
         made.begin()
-        for kind, d, m in plan.actions(me):
+        for kind, d, m, _ in plan.actions(me):
             passed = "B" if kind == "FB" else kind
             read = Message("F", d, m) if kind == "F" else Message(passed, d, m)
             if read in come:
@@ -243,7 +244,7 @@ def test_where_a_library_queues_all_workers_post_in_the_plans_order(failed: tupl
             made.begin()
             mine = {message: source for source, message in reads(plan, me)}
             sent = {message for (source, _), messages in channels(plan).items() if source == me for message in messages}
-            for kind, d, m in plan.actions(me):
+            for kind, d, m, _ in plan.actions(me):
                 message = Message("F" if kind == "F" else "B", d, m)
                 if kind in ("F", "B", "FB") and message in mine:
                     made.receive(message)

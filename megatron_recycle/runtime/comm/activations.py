@@ -16,7 +16,6 @@ are of the same shapes. Gradients have the shapes of what the receiver itself se
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -76,7 +75,7 @@ class Transport:
         self._sender = Sender(groups, device, self.lags)
         self._receiver = Receiver(groups, device, self.lags, self._sender)
         self._order: _Order | None = None
-        self._read_by: Mapping[Any, Sequence[Message]] = {}
+        self._read_by: Mapping[Message, Sequence[Message]] = {}
         self._followed: tuple[Plan, str] | None = None
 
     def follow(self, plan: Plan, kinds: str = "FB", read: Collection[tuple[Worker, Message]] = ()) -> None:
@@ -114,19 +113,18 @@ class Transport:
 
     def proved(self, message: Message) -> Sequence[Message]:
         """What has been read for sure once ``message`` has come."""
-        kind, pipeline, microbatch = message
-        return [("F", pipeline, microbatch)] if kind == "B" else self._read_by.get(message, ())
+        return self._read_by.get(message, ())
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
-            reads: Iterable[tuple[Worker, Message]], read_by: Mapping[Any, Sequence[Message]] | None = None) -> None:
+            reads: Iterable[tuple[Worker, Message]],
+            read_by: Mapping[Message, Sequence[Message]] | None = None) -> None:
         """Adopt another plan's channels, between two iterations; message numbers run on.
 
         Args:
             channels: for every ordered pair of workers the messages of one iteration, in the sender's order
                 (``plan.channels``); pairs without this worker are ignored.
             reads: what this worker reads, with its sender, in the order of its actions (``plan.reads``).
-            read_by: which gradients have been read once an activation has come (``plan.read_by``): they are not kept
-                any longer.
+            read_by: which messages have been read once one has come (``plan.read_by``): they are not kept any longer.
         """
         me = self._groups.me
         self._read_by = read_by or {}
@@ -167,11 +165,7 @@ class Transport:
         """
         self._post_before(message)
         tensors = self._receiver.receive(message)
-        kind, pipeline, microbatch = message
-        if kind == "B":  # of an activation that has been read, then
-            self._sender.read([("F", pipeline, microbatch)])
-        if gradients := self._read_by.get(message):
-            self._sender.read(gradients)
+        self._sender.read(self.proved(message))
         return tensors
 
     def post(self) -> None:

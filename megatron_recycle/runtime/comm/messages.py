@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import torch
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.plan import Message
 
-Message = tuple[str, int, int]
-"""("F" | "B", pipeline, micro-batch): an activation going down or a gradient coming up."""
+__all__ = ["HEADER_SIZE", "Message", "Meta", "decode_header", "encode_header", "in_words", "meta_of", "wire"]
 
 Meta = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """dtype and shape of each tensor of a message."""

@@ -24,8 +24,8 @@ class Lags:
 
     def __init__(self) -> None:
         self._label: Label | None = None
-        self._sent: dict[tuple[str, int, int], float] = {}
-        self._came: dict[tuple[str, int, int], float] = {}
+        self._sent: dict[Message, float] = {}
+        self._came: dict[Message, float] = {}
         self._before: dict[str, Any] | None = None
 
     def begin(self, label: Label | None) -> None:
@@ -33,11 +33,11 @@ class Lags:
         self._before = self._written()
         self._label, self._sent, self._came = label, {}, {}
 
-    def sent(self, message: tuple[str, int, int], now: float) -> None:
+    def sent(self, message: Message, now: float) -> None:
         """Its tensors are there to be sent."""
         self._sent[message] = now
 
-    def received(self, message: tuple[str, int, int], asked: float, now: float) -> None:
+    def received(self, message: Message, asked: float, now: float) -> None:
         """It is there; it was waited for since ``asked``."""
         if now - asked > WAITED:
             self._came[message] = now
@@ -53,5 +53,5 @@ class Lags:
         return {"of": list(self._label), "sent": _named(self._sent), "came": _named(self._came)}
 
 
-def _named(times: Mapping[tuple[str, int, int], float]) -> dict[str, float]:
-    return {str(Message(*message)): round(seconds, 6) for message, seconds in times.items()}
+def _named(times: Mapping[Message, float]) -> dict[str, float]:
+    return {str(message): round(seconds, 6) for message, seconds in times.items()}
