@@ -20,8 +20,9 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 etcd=${ETCD:-$(command -v etcd || echo "$here/.venv/etcd/usr/bin/etcd")}
 [ -x "$etcd" ] || { echo "scripts/etcd.sh: there is no etcd: install it (Debian: etcd-server), or set ETCD" >&2; exit 1; }
 
+address='^(\[[0-9A-Fa-f:.]+\]|[^]:[]+)(:([0-9]+)(:([0-9]+))?)?$'
 part() { # ADDRESS[:PORT[:PEERPORT]] NUMBER DEFAULT
-    [[ $1 =~ ^(\[[0-9A-Fa-f:.]+\]|[^][:]+)(:([0-9]+)(:([0-9]+))?)?$ ]] || usage
+    [[ $1 =~ $address ]] || usage
     local found=("" "${BASH_REMATCH[1]}" "${BASH_REMATCH[3]}" "${BASH_REMATCH[5]}")
     echo "${found[$2]:-$3}"
 }

@@ -160,7 +160,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
             show=args.show,
             heartbeat_interval=config.heartbeat_interval,
             grace=grace_of(config),
-            leader=hosts.rank == 0,
+            leader=hosts.rank == 0 and args.coordinator is None,
             first_local=slurm.local_rank(os.environ, hosts.task) if hosts.task else 0,
             local_size=hosts.task.count if hosts.task else None,
             places=nproc,

@@ -8,6 +8,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ "${1:-}" != --list ] || exec .venv/bin/python scripts/lab/slurm_stories.py --list
+if ip link show rclab >/dev/null 2>&1; then echo "lab: there is one already (ip link show rclab)" >&2; exit 1; fi
 folder=$(mktemp -d /tmp/recycle-lab-XXXXXX)
 trap 'scripts/lab/cluster.sh down "$folder"; echo "lab: logs are in $folder"' EXIT
 scripts/lab/cluster.sh up "$folder"
