@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron_recycle.planner.timing import figures
 
-from .instance import Instance, Schedule
+from .instance import Instance, Schedule, spanned
 
 
 def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
@@ -30,6 +30,7 @@ def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
             trace.append(code + nodes)
     if trace == schedule.trace:
         return schedule
+    instance = spanned(instance, schedule.route, schedule.crossings)
     period, makespan = figures(instance, schedule.route, trace)
     if period > schedule.period or makespan > schedule.makespan:
         return schedule

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron_recycle.planner import search_process
+from megatron_recycle.planner import lent, search_process
 from megatron_recycle.planner.alignment import aligned
 from megatron_recycle.planner.routing import route
 from megatron_recycle.planner.timing import figures
@@ -17,11 +17,13 @@ from .adjoin import adjoined
 from .cache import Cache
 from .canonical import canonical
 from .greedy import schedule as listed
-from .instance import Instance, Schedule, build, plan_of, schedule_of
-from .portfolio import TEMPLATES, filled, goal, one_by_one, search
+from .instance import Instance, Schedule, build, crossings_of, plan_of, schedule_of, spanned
+from .portfolio import TEMPLATES, Found, filled, goal, one_by_one, search
 
 #: plans of at most so many actions are scheduled by two templates, and the better one is taken
 TWICE = 30_000
+#: actions that a first plan's search for lent layers schedules
+LENDING = 50_000
 
 
 def quick(problem: Problem, seed: int = 0) -> Plan:
@@ -67,6 +69,9 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
+    if lent.helps(problem):
+        lending = lent.first(instance, LENDING).best
+        best = lending if lending is not None and goal(problem, lending) < goal(problem, best) else best
     return _quick_plan(instance, adjoined(instance, best), first, seed)
 
 
@@ -89,7 +94,8 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
         return None
     instance = build(problem)
     table, trace = schedule_of(instance, incumbent)
-    request = {"problem": problem.to_json(), "route": table, "trace": trace, "budget": budget_s, "seed": seed}
+    request = {"problem": problem.to_json(), "route": table, "trace": trace, "budget": budget_s, "seed": seed,
+               "crossings": crossings_of(instance, incumbent)}
     found, stats = search_process.run(request, instance.actions, budget_s, cancelled)
     schedule = None if found is None else _received(instance, found)
     if found is None or schedule is None:
@@ -102,23 +108,28 @@ def improve(problem: Problem, incumbent: Plan, budget_s: float, seed: int = 0,
 def recosted(problem: Problem, plan: Plan) -> Plan:
     """The same orders under ``problem``'s costs and memory, which have changed since the plan was made. The new caps
     are not checked."""
-    measured = ("costs", "cap", "before_b", "after_b", "message")
+    measured = ("costs", "cap", "before_b", "after_b", "message", "layer_held", "layer_parameters")
     if all(getattr(problem, name) == getattr(plan.problem, name) for name in measured):
         return plan
     instance = build(problem)
     table, trace = schedule_of(instance, plan)
-    found = Schedule(table, trace, *figures(instance, table, trace))
+    crossings = crossings_of(instance, plan)
+    found = Schedule(table, trace, *figures(spanned(instance, table, crossings), table, trace), crossings)
     return plan_of(instance, found, lower_bound(problem), plan.source)
 
 
 def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
     """A schedule that came from another process, or None if its numbers do not even name actions and workers."""
-    table, trace = found.get("route"), found.get("trace")
-    nodes = instance.stages * len(instance.jobs)
+    table, trace, crossings = found.get("route"), found.get("trace"), found.get("crossings") or ()
+    nodes, boundaries = instance.stages * len(instance.jobs), instance.problem.chunks - 1
     if (not isinstance(table, list) or len(table) != nodes or sorted(trace or ()) != list(range(instance.actions))
-            or not all(isinstance(w, int) and 0 <= w < len(instance.workers) for w in table)):
+            or not all(isinstance(w, int) and 0 <= w < len(instance.workers) for w in table)
+            or (crossings and (not instance.problem.lends or len(crossings) != boundaries))
+            or not all(isinstance(row, list) and len(row) == len(instance.jobs)
+                       and all(isinstance(by, int) for by in row) for row in crossings)):
         return None
-    return Schedule(table, list(trace or ()), *figures(instance, table, list(trace or ())))
+    told = tuple(map(tuple, crossings))
+    return Schedule(table, list(trace or ()), *figures(spanned(instance, table, told), table, list(trace or ())), told)
 
 
 def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, budget_s: float = 0.0,
@@ -137,6 +148,11 @@ def plan_for(problem: Problem, cache: Cache | None = None, work: int = 100_000, 
     if plan.objective_value > plan.lower_bound and work:
         instance = build(form.problem)
         found = search(instance, work, seed, cancelled)
+        if lent.helps(form.problem):
+            lending = lent.search(instance, work, seed, cancelled)
+            best = min((one.best for one in (found, lending) if one.best is not None),
+                       key=lambda schedule: goal(form.problem, schedule), default=None)
+            found = Found(best, found.trials + lending.trials, found.cut or lending.cut)
         stats = {**plan.stats, "trials": found.trials, "cut": found.cut}
         better = found.best is not None and goal(form.problem, found.best) < plan.objective_value
         searched = plan if found.best is None or not better else plan_of(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..plan import Action, Costs, Plan, Problem, Worker
+from ..plan import Action, Plan, Problem, Worker
 from ..plan.grid import Grid
 
 
@@ -28,7 +28,8 @@ class Canonical:
                     named[action] = (action if action.kind == "S"
                                      else action._replace(pipeline=self.pipelines[action.pipeline]))
         orders = {self.workers[w]: tuple([named[a] for a in actions]) for w, actions in plan.workers.items()}
-        return replace(plan, problem=asked, workers=dict(sorted(orders.items())), stated="")
+        crossings = {(self.pipelines[d], m): crossing for (d, m), crossing in plan.crossings.items()}
+        return replace(plan, problem=asked, workers=dict(sorted(orders.items())), crossings=crossings, stated="")
 
     def forth(self, plan: Plan) -> Plan:
         """A plan for the membership that was asked for as one for ``problem``."""
@@ -36,7 +37,8 @@ class Canonical:
         index = {d: i for i, d in enumerate(self.pipelines)}
         orders = {place[w]: tuple([a if a.kind == "S" else a._replace(pipeline=index[a.pipeline])
                                    for a in actions]) for w, actions in plan.workers.items()}
-        return replace(plan, problem=self.problem, workers=dict(sorted(orders.items())), stated="")
+        crossings = {(index[d], m): crossing for (d, m), crossing in plan.crossings.items()}
+        return replace(plan, problem=self.problem, workers=dict(sorted(orders.items())), crossings=crossings, stated="")
 
 
 def canonical(problem: Problem) -> Canonical:
@@ -65,6 +67,5 @@ def canonical(problem: Problem) -> Canonical:
         replace(problem, grid=Grid(grid.stages, tuple(grid.microbatches[d] for d in order)),
                 failed=tuple(failed),
                 cap={own[w]: c for w, c in problem.cap.items() if w in own},
-                costs=Costs(costs.forward, costs.backward_input, costs.backward_weight, costs.hop, costs.step,
-                            dict(sorted(speed.items())))),
+                costs=replace(costs, speed=dict(sorted(speed.items())))),
         back, order)

@@ -96,6 +96,7 @@ class _Model:
     def __init__(self, instance: Instance, route: list[int], hint: list[int], bound: int, model: Any,
                  merge_only: bool) -> None:
         self.instance, self.route, self.model = instance, route, model
+        self.lengths, self.held = instance.lengths(route), instance.held(route)
         problem = instance.problem
         self.count = len(instance.jobs)
         self.nodes = self.count * instance.stages
@@ -126,8 +127,7 @@ class _Model:
     def length(self, code: int) -> int:
         """Duration of an action."""
         kind, node = divmod(code, self.nodes)
-        w = self.route[node]
-        return (self.instance.forward, self.instance.backward, self.instance.weight)[kind][w]
+        return self.lengths[kind][node]
 
     def end(self, code: int) -> Any:
         """End of an action, as an expression."""
@@ -156,8 +156,9 @@ class _Model:
         instance, count = self.instance, self.count
         pairs = set()
         last: dict[tuple[int, ...], int] = {}
+        crossings = instance.spans.crossings if instance.spans else ()
         for j in range(count):
-            way = tuple(self.route[s * count + j] for s in range(instance.stages))
+            way = *(self.route[s * count + j] for s in range(instance.stages)), *(row[j] for row in crossings)
             if way in last:
                 pairs |= {(s * count + last[way], s * count + j) for s in range(instance.stages)}
             last[way] = j
@@ -200,24 +201,21 @@ class _Model:
 
     def _memory(self, w: int, own: list[int], linked: set[tuple[int, int]]) -> None:
         instance, model, nodes = self.instance, self.model, self.nodes
-        stage = instance.stage[w]
-        before = instance.problem.before_b[stage]
-        after = instance.problem.after_b[stage] if 2 in self.kinds else 0
+        before, after = ([units[node] for node in own] for units in self.held)
         cap = instance.cap[w]
-        if cap >= NO_CAP or cap >= len(own) * max(before, after):
+        if cap >= NO_CAP or cap >= sum(map(max, before, after)):
             return
         whole = before == after or 2 not in self.kinds
         release = self.kinds[-1]
-        if whole and (self.sequences or all(pair in linked for pair in pairwise(own))):
-            room = cap // before
+        if whole and len(set(before)) == 1 and (self.sequences or all(pair in linked for pair in pairwise(own))):
+            room = cap // before[0]
             starting = self.sequences.get((w, 0), own)
             for late, early in zip(starting[room:], self.sequences.get((w, release), own)):
                 model.add(self.starts[late] >= self.end(release * nodes + early))
             return
         intervals, weights = [], []
-        spans = [(0, release, before)] if whole else [(0, 1, before), (1, 2, after)]
-        for node in own:
-            for opening, closing, weight in spans:
+        for node, first, then in zip(own, before, after):
+            for opening, closing, weight in [(0, release, first)] if whole else [(0, 1, first), (1, 2, then)]:
                 start = self.starts[node] if opening == 0 else self.end(nodes + node)
                 close = closing * nodes + node
                 size = model.new_int_var(0, self.horizon, "")
@@ -242,6 +240,10 @@ class _Model:
         release = self.kinds[-1]
         for node in range(nodes):
             model.add(ready[instance.group[node // self.count]] >= self.end(release * nodes + node))
+        gates, (given, summed) = instance.spans.gates if instance.spans else {}, instance.problem.costs.lent
+        for node, groups in gates.items():
+            for g in groups:
+                model.add(ready[g] >= self.end(release * nodes + node) + summed)
         if not self.period:
             for s, g in enumerate(instance.group):
                 model.add(goal >= ready[g] + step[s])
@@ -259,6 +261,10 @@ class _Model:
                 for node in own:
                     model.add(begin <= self.starts[node])
                 model.add(goal >= ready[instance.group[s]] + step[s] - begin)
+            for node, groups in gates.items():
+                for g in groups:
+                    longest = max(step[s] for s, other in enumerate(instance.group) if other == g)
+                    model.add(goal >= ready[g] + longest + given - self.starts[node])
         model.minimize(goal)
 
     def trace(self, value: Callable[[Any], int]) -> list[int] | None:

@@ -100,7 +100,6 @@ class _Board:
         mine = [rules[s] for s in instance.stage]
         self.left = [max(cap - rule.reserve, hold)
                      for cap, hold, rule in zip(instance.cap, instance.hold, mine)]
-        self.freed = [hold - keep for hold, keep in zip(instance.hold, instance.keep)]
         self.gated = instance.ordered or strict
         self.after_f, self.after_b = _chains(instance, route, strict) if self.gated else ([], [])
         self.shut_f, self.shut_b = _shut(self.after_f, nodes), _shut(self.after_b, nodes)
@@ -169,11 +168,11 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
     count, nodes = len(instance.jobs), len(route)
     edge, workers = nodes - count, len(instance.workers)
     hop, split = instance.problem.costs.hop, instance.problem.split_backward
-    d_forward, d_backward, d_weight = instance.forward, instance.backward, instance.weight
-    hold, keep, left, freed = instance.hold, instance.keep, board.left, board.freed
+    d_forward, d_backward, d_weight = instance.lengths(route)
+    (hold, keep), left = instance.weights(route), board.left
     shift, bits = workers.bit_length(), nodes.bit_length()
     mask, job_mask = (1 << shift) - 1, (1 << bits) - 1
-    (key_f, key_b), gated, ahead = keys, board.gated, board.ahead
+    (key_f, key_b), gated, ahead, usual = keys, board.gated, board.ahead, instance.hold
     soon_f, soon_b, f_queue, b_queue = board.soon_f, board.soon_b, board.f_queue, board.b_queue
     choose, b_done = board.choose, board.b_done
     w_queue: list[list[int]] = [[] for _ in range(workers)]
@@ -191,7 +190,8 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             _arrive(coming_b, bs, key_b, board.shut_b, board.early, nodes, limit, job_mask)
         if coming_f and coming_f[0] < limit:
             _arrive(coming_f, fs, key_f, board.shut_f, board.early, 0, limit, job_mask)
-        kind = choose(w, t, len(w_queue[w]) - w_next[w], left[w] >= hold[w], bits)
+        room = left[w] >= (hold[fs[0] & job_mask] if fs else usual[w])
+        kind = choose(w, t, len(w_queue[w]) - w_next[w], room, bits)
         if kind == 3:
             if coming_b or coming_f:
                 heappush(agenda, (min(coming_b[:1] + coming_f[:1]) >> bits << shift) | w)
@@ -203,8 +203,8 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
         to = -1
         if kind == 0:
             node = heappop(fs) & job_mask
-            arrival = end = t + d_forward[w]
-            left[w] -= hold[w]
+            arrival = end = t + d_forward[node]
+            left[w] -= hold[node]
             ahead[w] -= 1
             trace.append(node)
             if node < edge:
@@ -215,8 +215,8 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
                 _release(board.after_f[node], fs, key_f, board.shut_f, board.early, 0)
         elif kind == 1:
             node = heappop(bs) & job_mask
-            end = t + d_backward[w]
-            left[w] += freed[w]
+            end = t + d_backward[node]
+            left[w] += hold[node] - keep[node]
             b_done[w] += 1
             trace.append(nodes + node)
             if split:
@@ -226,10 +226,11 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             if gated:
                 _release(board.after_b[node], bs, key_b, board.shut_b, board.early, nodes)
         else:
-            trace.append(2 * nodes + w_queue[w][w_next[w]])
+            node = w_queue[w][w_next[w]]
+            trace.append(2 * nodes + node)
             w_next[w] += 1
-            end = t + d_weight[w]
-            left[w] += keep[w]
+            end = t + d_weight[node]
+            left[w] += keep[node]
         busy[w] = end
         heappush(agenda, (end << shift) | w)
         if to >= 0:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron_recycle.planner.merge_bw import merged
 
 from ..plan import STEP, Action, Plan, Problem, Worker
+from .lending import Crossings
 
 KINDS = "FBW"
 _NUMBERS = {"F": (0,), "B": (1,), "W": (2,), "FB": (1, 2)}
 NO_CAP = 1 << 60
 """The cap of a worker that has none."""
+
+
+@dataclass(frozen=True)
+class Spans:
+    """What lent layers change, by node: times and memory of its F, B and W (their spans are not whole chunks), and in
+    ``gates`` the groups of stages whose layers a node borrows: its F waits for their step, and they for its W."""
+
+    crossings: Crossings
+    forward: list[int]
+    backward: list[int]
+    weight: list[int]
+    before: list[int]
+    keep: list[int]
+    gates: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,8 @@ class Instance:
     group: list[int]  # per stage, which stages step together
     groups: int
     ordered: bool  # B and W of one pipeline in micro-batch order on every worker
+    spans: Spans | None = None  # None: every micro-batch crosses every boundary at home
+    known: dict[tuple[int, int, int, int], tuple[int, int, int, int, int]] = field(default_factory=dict)  # see spanned
 
     @property
     def stages(self) -> int:
@@ -47,6 +64,24 @@ class Instance:
     def actions(self) -> int:
         """Number of F, B and W actions of a plan."""
         return self.stages * len(self.jobs) * (3 if self.problem.split_backward else 2)
+
+    def lengths(self, route: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+        """Times of F, B and W of every node."""
+        if self.spans:
+            return self.spans.forward, self.spans.backward, self.spans.weight
+        return ([self.forward[w] for w in route], [self.backward[w] for w in route], [self.weight[w] for w in route])
+
+    def held(self, route: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Units that every node holds from F's start to B's end, and from there to W's end."""
+        if self.spans:
+            return self.spans.before, self.spans.keep
+        before = self.problem.before_b
+        return [before[self.stage[w]] for w in route], [self.keep[w] for w in route]
+
+    def weights(self, route: Sequence[int]) -> tuple[list[int], list[int]]:
+        """As `held`, with enough from F's start on that no later action needs more."""
+        before, keep = self.held(route)
+        return [*map(max, before, keep)], keep
 
 
 def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Instance:
@@ -94,6 +129,57 @@ def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Inst
                                           or len(set(grid.microbatches)) > 1))
 
 
+def spanned(instance: Instance, route: Sequence[int], crossings: Crossings) -> Instance:
+    """The instance with these crossings on this route; lent layers weigh on their helpers' caps."""
+    plain = replace(instance, spans=None)
+    if not any(map(any, crossings)):
+        return plain
+    problem, count, known = instance.problem, len(instance.jobs), instance.known
+    (forward, backward, weight), (before, keep) = plain.lengths(route), plain.held(route)
+    gates: dict[int, set[int]] = {}
+    held: dict[tuple[int, int, bool], int] = {}
+    for chunk in range(problem.chunks):
+        ahead = crossings[chunk - 1] if chunk else (0,) * count
+        behind = crossings[chunk] if chunk < len(crossings) else (0,) * count
+        for j, (first, last) in enumerate(zip(ahead, behind)):
+            if not (first or last):
+                continue
+            node = chunk * count + j
+            w = route[node]
+            key = chunk, first, last, w
+            if key not in known:
+                known[key] = _span(problem, instance.workers[w], chunk, first, last)
+            forward[node], backward[node], weight[node], before[node], keep[node] = known[key]
+            for borrows, other, layers in ((first < 0, chunk - 1, -first), (last > 0, chunk + 1, last)):
+                if borrows:
+                    gates.setdefault(node, set()).add(instance.group[problem.stage_of(other)])
+                    held[w, other, other < chunk] = max(layers, held.get((w, other, other < chunk), 0))
+    cap = list(instance.cap)
+    for (w, other, _), layers in held.items():
+        if cap[w] < NO_CAP:
+            cap[w] -= layers * problem.layer_parameters[other]
+    return replace(instance, cap=cap, spans=Spans(
+        crossings, forward, backward, weight, before, keep, {node: tuple(sorted(of)) for node, of in gates.items()}))
+
+
+def _span(problem: Problem, worker: Worker, chunk: int, first: int, last: int) -> tuple[int, int, int, int, int]:
+    """Times of F, B and W of a span of ``chunk``, and what it holds, where a micro-batch crosses the boundary before
+    the chunk ``first`` layers later and the one behind it ``last``."""
+    crossing = [0] * (problem.chunks - 1)
+    if chunk:
+        crossing[chunk - 1] = first
+    if chunk < len(crossing):
+        crossing[chunk] = last
+    f, b, w = (problem.duration(kind, worker, problem.place_of[chunk], tuple(crossing)) for kind in KINDS)
+    before, after = problem.held(chunk, tuple(crossing))
+    return f, b, w, before, after
+
+
+def roomy(instance: Instance, route: Sequence[int]) -> bool:
+    """Whether every worker has memory for each of its nodes, one at a time."""
+    return all(units <= instance.cap[w] for units, w in zip(instance.weights(route)[0], route))
+
+
 def _room(problem: Problem, worker: Worker, surplus: int) -> int:
     """Units that a worker has for micro-batches."""
     if worker not in problem.cap:
@@ -104,12 +190,14 @@ def _room(problem: Problem, worker: Worker, surplus: int) -> int:
 @dataclass(frozen=True)
 class Schedule:
     """A legal order: ``route[node]`` is the worker, ``trace`` every action as ``kind * nodes + node`` in an
-    order in which each can be timed; the order on a worker is that of its actions in the trace."""
+    order in which each can be timed; the order on a worker is that of its actions in the trace. ``crossings``: as
+    `spanned` takes them."""
 
     route: list[int]
     trace: list[int]
     period: float
     makespan: int
+    crossings: Crossings = ()
 
 
 def plan_of(instance: Instance, schedule: Schedule, bound: float, source: str,
@@ -117,7 +205,7 @@ def plan_of(instance: Instance, schedule: Schedule, bound: float, source: str,
     """The schedule as a plan."""
     return Plan(problem=instance.problem, workers=orders_of(instance, schedule.route, schedule.trace),
                 period=schedule.period, makespan=schedule.makespan, lower_bound=bound, source=source,
-                stats=stats or {})
+                stats=stats or {}, crossings=dict(zip(instance.jobs, zip(*schedule.crossings))))
 
 
 def orders_of(instance: Instance, route: list[int], trace: list[int]) -> dict[Worker, tuple[Action, ...]]:
@@ -148,6 +236,12 @@ def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
                 codes += [number * nodes + node for number in _NUMBERS[kind]]
         queue.append(codes)
     return route, merge(instance, queue)
+
+
+def crossings_of(instance: Instance, plan: Plan) -> Crossings:
+    """The crossings of a plan, () if none is away from home."""
+    home = (0,) * (instance.problem.chunks - 1)
+    return tuple(zip(*(plan.crossing(d, m) or home for d, m in instance.jobs))) if plan.crossings else ()
 
 
 def merge(instance: Instance, queue: list[list[int]]) -> list[int]:

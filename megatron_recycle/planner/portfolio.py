@@ -51,12 +51,12 @@ TEMPLATES = (
     Template(Rules(drain=1)),
     Template(Rules(give_way=100, ways=1)),
 )
-_DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
+DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("forward_first", (0, 1)), ("drain", (0, 1)), ("wait_b", (0, 50, 100)), ("wait_f", (0, 50, 100)),
     ("give_way", (0, 50, 75, 100)), ("ways", (1, 2, 3, 1000)), ("backlog", (0, 1, 2, 3, 4, 6, 8)),
     ("reserve", (0, 1, 2, 4)),
 )
-_LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
+LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
 
 #: the search goes on to smaller caps until it has done the work of so many levels, or this many actions per
 #: level
@@ -198,7 +198,7 @@ class _Climb:
         draw = self.random
         kind = draw.random()
         if kind < 0.2:
-            at = replace(at, deal=draw.choice(DEALS), lead_f=draw.choice(_LEADS), lead_b=draw.choice(_LEADS))
+            at = replace(at, deal=draw.choice(DEALS), lead_f=draw.choice(LEADS), lead_b=draw.choice(LEADS))
             if kind < 0.05:
                 at = replace(at, alignment=draw.randrange(len(self.alignments)),
                              fewer=draw.choice((0, 1, 2, 3)) if self.uneven else 0)
@@ -206,13 +206,13 @@ class _Climb:
                 at = replace(at, pick=draw.choice(PICKS))
         rules = list(at.rules)
         if kind < 0.35:
-            name, domain = draw.choice(_DOMAIN)
+            name, domain = draw.choice(DOMAIN)
             setting = draw.choice(domain)
             rules = [replace(rule, **{name: setting}) for rule in rules]
         else:
             for _ in range(draw.choice((1, 1, 2, 3))):
                 s = draw.randrange(len(rules))
-                name, domain = draw.choice(_DOMAIN)
+                name, domain = draw.choice(DOMAIN)
                 rules[s] = replace(rules[s], **{name: draw.choice(domain)})
         return replace(at, rules=tuple(rules))
 

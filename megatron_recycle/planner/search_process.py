@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from ..plan import Problem, lower_bound
-from . import cpsat
-from .instance import Instance, Schedule, build
+from . import cpsat, lent
+from .instance import Instance, Schedule, build, spanned
+from .lending import Crossings
 from .portfolio import Found, search, value
 
 #: arguments of the interpreter that make it serve one search; modules in the working folder ('') are not ours
@@ -32,6 +33,8 @@ COMMAND = ("-c", "import sys; sys.path[:] = filter(None, sys.path); "
 RESERVE, RESERVE_PER_ACTION = 0.05, 8e-6
 #: actions scheduled and timed per second, well below what one core does: work ends a search before the clock does
 RATE = 400_000
+#: the same with lent layers, whose spans have to be worked out for every trial
+LENT_RATE = 200_000
 #: plans with more actions are left to the portfolio
 CPSAT_ACTIONS = 1_600
 
@@ -128,16 +131,20 @@ class _Search:
         self.floor = lower_bound(instance.problem)
         self.route: list[int] = request["route"]
         self.trace: list[int] = request["trace"]
-        self.best = value(instance, self.route, self.trace)
+        self.crossings: Crossings = tuple(map(tuple, request.get("crossings", ())))
+        self.best = value(spanned(instance, self.route, self.crossings), self.route, self.trace)
         self.stats: dict[str, Any] = {"trials": 0, "cut": False}
 
     def run(self) -> None:
         """Search until the bound is met, the work is done or the clock says so."""
         small = self.instance.actions <= CPSAT_ACTIONS
+        share = 0.4 if small else 0.5  # of the budget; the rest is CP-SAT's, and a reserve
+        if lent.helps(self.instance.problem) and self.best > self.floor:
+            work = int(LENT_RATE * self.budget * (share + 0.2))
+            self._note(lent.search(self.instance, work, self.seed, self._over, self._keep))
+            share /= 8  # orders without lent layers are seldom the best ones then
         if self.best > self.floor:
-            share = 0.4 if small else 0.5
-            found = search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep)
-            self._note(found)
+            self._note(search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep))
         if self.best > self.floor and small and not self._over():
             self._exact()
         self._say({"done": True, **self.stats})
@@ -151,29 +158,30 @@ class _Search:
         for chosen in (polish, limits):
             if self.best <= self.floor or self._over():
                 break
-            outcome = cpsat.solve(self.instance, self.route, self.trace, self.floor, chosen,
-                                  lambda trace: self._offer(self.route, trace, "cpsat"))
+            instance = spanned(self.instance, self.route, self.crossings)
+            outcome = cpsat.solve(instance, self.route, self.trace, self.floor, chosen,
+                                  lambda trace: self._offer(self.route, trace, self.crossings, "cpsat"))
             self.stats["cpsat_work"] = round(self.stats.get("cpsat_work", 0.0) + outcome.work, 3)
             self.stats["cut"] = self.stats["cut"] or outcome.cut
             if not chosen.merge_only:
                 self.stats.update(cpsat_bound=outcome.bound, cpsat_proven=outcome.proven)
 
     def _note(self, found: Found) -> None:
-        self.stats["trials"] = found.trials
-        self.stats["cut"] = found.cut
+        self.stats["trials"] += found.trials
+        self.stats["cut"] = self.stats["cut"] or found.cut
 
     def _over(self) -> bool:
         return time.monotonic() > self.end
 
     def _keep(self, schedule: Schedule) -> None:
-        self._offer(schedule.route, schedule.trace, "portfolio")
+        self._offer(schedule.route, schedule.trace, schedule.crossings, "portfolio")
 
-    def _offer(self, route: list[int], trace: list[int], source: str) -> None:
-        result = value(self.instance, route, trace)
+    def _offer(self, route: list[int], trace: list[int], crossings: Crossings, source: str) -> None:
+        result = value(spanned(self.instance, route, crossings), route, trace)
         if result >= self.best:
             return
-        self.best, self.route, self.trace = result, route, trace
-        self._say({"route": route, "trace": trace, "source": source})
+        self.best, self.route, self.trace, self.crossings = result, route, trace, crossings
+        self._say({"route": route, "trace": trace, "crossings": crossings, "source": source})
 
     @staticmethod
     def _say(message: dict[str, Any]) -> None:

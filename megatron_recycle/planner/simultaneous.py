@@ -34,10 +34,10 @@ class _Board:
         self._count, self._nodes = len(instance.jobs), len(route)
         self._done: set[int] = set()
         self._room = list(instance.cap)
-        lengths = (instance.forward, instance.backward, instance.weight)
-        self._long = {code for code in starts if lengths[code // self._nodes][route[code % self._nodes]]}
+        lengths = instance.lengths(route)
+        self._long = {code for code in starts if lengths[code // self._nodes][code % self._nodes]}
         last = 2 if instance.problem.split_backward else 1
-        self._after = [units if last == 2 else 0 for units in instance.problem.after_b]
+        self._first, self._then = instance.held(route)
         self._passes = {node for node in range(self._nodes) if starts[node] == starts[last * self._nodes + node]
                         and not self._long & {kind * self._nodes + node for kind in range(last + 1)}}
 
@@ -79,8 +79,7 @@ class _Board:
 
     def _takes(self, code: int) -> int:
         """Units of memory that the action takes; less than 0: gives back."""
-        stage = code % self._nodes // self._count
-        before, after = self._instance.problem.before_b[stage], self._after[stage]
+        before, after = self._first[code % self._nodes], self._then[code % self._nodes]
         return (before, after - before, -after)[code // self._nodes]
 
     def _needs(self, code: int) -> int:

@@ -9,15 +9,21 @@ from .instance import Instance
 
 
 def times(instance: Instance, route: list[int], trace: list[int], release: Sequence[int],
-          scale: int = 1) -> tuple[list[int], list[int]]:
-    """End of every action (by code) and of every stage's work, with stage ``s`` free from ``release[s]`` on."""
+          scale: int = 1, cold: bool = False) -> tuple[list[int], list[int]]:
+    """End of every action (by code) and of every stage's work, with stage ``s`` free from ``release[s]`` on.
+
+    ``cold``: helpers have the parameters of lent layers from the beginning, not some time after a step."""
     count, last = len(instance.jobs), instance.stages - 1
     nodes = count * instance.stages
     two, edge = 2 * nodes, last * count
     hop = instance.problem.costs.hop * scale
-    forward = [x * scale for x in instance.forward]
-    backward = [x * scale for x in instance.backward]
-    weight = [x * scale for x in instance.weight]
+    forward, backward, weight = instance.lengths(route)
+    if scale != 1:
+        forward, backward, weight = ([x * scale for x in each] for each in (forward, backward, weight))
+    gates, (given, summed) = instance.spans.gates if instance.spans else {}, instance.problem.costs.lent
+    given = 0 if cold else given
+    opens = {node: max(release[s] for s, g in enumerate(instance.group) if g in groups) + given * scale
+             for node, groups in gates.items()}
     end = [0] * (3 * nodes)
     free = [release[s] for s in instance.stage]
     for code in trace:
@@ -28,7 +34,9 @@ def times(instance: Instance, route: list[int], trace: list[int], release: Seque
                 u = end[code - count] + hop
                 if u > t:
                     t = u
-            t += forward[w]
+            if code in opens and opens[code] > t:
+                t = opens[code]
+            t += forward[code]
         elif code < two:
             node = code - nodes
             w = route[node]
@@ -36,16 +44,22 @@ def times(instance: Instance, route: list[int], trace: list[int], release: Seque
             u = end[code + count] + hop if node < edge else end[node]
             if u > t:
                 t = u
-            t += backward[w]
+            t += backward[node]
         else:
             w = route[code - two]
-            t = free[w] + weight[w]  # its B came earlier on the same worker
+            t = free[w] + weight[code - two]  # its B came earlier on the same worker
         end[code] = t
         free[w] = t
     done = list(release)
     for w, s in enumerate(instance.stage):
         if free[w] > done[s]:
             done[s] = free[w]
+    last = two if instance.problem.split_backward else nodes
+    for node, groups in gates.items():
+        ready = end[last + node] + summed * scale
+        for s, g in enumerate(instance.group):
+            if g in groups and ready > done[s]:
+                done[s] = ready
     return end, done
 
 
@@ -74,7 +88,7 @@ def period_of(instance: Instance, route: list[int], trace: list[int]) -> float:
 
 def makespan_of(instance: Instance, route: list[int], trace: list[int]) -> int:
     """End of the last step from a cold start."""
-    _, done = times(instance, route, trace, [0] * instance.stages)
+    _, done = times(instance, route, trace, [0] * instance.stages, cold=True)
     step, group = instance.problem.costs.step, instance.group
     ready = [0] * instance.groups
     for s, g in enumerate(group):
