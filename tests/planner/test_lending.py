@@ -57,13 +57,12 @@ def test_lending_is_legal_never_worse_than_rerouting_and_the_same_every_time(pro
 @settings(max_examples=100, deadline=None)
 @given(lending_problems(), st.sampled_from(sorted(ORDERS)), st.booleans())
 def test_no_work_is_lost_where_layers_cost_the_same_everywhere(problem, order, spread):
-    stages = problem.grid.stages
-    problem = replace(problem, costs=replace(problem.costs, speed={}, layer=((3, 2, 1),) * stages if problem.lends else (),
-                                             forward=(30,) * stages, backward_input=(20,) * stages,
-                                             backward_weight=(10,) * stages))
-    instance = build(problem)
     if not problem.lends:
         return
+    stages = problem.grid.stages
+    costs = replace(problem.costs, speed={}, layer=((3, 2, 1),) * stages, forward=(30,) * stages,
+                    backward_input=(20,) * stages, backward_weight=(10,) * stages)
+    instance = build(replace(problem, costs=costs))
     lendable = lent.lendable(instance, route(instance, aligned(instance)))
     flow = Flow(lendable)
     even = sum(flow.base) / len(flow.base)
