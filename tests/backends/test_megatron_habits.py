@@ -51,8 +51,8 @@ def world() -> SimpleNamespace:
     gradients = torch.zeros(4)
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = SimpleNamespace(groups=[weight])
-    model = SimpleNamespace(buffers=[SimpleNamespace(grad_data=gradients)])
-    script = Script(model, lambda: [id(each) for each in optimizer.groups])
+    model = SimpleNamespace()
+    script = Script(model, lambda: [id(each) for each in optimizer.groups], lambda: [gradients._version])
     data, validation = (SimpleNamespace(_num_yielded=0) for _ in range(2))
 
     def call(forward_only: bool = False, *, of: Any = model, by: Any = None) -> None:

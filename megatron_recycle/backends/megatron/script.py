@@ -19,15 +19,18 @@ class Script:
     Args:
         model: the stage, in Megatron's DistributedDataParallel.
         optimized: gives what the optimizer steps, by identity, where that is to stay the same.
+        versions: of gradients; they count changes in place.
     """
 
-    def __init__(self, model: Any, optimized: Callable[[], Sequence[int]]) -> None:
+    def __init__(self, model: Any, optimized: Callable[[], Sequence[int]],
+                 versions: Callable[[], Sequence[int]]) -> None:
         self._model = model
+        self._versions = versions
         self._now_optimized = optimized
         self._optimized = optimized()
         self._reading: dict[bool, dict[int, tuple[Any, int]]] = {True: {}, False: {}}
-        self._unused: list[int] | None = None
-        """Versions of the gradient buffers when a step was made that the script has not taken yet."""
+        self._unused: Sequence[int] | None = None
+        """Versions of the gradients when a step was made that the script has not taken yet."""
 
     def calls(self, model: Any, data_iterator: Any, forward_only: bool) -> None:
         """The script calls `forward_backward_func()`. Raises UnsupportedError."""
@@ -67,10 +70,6 @@ class Script:
                 "gradients (main_grad) were changed between forward_backward_func() and optimizer.step(): the plugin "
                 "has made the step already. Change them by hooks on the parameters, which see a micro-batch each, or "
                 "clip them by their norm (clip_grad)")
-
-    def _versions(self) -> list[int]:
-        """They count changes in place, of the buffers and of all views of them."""
-        return [buffer.grad_data._version for buffer in self._model.buffers]
 
     def _check_data(self, data_iterator: Any, training: bool) -> None:
         iterator = unwrapped(data_iterator)

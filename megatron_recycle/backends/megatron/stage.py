@@ -1,8 +1,8 @@
 """One stage of a Megatron model with its optimizer, as the runtime sees it.
 
 Forward and backward are core's own `forward_step` and `backward_step`; the step is Megatron's optimizer's own.
-Only what they would ask other ranks for comes from the runtime: reduced gradients are put where Megatron looks
-for them (`main_grad`), the norm is the verdict's. The arithmetic is stock's, operation by operation.
+Only what they would ask other ranks for comes from the runtime: reduced gradients are where Megatron looks for them
+(`main_grad`), the norm is the verdict's. The arithmetic is stock's, operation by operation.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch import nn
 from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.backends.megatron.distributed import Distributed
 from megatron_recycle.backends.megatron.groups import TensorGroup
+from megatron_recycle.backends.megatron.main_grads import MainGrads
 from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, Rates
 from megatron_recycle.backends.megatron.script import Script
 from megatron_recycle.backends.megatron.support import single_optimizers
@@ -97,13 +98,18 @@ class MegatronStage:
         self._take_over(optimizer)
         self._state = OptimizerState(model, self._single.optimizer, self._masters(), own=SET_BY_LOOP)
         self._state.train(self._optimized())
-        self.script = Script(model, self._steps)
+        self._main_grads = MainGrads(model, self.parameters)
+        self.script = Script(model, self._steps, self._main_grads.versions)
         self.rates = Rates(self._single.optimizer)
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
     def look(self) -> bool:
         """Parameters stay those that Megatron has made places for gradients for, frozen meanwhile or not: so does its
-        optimizer."""
+        optimizer. It keeps the gradients of the last step no longer."""
+        self._main_grads.forget()
+        if self.shards is None:
+            for parameter in self._single.get_parameters():
+                parameter.grad = None
         return False
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
@@ -189,8 +195,7 @@ class MegatronStage:
             with self.rates.of_next_step():
                 self.shards.step()
         else:
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                parameter.main_grad.copy_(gradient)
+            self._main_grads.show(gradients)
             self._coefficient = coefficient
             with self.rates.of_next_step():
                 self._stock_step()
