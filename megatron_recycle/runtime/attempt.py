@@ -279,8 +279,6 @@ class Attempt:
             self._agreement.check(iteration)
             sums = Copies(self.computed.sums) if self._keeping.wanted else self.computed.sums
             gradient = self._generation.reduction.gradient(sums, groups, stage.ties)
-            if self._generation.cuts is not None and not self._keeping.wanted:  # of which the result is no part
-                sums.clear()
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
             loss, weight = self._relay.wait()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_recycle.runtime.comm import sharded_reduction
 from tests.memory import test_policies as policies
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
@@ -20,6 +21,12 @@ SHAPE = Shape(3, 2, 2, 3, sharded=True, clipping=0.05)
 """Stages guess, and are wrong: steps are undone."""
 BARRIER = Shape(3, 2, 2, 3, sharded=True).with_settings(step="barrier")
 WHOLE = Shape(3, 2, 2, 3).with_settings(step="barrier")
+
+
+@pytest.fixture(autouse=True)
+def _several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These stages are small: a shard would be reduced at once."""
+    monkeypatch.setattr(sharded_reduction, "_AT_ONCE", 384)
 
 
 def test_without_failures_the_model_is_the_one_of_a_whole_optimizer():

@@ -8,8 +8,10 @@ as long as they add it up.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +25,10 @@ from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Lay
 from megatron_recycle.runtime.stage import Averaging, Tie
 
 Span = tuple[int, int]
+Arriving = tuple[torch.Tensor, Pending]
+
+_AT_ONCE = 2**26
+"""Bytes of pieces that a worker receives at a time, and at most as many that it sends."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,16 @@ class Cuts:
     def spoken_for(self, worker: Worker) -> list[int]:
         """Those that ``worker`` speaks for."""
         return [shard for shard, holders in enumerate(self.holders) if holders[0] == worker]
+
+
+class _Part(NamedTuple):
+    """Transfers under way of a part of each shard, which begins at its number ``begin``; by shard, where that lies in a
+    flat gradient, and by piece and shard, what arrives."""
+
+    begin: int
+    spans: Mapping[int, Sequence[Span]]
+    sending: Sequence[Pending]
+    arriving: dict[tuple[int, int], Arriving]
 
 
 class ShardedReduction:
@@ -85,44 +101,78 @@ class ShardedReduction:
                 flat.mul_(self._before)
         spans = [cuts.spans(shard, layout) for shard in range(len(cuts.holders))]
         found = self._fold(mine, logical, spans, groups, layout)
+        mine.clear()
+        sums.clear()
         self._share(found, spans, groups, layout)
         self._fold_ties([tie for tie in ties if tie.number not in first], found, spans, groups, layout)
-        parts = [found[shard] for shard in cuts.of(me) if spans[shard]]
-        return torch.cat(parts).to(layout.dtype) if parts else layout.empty()[:0]
+        held = [shard for shard in cuts.of(me) if spans[shard]]
+        begin, packed = 0, torch.empty(sum(found[shard].numel() for shard in held), dtype=layout.dtype,
+                                       device=layout.device)
+        for shard in held:
+            values = found.pop(shard)
+            packed[begin:begin + values.numel()] = values
+            begin += values.numel()
+        return packed
 
     def _fold(self, mine: Mapping[int, torch.Tensor], logical: Sequence[tuple[Piece, Piece, Worker]],
               spans: Sequence[Sequence[Span]], groups: Groups, layout: Layout) -> dict[int, torch.Tensor]:
-        """The shards that this worker speaks for, added up."""
-        me, stage, peers, shards = groups.me, groups.stage, groups.peers(groups.me.stage), len(spans)
-        wire, owners = self._wire or layout.dtype, [holders[0] for holders in self.cuts.holders]
-        filled = [shard for shard in range(shards) if spans[shard]]
+        """The shards that this worker speaks for, added up: a part of each shard after the other, so that what is under
+        way takes little memory, and arrives while what came before is added up."""
+        wire, filled = self._wire or layout.dtype, [shard for shard, each in enumerate(spans) if each]
+        owners = [holders[0] for holders in self.cuts.holders]
+        most = max((owners.count(owner) for owner in owners), default=1)
+        numel = max(1, _AT_ONCE // (2 * wire.itemsize * len(logical) * most))
+        parts = {shard: _parts(spans[shard], numel) for shard in filled}
+        found = {shard: torch.empty(length_of(spans[shard]), dtype=wire, device=layout.device)
+                 for shard in filled if owners[shard] == groups.me}
+        under_way: deque[_Part] = deque()
+        for turn in range(max(map(len, parts.values()), default=0)):
+            now = {shard: each[turn] for shard, each in parts.items() if turn < len(each)}
+            under_way.append(_Part(turn * numel, now, *self._begin(now, mine, logical, owners, wire, groups, layout)))
+            if len(under_way) == 2:
+                self._end(under_way.popleft(), mine, logical, found, groups.me)
+        for last in under_way:
+            self._end(last, mine, logical, found, groups.me)
+        return found
+
+    def _begin(self, now: Mapping[int, Sequence[Span]], mine: Mapping[int, torch.Tensor],
+               logical: Sequence[tuple[Piece, Piece, Worker]], owners: Sequence[Worker], wire: torch.dtype,
+               groups: Groups, layout: Layout) -> tuple[list[Pending], dict[tuple[int, int], Arriving]]:
+        """Start the transfers of a part of each shard."""
+        me, stage, peers, shards = groups.me, groups.stage, groups.peers(groups.me.stage), len(owners)
         sending: list[Pending] = []
-        arriving: dict[tuple[int, int], tuple[torch.Tensor, Pending]] = {}
+        arriving: dict[tuple[int, int], Arriving] = {}
         # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
         with stage.batch():
             for number, (_, _, worker) in enumerate(logical):
-                for shard in filled:
+                for shard, spans in now.items():
                     tag = PIECES[number * shards + shard]
                     if worker == me != owners[shard]:
-                        part = read_spans(mine[number], spans[shard]).to(wire)
+                        part = read_spans(mine[number], spans).to(wire)
                         sending.append(stage.send(part, peers.index(owners[shard]), tag))
                     elif owners[shard] == me != worker:
-                        buffer = torch.empty(length_of(spans[shard]), dtype=wire, device=layout.device)
+                        buffer = torch.empty(length_of(spans), dtype=wire, device=layout.device)
                         arriving[number, shard] = buffer, stage.receive(buffer, peers.index(worker), tag)
-        found = {}
-        for shard in (shard for shard in filled if owners[shard] == me):
+        return sending, arriving
+
+    def _end(self, part: _Part, mine: Mapping[int, torch.Tensor], logical: Sequence[tuple[Piece, Piece, Worker]],
+             found: Mapping[int, torch.Tensor], me: Worker) -> None:
+        """Add up what has arrived of a part of each shard."""
+        for shard, spans in part.spans.items():
+            if shard not in found:
+                continue
             addends = []
             for number, (piece, _, worker) in enumerate(logical):
                 if worker == me:
-                    addends.append((piece, read_spans(mine[number], spans[shard]).to(wire)))
+                    addends.append((piece, read_spans(mine[number], spans).to(found[shard].dtype)))
                 else:
-                    buffer, pending = arriving.pop((number, shard))
+                    buffer, pending = part.arriving.pop((number, shard))
                     pending.wait()
                     addends.append((piece, buffer))
-            found[shard] = fold(addends).mul_(self._after)
-        for pending in sending:
+            total = fold(addends).mul_(self._after)
+            found[shard][part.begin:part.begin + total.numel()] = total
+        for pending in part.sending:
             pending.wait()
-        return found
 
     def _share(self, found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]], groups: Groups,
                layout: Layout) -> None:
@@ -211,6 +261,21 @@ def _met(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> list[tu
                 found.append(((begin + low - start, begin + high - start),
                               (among + low - first, among + high - first)))
         begin += end - start
+    return found
+
+
+def _parts(spans: Sequence[Span], numel: int) -> list[list[Span]]:
+    """``spans`` in parts of ``numel`` numbers each; the last may have fewer."""
+    found: list[list[Span]] = []
+    room = 0
+    for start, end in spans:
+        while start < end:
+            if not room:
+                found.append([])
+                room = numel
+            step = min(room, end - start)
+            found[-1].append((start, start + step))
+            start, room = start + step, room - step
     return found
 
 

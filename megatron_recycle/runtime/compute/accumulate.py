@@ -208,5 +208,8 @@ class Copies(Accumulators):
         self.layout = sums.layout
         self._whole = sums
 
+    def clear(self) -> None:
+        """The sums stay: they may be reduced again."""
+
     def sum(self, piece: Piece) -> torch.Tensor:
         return self._whole.sum(piece).clone()
