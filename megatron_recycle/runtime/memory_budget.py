@@ -13,11 +13,14 @@ from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.compute.memory import nbytes
+from megatron_recycle.runtime.compute.sharding_cost import Bytes, described
 from megatron_recycle.runtime.site import Site
 
 _USABLE = 0.9
 """Share of a GPU's free memory that is promised to activations; the allocator loses some between its blocks."""
 _MIB, _GIB = 2**20, 2**30
+_FIRST = ("0:0", "0:0.0")
+"""The process that says what holds for all."""
 
 
 def sum_buffers(sums: Sequence[Piece]) -> int:
@@ -78,6 +81,11 @@ def announce(site: Site, plan: Plan) -> None:
         parameters = nbytes(site.trainable.layout.parameters)
         text += f", and a copy of parameters ({parameters / _MIB:.1f} MiB) and optimizer state to undo a step"
     get_logger().info("megatron-recycle: worker %s keeps %s", site.place.me, text)
+    if shards is not None and shards.parameters and site.place.name in _FIRST:
+        each = Bytes(shards.parameters[0].element_size(), site.trainable.layout.dtype.itemsize, shards.state_bytes)
+        copies = max(site.config.state_copies or shards.count, shards.least)
+        get_logger().info("megatron-recycle: the optimizer in shards takes %s",
+                          described(each, copies, shards.count, site.config.step == "staggered"))
 
 
 def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ holders.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,13 @@ from megatron_recycle.errors import UnsupportedError
 MASTER = "master"
 ALIGNMENT = 2
 """Padding makes a group's length a multiple of this and the number of shards, as DeepSpeed's does."""
-ELEMENTWISE = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Lion", "FusedAdam", "FusedLion")
-"""Optimizers whose step of an element takes no notice of others."""
+ELEMENTWISE: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam"), lambda group: 2 + bool(group.get("amsgrad"))),
+    **dict.fromkeys(("Adagrad", "Lion", "FusedLion"), lambda group: 1),
+    "SGD": lambda group: int(bool(group.get("momentum"))),
+    "RMSprop": lambda group: 1 + bool(group.get("momentum")) + bool(group.get("centered"))}
+"""Optimizers whose step of an element takes no notice of others; how many fp32 numbers they keep of each in a group
+with these settings."""
 
 
 class Piece(NamedTuple):
@@ -34,8 +39,8 @@ class Piece(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """A flat fp32 parameter of ``size`` numbers in the optimizer's group ``group``; what ``pieces`` leave free is
-    padding."""
+    """A flat fp32 parameter of ``size`` numbers in the optimizer's group ``group``; ``pieces`` lie in it end to end,
+    and what they leave free is padding."""
 
     group: int
     size: int
@@ -52,10 +57,15 @@ def trained(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
             for group in optimizer.param_groups]
 
 
+def piece_of(numel: int, count: int) -> int:
+    """The length of each of ``count`` equal pieces of ``numel`` numbers and their padding, as ZeRO-1 cuts them."""
+    return _padded(numel, ALIGNMENT * count) // count
+
+
 def even(groups: Sequence[Sequence[nn.Parameter]], count: int) -> Cut:
     """ZeRO-1's: the parameters of each group, laid end to end and padded, in ``count`` equal pieces; shard k is piece k
     of every group."""
-    sizes = [_padded(sum(parameter.numel() for parameter in group), ALIGNMENT * count) // count for group in groups]
+    sizes = [piece_of(sum(parameter.numel() for parameter in group), count) for group in groups]
     found: list[list[list[Piece]]] = [[[] for _ in groups] for _ in range(count)]
     for number, (group, size) in enumerate(zip(groups, sizes)):
         begin = 0
@@ -162,6 +172,14 @@ class ShardedOptimizer:
             for piece in slot.pieces:
                 master.data[piece.offset:][:piece.end - piece.start] = _flat(piece)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes that a shard takes for each of its parameters: a master, unless that is the model's memory, and what
+        the optimizer keeps."""
+        of_group = ELEMENTWISE[type(self.optimizer).__name__]
+        in_model = self._in_place and all(parameter.dtype == torch.float32 for parameter in self.parameters)
+        return 4 * (max(map(of_group, self.optimizer.param_groups), default=0) + (not in_model))
+
     # ---- a step
 
     def split(self, packed: torch.Tensor) -> list[torch.Tensor]:
@@ -173,16 +191,17 @@ class ShardedOptimizer:
         return list(values.split([piece.end - piece.start for piece in self.pieces(shard)])) if values.numel() else []
 
     def load(self, gradients: Sequence[torch.Tensor], factor: float) -> None:
-        """Give each shard that this worker has its gradient, one after the other, times ``factor``."""
+        """Give each shard that this worker has its gradient, one after the other, times ``factor``. They are not
+        copied where that can be helped, nor changed."""
         for shard, values in zip(self.held, gradients, strict=True):
-            begin = 0
+            values, begin = values.float(), 0
             for slot, master in zip(self._cut[shard], self._masters[shard], strict=True):
-                flat = torch.zeros_like(master.data)
-                for piece in slot.pieces:
-                    end = begin + piece.end - piece.start
-                    flat[piece.offset:][:end - begin] = values[begin:end]
-                    begin = end
-                master.grad = flat.mul_(factor) if factor != 1.0 else flat
+                end = begin + sum(piece.end - piece.start for piece in slot.pieces)
+                part = values[begin:end]
+                if end - begin < slot.size:
+                    part = torch.cat([part, part.new_zeros(slot.size - (end - begin))])
+                master.grad = part if factor == 1.0 else part * factor
+                begin = end
 
     def step(self) -> None:
         """One update of the shards that this worker has, with what `load` has given, and of their part of the model."""
