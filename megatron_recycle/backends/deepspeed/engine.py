@@ -49,6 +49,7 @@ from megatron_recycle.backends.deepspeed.evaluation import (
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.monitors import Event, Monitors, name_run
+from megatron_recycle.backends.deepspeed.recut import recut
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
 from megatron_recycle.backends.deepspeed.timers import Timers
@@ -224,12 +225,27 @@ class RecyclePipelineEngine(PipelineEngine):
                                      bf16)
         return self.sharded
 
+    def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
+        """As stock, also of another number of pipelines."""
+        if self.sharded is None or self.load_universal_checkpoint():
+            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        self.sharded.load_state_dict(self._get_all_zero_checkpoints(load_dir, tag), load_optimizer_states,
+                                     self.zero_load_from_fp32_weights())
+        return True
+
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:
         """As stock, of all shards that this worker begins with."""
         if self.sharded is None:
             return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
-        return [self.checkpoint_engine.load(name, map_location="cpu")["optimizer_state_dict"]
-                if shard in self.sharded.shards.held else None for shard, name in enumerate(zero_ckpt_names)]
+        count, held, numels = self.sharded.shards.count, self.sharded.shards.held, self.sharded.numels
+
+        @functools.cache
+        def read(number: int) -> Any:
+            return self.checkpoint_engine.load(zero_ckpt_names[number], map_location="cpu")["optimizer_state_dict"]
+
+        written = len(zero_ckpt_names)
+        return [None if shard not in held else read(shard) if written == count else
+                recut(read, written, shard, count, numels) for shard in range(count)]
 
     def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
         if optimizer is not None and self.zero_optimization_stage() == 1:

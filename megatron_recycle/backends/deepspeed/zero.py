@@ -22,12 +22,12 @@ from deepspeed.runtime.zero.utils import get_norm_dtype
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import nn
 
+from megatron_recycle.backends.deepspeed.recut import BASE, MASTERS
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership.shards import to_begin_with
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, even, trained
 from megatron_recycle.runtime.stage import Averaging
 
-_BASE, _MASTERS = "base_optimizer_state", "single_partition_of_fp32_groups"
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """State of the loss scaling that an update changes."""
 
@@ -142,14 +142,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
                 "param_groups": [{**group, "params": [number]} for number, group in enumerate(inner["param_groups"])]}
         if self._bf16:
             last = shard == shards.count - 1
-            return {"clip_grad": self.clip_grad, _BASE: base,
-                    _MASTERS: [master.detach().clone().requires_grad_() for master in shards.masters(shard)],
+            return {"clip_grad": self.clip_grad, BASE: base,
+                    MASTERS: [master.detach().clone().requires_grad_() for master in shards.masters(shard)],
                     "group_paddings": paddings if last else [0] * len(paddings),
                     "partition_count": [shards.count] * len(self._groups), "ds_version": deepspeed.__version__,
                     "param_slice_mappings": self._mappings(shard)}
         return {"loss_scaler": copy.copy(self.scaler), "dynamic_loss_scale": self.scaler.dynamic,
-                "overflow": self.overflow, "clip_grad": self.clip_grad, _BASE: base,
-                _MASTERS: [master.detach()[:master.numel() - padding]
+                "overflow": self.overflow, "clip_grad": self.clip_grad, BASE: base,
+                MASTERS: [master.detach()[:master.numel() - padding]
                            for master, padding in zip(shards.masters(shard), paddings)],
                 "zero_stage": ZeroStageEnum.optimizer_states, "group_paddings": paddings,
                 "param_alignment_paddings": [[0] * len(group) for group in self._groups],
@@ -173,7 +173,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
     def _load(self, shard: int, saved: Mapping[str, Any], optimizer: bool, masters: bool) -> None:
         shards = self.shards
         if optimizer:
-            inner = saved[_BASE]
+            inner = saved[BASE]
             if not isinstance(inner, Mapping):
                 raise UnsupportedError("this checkpoint was written with zero_optimization.elastic_checkpoint, which "
                                        "is not supported yet: load it without the plugin, and save with it off")
@@ -193,7 +193,7 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             for group, values in zip(self.param_groups, inner["param_groups"], strict=True):
                 group.update({key: value for key, value in values.items() if key != "params"})
         if masters:
-            for master, values in zip(shards.masters(shard), saved[_MASTERS], strict=True):
+            for master, values in zip(shards.masters(shard), saved[MASTERS], strict=True):
                 length = min(values.numel(), master.numel())  # with padding, or without
                 master.data[:length].copy_(values[:length])
 
@@ -204,10 +204,14 @@ class ZeroOptimizer(DeepSpeedOptimizer):
 
     _restore_from_bit16_weights = refresh_fp32_params  # what stock calls after it has loaded no optimizer state
 
+    @property
+    def numels(self) -> list[int]:
+        """How many numbers each group has, without padding."""
+        return [sum(parameter.numel() for parameter in group) for group in self._groups]
+
     def _padding(self, number: int, shard: int) -> int:
         size = self.shards.slots(shard)[number].size
-        whole = sum(parameter.numel() for parameter in self._groups[number])
-        return min(size, max(0, (shard + 1) * size - whole))
+        return min(size, max(0, (shard + 1) * size - self.numels[number]))
 
     def _mappings(self, shard: int) -> list[OrderedDict[str, fragment_address]]:
         """Where parameters lie in a shard, by group: for `ds_to_universal`."""
