@@ -1,7 +1,8 @@
 """The training script of `sharding.py`: one wide stack of layers under DeepSpeed, which measures itself.
 
 It counts the bytes of all tensors that live, at the moments when most do: at the end of each micro-batch's backward,
-before and after the optimizer's step, and after the iteration.
+while something is sent or received, before and after the optimizer's step, and after the iteration; the kernel says
+what memory the process had at most. Processor time is that of all threads of the process.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import gc
 import json
 import os
+import resource
 import statistics
 import time
 from pathlib import Path
@@ -20,7 +22,10 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
-BATCH = 1
+_TRANSFERS = ("send", "recv", "allreduce", "allreduce_coalesced", "_allgather_base", "allgather",
+              "allgather_into_tensor_coalesced", "reduce", "broadcast")
+_EVERY = 3
+"""Of so many transfers one is looked at: that takes a while."""
 
 
 class Data(torch.utils.data.Dataset):
@@ -48,6 +53,23 @@ def living() -> int:
     return sum(found.values())
 
 
+def resident(name: str) -> int:
+    """Bytes of memory that this process has (VmRSS), or has had since `forget_most` (VmHWM)."""
+    line, = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return 1024 * int(line.split()[1])
+
+
+def forget_most() -> None:
+    """The most that this process has had is what it has now."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def processor() -> float:
+    """Seconds of processors that this process has used."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def sent() -> int:
     """Bytes that this network namespace has sent to itself."""
     line, = (line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
@@ -61,6 +83,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--microbatches", type=int, required=True)
+    parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--zero", type=int, required=True)
@@ -70,7 +93,7 @@ def main() -> None:
     deepspeed.init_distributed("gloo", verbose=False)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     pipelines = size // arguments.stages
-    most, seconds, begun, step = {"training": 0, "step": 0, "after": 0}, [], 0, 0
+    most, seconds, begun, used, step, calls = {"training": 0, "reduce": 0, "step": 0, "after": 0}, [], 0, 0.0, 0, 0
 
     def note(moment: str) -> None:
         if step == 3:  # the optimizer has its state by then; later ones are timed
@@ -85,18 +108,33 @@ def main() -> None:
         return found
 
     torch.optim.Adam.step = watched  # type: ignore[method-assign]  # hooks would be refused: steps may be undone
+
+    def noting(stock: Any) -> Any:
+        def method(*given: Any, **keywords: Any) -> Any:
+            nonlocal calls
+            found, calls = stock(*given, **keywords), calls + 1
+            if calls % _EVERY == 0:
+                note("reduce")
+            return found
+
+        return method
+
+    for name in _TRANSFERS:
+        setattr(torch.distributed.ProcessGroup, name, noting(getattr(torch.distributed.ProcessGroup, name)))
+    before = resident("VmRSS")
     model = PipelineModule(
         [LayerSpec(nn.Linear, arguments.width, arguments.width, bias=False) for _ in range(arguments.layers)],
         num_stages=arguments.stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     data = Data(arguments.width, torch.bfloat16)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), training_data=None, config={
-        "train_batch_size": BATCH * arguments.microbatches * pipelines, "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": arguments.microbatches, "steps_per_print": 10**6, "bf16": {"enabled": True},
+        "train_batch_size": arguments.batch * arguments.microbatches * pipelines,
+        "train_micro_batch_size_per_gpu": arguments.batch, "gradient_accumulation_steps": arguments.microbatches,
+        "steps_per_print": 10**6, "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": arguments.zero},
         "optimizer": {"type": "Adam", "params": {"lr": 1e-6, "torch_adam": True}}})
     sampler = torch.utils.data.DistributedSampler(data, pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
-    loader = torch.utils.data.DataLoader(data, BATCH, sampler=sampler)
+    loader = torch.utils.data.DataLoader(data, arguments.batch, sampler=sampler)
     iterator = iter(loader) if engine.is_first_stage() or engine.is_last_stage() else None
     parameters = sum(parameter.numel() for parameter in engine.module.parameters())
     first = next(iter(engine.module.parameters()))
@@ -104,15 +142,18 @@ def main() -> None:
     for step in range(arguments.iterations):
         if step == 4:
             torch.distributed.barrier()
-            begun = sent()
+            begun, used = sent(), processor()
+            forget_most()
         start = time.monotonic()
         engine.train_batch(iterator)
         seconds.append(time.monotonic() - start)
         note("after")
+    used, peak = processor() - used, resident("VmHWM") - before
     torch.distributed.barrier()
     (arguments.to / f"{rank}.json").write_text(json.dumps({
         "bytes": {moment: number / parameters for moment, number in most.items()}, "parameters": parameters,
-        "sent": (sent() - begun) / (arguments.iterations - 4), "seconds": statistics.median(seconds[4:])}))
+        "sent": (sent() - begun) / (arguments.iterations - 4), "seconds": statistics.median(seconds[4:]),
+        "processor": used / (arguments.iterations - 4), "resident": peak / parameters}))
 
 
 if __name__ == "__main__":
