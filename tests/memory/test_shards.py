@@ -27,6 +27,7 @@ WHOLE = Shape(3, 2, 2, 3).with_settings(step="barrier")
 def _several_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """These stages are small: a shard would be reduced at once."""
     monkeypatch.setattr(sharded_reduction, "_AT_ONCE", 384)
+    monkeypatch.setattr(sharded_reduction, "_SHARE", 2**20)
 
 
 def test_without_failures_the_model_is_the_one_of_a_whole_optimizer():
