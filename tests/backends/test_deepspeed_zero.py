@@ -31,7 +31,7 @@ FP16: Mapping[str, Any] = {"optimizer": "Adam", "engine_settings": {
     (BF16, 0.1), (ACCUMULATED, 0.1), (FP16, 0.1)])])
 def test_a_job_of_stocks_moves_to_the_plugin_loses_a_worker_and_writes_what_stock_would(kind, near, tmp_path):
     """It begins with a checkpoint of stock's; the dead worker's twin has its shard, and writes its file. Then stock
-    goes on with that one."""
+    goes on with that one. One pipeline alone goes on with stock's too: its shards are cut anew."""
     stock, ours = tmp_path / "stock", tmp_path / "ours"
     reference = run(gpt_job.train, 4, {**ZERO, **kind, "plugin": False, "iterations": 4,
                                        "save_every": (str(stock), 2)})
@@ -46,6 +46,14 @@ def test_a_job_of_stocks_moves_to_the_plugin_loses_a_worker_and_writes_what_stoc
         assert result.value["losses"] == pytest.approx(reference[rank].value["losses"][2:], rel=max(near / 10, 1e-5))
         for name, parameter in result.value["parameters"].items():
             assert parameter == pytest.approx(reference[rank].value["parameters"][name], rel=near, abs=near / 10), name
+    fewer = run(gpt_job.train, 2, {**ZERO, **kind, "pipelines": 1, "microbatches": 8, "iterations": 2,
+                                   "load": (str(stock), {})})
+    expected = {name: parameter for result in reference.values()
+                for name, parameter in result.value["parameters"].items()}
+    for result in fewer.values():
+        assert result.value["losses"] == pytest.approx(reference[0].value["losses"][2:], rel=max(near / 10, 1e-5))
+        for name, parameter in result.value["parameters"].items():
+            assert parameter == pytest.approx(expected[name], rel=near, abs=near / 10), name
     theirs, written = ({file.name: file for file in (folder / "global_step4").glob("*.pt")}
                        for folder in (stock, ours))
     assert written.keys() == theirs.keys() and sum("zero_pp_rank" in name for name in written) == 4
