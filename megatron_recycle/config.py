@@ -157,6 +157,13 @@ class RecycleConfig:
         "whether a healthy worker takes an empty position of a stage that has lost much more than its own; until it "
         "has left the old one, its device holds both stages",
     )
+    lend: str = _option(
+        "off",
+        "whether workers next to a hit stage run some of its layers, for micro-batches that the plan picks; off: only "
+        "its own workers do. With auto each layer draws random numbers of its own, also while nobody has failed, so "
+        "that dropout does not depend on who runs it. auto is not there yet",
+        choices=("auto", "off"),
+    )
     move_cost: float = _option(1.0, "iterations that one move is taken to cost")
     horizon: float = _option(100.0, "iterations over which moves, and new partners on NCCL, must pay off")
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")

@@ -39,6 +39,7 @@ class ToyStage:
     averaging: Averaging = "after"
     gradient_dtype: torch.dtype | None = None
     report_width = 0
+    lending = None
     settings: Mapping[str, Any] = {}
     tied_stages: tuple[tuple[int, ...], ...] = ()
     ties: Sequence[Tie] = ()

@@ -7,7 +7,7 @@ keeps.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 
 import torch
@@ -26,8 +26,9 @@ from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.evaluation import Shared, loss_report
-from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.generation import Exchanges, Generation
 from megatron_recycle.runtime.kept import Keeping, Kept, read_already, sends
+from megatron_recycle.runtime.lent.loans import Loans
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
@@ -50,19 +51,25 @@ def execute(site: Site, standing: Standing, actions: Sequence[Action], handlers:
         handlers[action.kind](action)
 
 
-def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> tuple[Agreement, LossRelay]:
+def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> Exchanges:
     """Begin to exchange with the others what belongs to an attempt at ``iteration``: receives are posted, and what
     peers compare and add up beside gradients is under way. Raises GenerationOver."""
     groups, transport = generation.groups, generation.transport
-    plan, carried = generation.program_of(iteration).plan, generation.scope.carried_in(iteration)
+    program, carried = generation.program_of(iteration), generation.scope.carried_in(iteration)
+    plan = program.plan
     transport.follow(plan, read=frozenset(read_already(plan, carried.done)) if carried is not None else ())
     agreement = Agreement(site.trainable.trained, groups)
     losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction, iteration,
                        attempt, generation.left_out_of(iteration))
-    generation.shared.append((agreement, losses))
+    loans = Loans(program.terms, groups, site.trainable.neighbours)
+    if len(generation.shared) > 1:  # what was sent in the last attempt but one has been read
+        generation.shared[0].loans.let_go()
+    found = Exchanges(agreement, losses, loans)
+    generation.shared.append(found)
     with site.phases.waiting("the last messages"):
         transport.begin((iteration, attempt))
-    return agreement, losses
+    loans.begin()
+    return found
 
 
 class Attempt:
@@ -87,20 +94,22 @@ class Attempt:
             raise AssertionError(f"{site.place.me} runs B and W apart, the plan has {min(backwards)}")
         standing.begin(iteration)
         self._iteration = iteration
-        self._agreement, self._relay = opened(site, generation, iteration, standing.attempt)
+        self._shared = opened(site, generation, iteration, standing.attempt)
         carried, kept = generation.scope.carried_in(iteration), site.current.kept
         counted = 0 if carried is None else carried.done.get(site.place.me, 0)
         if counted != (0 if kept is None else len(kept.done)):
             raise AssertionError(f"{site.place.me} goes on after {counted} actions, and has kept {kept}")
         # By this policy a worker runs nobody else's micro-batches, or everybody's are begun anew after a failure.
         self._keeping = Keeping(standing.attempt if carried is None else carried.chain,
-                                site.config.policy == "lossy_forward" and program.of_one_pipeline,
+                                site.config.policy == "lossy_forward" and program.of_one_pipeline
+                                and not program.terms.crossings,
                                 generation.groups.world.backend.host)
         if kept is not None:
             self._take_up(kept)
         else:
             site.meters.memory.begin()
-            self.computed = Computed(site.trainable.layout, generation.reduction.place)
+            self.computed = Computed(self._shared.loans.sums(site.trainable.layout, generation.reduction.place,
+                                                      program.plan.problem.block))
         self._share_losses_if_complete()
         site.current.kept, site.current.torn = None, False  # this attempt has it
 
@@ -154,7 +163,7 @@ class Attempt:
         self._stepper.standing.did(action)
         self._keeping.done()
         self._generation.transport.post()
-        self._relay.poll()
+        self._shared.losses.poll()
         self._stepper.poll()
 
     def do(self, action: Action) -> None:
@@ -178,10 +187,11 @@ class Attempt:
         if not place.first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
                            for tensor in self._receive(Message("F", pipeline, microbatch)))
+        running = self._running(pipeline, microbatch, arrive=True)
         self._stepper.enter_action()
         layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
         site.framework.generators.seed(seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.me.stage))
-        with (self._generation.groups.together(), layers, site.meters.watch.measure("F"),
+        with (self._generation.groups.together(), layers, running, site.meters.watch.measure("F"),
               site.meters.memory.forward((pipeline, microbatch), inputs)):
             forward = site.stage.forward(inputs, batch)
         if not place.last:
@@ -190,6 +200,16 @@ class Attempt:
         self.computed.add((pipeline, microbatch), forward)
         with self._keeping.telling():
             self._share_losses_if_complete()
+
+    def _running(self, pipeline: int, microbatch: int, arrive: bool = False) -> AbstractContextManager[None]:
+        """A block in which the stage runs the layers that this micro-batch is to go through here; ``arrive``: they are
+        needed for the first time, maybe. Raises GenerationOver, UnsupportedError."""
+        site, span = self._site, self._shared.loans.span((pipeline, microbatch))
+        if arrive and any(span.borrowed):
+            with site.phases.waiting("lent layers"):
+                self._shared.loans.arrive(span)
+        at = (site.config.seed, self._iteration, pipeline, microbatch, "layer")
+        return self._shared.loans.running(span, lambda layer: site.framework.generators.seed(seed_of(*at, layer)))
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
@@ -215,6 +235,7 @@ class Attempt:
         queue = WeightQueue()
         later = queue if self._program.plan.problem.split_backward else None
         with (site.framework.splitter.into(later, forward.roots), self._generation.groups.together(),
+              self._running(pipeline, microbatch),
               site.meters.watch.measure("B")):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, queue)
@@ -225,7 +246,7 @@ class Attempt:
         forward, gradients = self._begin_backward(pipeline, microbatch)
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (self._site.framework.splitter.whole(), self._generation.groups.together(),
-              self.computed.sums.lent(pipeline, microbatch)):
+              self._running(pipeline, microbatch), self.computed.sums.lent(pipeline, microbatch)):
             for_inputs = self._site.stage.backward(forward, gradients)
         self._end_backward(pipeline, microbatch, for_inputs, WeightQueue())
         self._site.meters.memory.weight((pipeline, microbatch))
@@ -265,7 +286,7 @@ class Attempt:
     def _share_losses_if_complete(self) -> None:
         """At the last stage, once its last forward has run: tell everybody the loss."""
         if self._site.place.last and len(self.computed.losses) == self._program.forwards:
-            self._relay.add(self.computed.losses, self.computed.reports)
+            self._shared.losses.add(self.computed.losses, self.computed.reports)
 
     # ---- reduce, commit, step
 
@@ -276,19 +297,21 @@ class Attempt:
         standing.check_complete(self._program.actions)
         with (torch.no_grad(), site.phases.waiting(REDUCE), site.meters.watch.measure("reduce"),
               groups.counting("the reduced gradient")):
-            self._agreement.check(iteration)
+            self._shared.agreement.check(iteration)
+            self._shared.loans.collect(self.computed.sums)
             sums = Copies(self.computed.sums) if self._keeping.wanted else self.computed.sums
             gradient = self._generation.reduction.gradient(sums, groups, stage.ties)
             site.meters.pace.catch_up()  # it is held once it is there, and not once it has been asked for
         with site.phases.waiting("the loss"):
-            loss, weight = self._relay.wait()
+            loss, weight = self._shared.losses.wait()
         if stage.averaging == "tokens":
             per_token(gradient, weight)
         elif self._generation.scope.without:
             gradient.mul_(self._generation.share)
         with site.phases.waiting("gradient norms"):
             squares, zeros = norms(stage, self._generation.cuts, groups, site.trainable.layout, gradient)
-        held = Held(iteration, gradient, squares, loss, weight, self.computed.digests, self._relay.reports, zeros)
+        held = Held(iteration, gradient, squares, loss, weight, self.computed.digests, self._shared.losses.reports,
+                    zeros)
         self._stepper.hold(held, groups, standing.promises.promise(iteration, site.agent.offer), self._program.number)
 
 

@@ -5,13 +5,12 @@ They live as long as their attempt: none of them outlasts it, whatever still ref
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from megatron_recycle.plan import Microbatch, Piece
-from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
+from megatron_recycle.plan import Microbatch
+from megatron_recycle.runtime.compute.accumulate import Accumulators
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.stage import Forward
 
@@ -20,8 +19,7 @@ class Computed:
     """All that one attempt has computed so far on this worker, but for what it has sent.
 
     Args:
-        layout: of the gradients.
-        place: gives a micro-batch's piece on this worker and its block.
+        sums: of the gradients, empty.
 
     Attributes:
         forwards: of the micro-batches between their F and their B.
@@ -32,12 +30,12 @@ class Computed:
         digests: of the data of the micro-batches that this worker has read.
     """
 
-    def __init__(self, layout: Layout, place: Callable[[int, int], tuple[Piece, int]]) -> None:
+    def __init__(self, sums: Accumulators) -> None:
         self.forwards: dict[Microbatch, Forward] = {}
         self.queues: dict[Microbatch, WeightQueue] = {}
         self.losses: dict[Microbatch, torch.Tensor] = {}
         self.reports: dict[Microbatch, tuple[float, ...]] = {}
-        self.sums = Accumulators(layout, place)
+        self.sums = sums
         self.digests: dict[Microbatch, int] = {}
 
     def add(self, microbatch: Microbatch, forward: Forward) -> None:
@@ -51,7 +49,7 @@ class Computed:
         """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
         later = queue.identities()
         now = []
-        for parameter in self.sums.layout.parameters:
+        for parameter in self.sums.parameters:
             if parameter.grad is None:
                 continue
             if id(parameter) in later:

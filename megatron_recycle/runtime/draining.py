@@ -37,7 +37,6 @@ def drain(generation: Generation, iteration: int) -> bool:
         return False
     found = everybody[part * width:(part + 1) * width]
     transport.drain(plan, dict(zip(pairs, zip(found[::2], found[1::2], strict=True), strict=True)))
-    for agreement, losses in list(generation.shared)[-1:]:
-        agreement.end()
-        losses.end()
+    for shared in list(generation.shared)[-1:]:
+        shared.end()
     return True

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron_recycle.membership.standing import Epoch
 from megatron_recycle.plan import Action, Microbatch, Plan, Worker
@@ -21,6 +22,8 @@ from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts, ShardedReduction, sharded
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.kept import Carried, Kept
+from megatron_recycle.runtime.lent.loans import Loans
+from megatron_recycle.runtime.lent.terms import Terms, terms_of
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -46,6 +49,11 @@ class Program:
         backwards = frozenset(action for action in actions if action.kind == "FB")
         return cls(plan, actions, backwards | {action._replace(kind="F") for action in backwards},
                    int(plan.digest.rpartition(":")[2][:5], 16))
+
+    @cached_property
+    def terms(self) -> Terms:
+        """The plan's loans of layers."""
+        return terms_of(self.plan)
 
     @cached_property
     def forwards(self) -> int:
@@ -86,6 +94,25 @@ class Scope:
         return frozenset(_place_of(microbatch) for of, microbatch in self.left_out if of == iteration)
 
 
+class Exchanges(NamedTuple):
+    """What workers share in one attempt beside activations and gradients.
+
+    Attributes:
+        agreement: on which parameters are trained.
+        losses: of the micro-batches.
+        loans: of layers.
+    """
+
+    agreement: Agreement
+    losses: LossRelay
+    loans: Loans
+
+    def end(self) -> None:
+        """The attempt is void, and all have begun it: bring what is under way to its end. Raises GenerationOver."""
+        for each in self:
+            each.end()
+
+
 @dataclass(frozen=True)
 class Generation:
     """A generation as one worker knows it.
@@ -100,7 +127,7 @@ class Generation:
         reduction: how the plan's gradients become one.
         transport: of activations and gradients, on these groups.
         keepers: by stage with one worker, the worker of another stage that keeps a copy of it.
-        shared: by the last two attempts, beside gradients. An idle worker may be an iteration late: a loss that is let
+        shared: of the last two attempts. An idle worker may be an iteration late: a loss that is let
             go of before it has been read is lost.
     """
 
@@ -113,7 +140,7 @@ class Generation:
     reduction: Reduction
     transport: Transport
     keepers: Mapping[int, Worker] = field(default_factory=dict)
-    shared: deque[tuple[Agreement, LossRelay]] = field(default_factory=lambda: deque(maxlen=2))
+    shared: deque[Exchanges] = field(default_factory=lambda: deque(maxlen=2))
 
     @classmethod
     def of(cls, epoch: Epoch, prefix: str, tries: int, scope: Scope, groups: Groups, stage: Stage, plan: Plan,

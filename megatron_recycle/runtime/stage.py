@@ -13,6 +13,7 @@ from torch import nn
 from megatron_recycle.membership import Verdict
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
+from megatron_recycle.runtime.lent.layers import Lending
 
 Averaging = Literal["after", "before", "tokens"]
 """Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it, or not
@@ -77,6 +78,8 @@ class Stage(Protocol):
     settings: Mapping[str, Any]
     """The settings of the framework's loop that all workers must have alike, by the names that its users know, for
     JSON."""
+    lending: Lending | None
+    """The stage's layers, for neighbours that may run some of them, and it some of theirs; None: neither may be."""
     shards: ShardedOptimizer | None
     """The optimizer, if its state is cut into shards: `step` then steps those that this worker has, with gradients
     that count for these alone, and `state` has the parameters only."""

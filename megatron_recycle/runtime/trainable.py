@@ -10,6 +10,7 @@ import torch
 from megatron_recycle.runtime.comm.trained_alike import Trained
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.copies import Guard
+from megatron_recycle.runtime.lent.layers import Neighbours
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -21,11 +22,13 @@ class Trainable:
         trained: which parameters that are, to be compared with the peers'.
         brought: the tensors and counters that this worker came in with, until it trains.
         shards: those of the optimizer's state that it came in with, likewise.
+        neighbours: copies of other stages' layers.
         guard: copies of the stage's state, and of others', that training can go back to.
     """
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, neighbours: Neighbours | None = None) -> None:
         self._stage = stage
+        self.neighbours = neighbours or Neighbours(None, lambda module: None, False)
         self.guard = Guard()
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
         self.shards: Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]] = {}
@@ -38,5 +41,5 @@ class Trainable:
 
     def drop_gradients(self) -> None:
         """Drop the gradients that an attempt has left on the parameters."""
-        for parameter in self.layout.parameters:
+        for parameter in (*self.layout.parameters, *self.neighbours.parameters):
             parameter.grad = None

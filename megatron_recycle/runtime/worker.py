@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import torch
+from torch import nn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
@@ -29,6 +30,7 @@ from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.history import History
+from megatron_recycle.runtime.lent.layers import Neighbours
 from megatron_recycle.runtime.loop import Loop
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phases
@@ -73,8 +75,8 @@ class StageWorker:
         stage = framework.stage
         self.site = Site(
             place=place, config=config, framework=framework, agent=agent, network=network or TorchNetwork(),
-            phases=phases, trainable=Trainable(stage), meters=Meters(stage.device, config.mtbf),
-            current=Current(),
+            phases=phases, trainable=Trainable(stage, _neighbours(framework, config)),
+            meters=Meters(stage.device, config.mtbf), current=Current(),
             asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
                         Collectives(place), Transfers(place), History()))
         self.stepper = Stepper(self.site, self.standing)
@@ -378,6 +380,15 @@ class StageWorker:
         """Not in the script's own code, which finds its random numbers as it left them."""
         with self.site.phases.working("begin"), self.site.framework.generators.kept():
             yield
+
+
+def _neighbours(framework: Framework, config: RecycleConfig) -> Neighbours:
+    """What this worker has of other stages' layers: nothing yet."""
+    def adopt(module: nn.Module) -> None:
+        framework.splitter.adopt(module)
+        framework.generators.adopt("a lent layer", module)
+
+    return Neighbours(framework.stage.lending, adopt, config.lend == "auto")
 
 
 def _check_policy(place: Place, config: RecycleConfig) -> None:

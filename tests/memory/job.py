@@ -70,6 +70,8 @@ class Shape:
     scale: float = 0.0
     tied: bool = False
     sharded: bool = False
+    blocks: int = 0
+    """Of the model; 0: few."""
     hosts: tuple[tuple[str, str], ...] = ()
     """By worker, if not each is on the same."""
     overflows: tuple[tuple[int, int], ...] = ()
@@ -288,6 +290,7 @@ class Job:
         stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
                            tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts,
+                           blocks=shape.blocks,
                            shards=to_begin_with(place.me.pipeline, shape.pipelines,
                                                 config.state_copies or shape.pipelines) if shape.sharded else None)
         worker: list[StageWorker] = []

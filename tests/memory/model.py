@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, Slot, even
+from megatron_recycle.runtime.lent.layers import lendable
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 8, 2, 3
@@ -118,9 +121,9 @@ def _parted(state: Mapping[str, torch.Tensor], part: int, parts: int) -> Mapping
 
 
 @functools.cache
-def _initial(stages: int, stage: int, tied: bool) -> Mapping[str, torch.Tensor]:
+def _initial(stages: int, stage: int, tied: bool, blocks: int) -> Mapping[str, torch.Tensor]:
     torch.manual_seed(7)
-    layers = [Embedding(), *[Block() for _ in range(max(1, stages - 2))], Head()]
+    layers = [Embedding(), *[Block() for _ in range(blocks)], Head()]
     if tied:
         with torch.no_grad():
             layers[-1].out.weight.copy_(layers[0].token.weight)
@@ -130,6 +133,40 @@ def _initial(stages: int, stage: int, tied: bool) -> Mapping[str, torch.Tensor]:
 
 def _share(layers: int, stages: int, stage: int) -> tuple[int, int]:
     return layers * stage // stages, layers * (stage + 1) // stages
+
+
+class Layers:
+    """Those of a stage, as they are lent (`runtime.lent.layers.Lending`)."""
+
+    why = "the others are an embedding or a head"
+
+    def __init__(self, stage: SmallStage, first: int, stages: int) -> None:
+        self._stage, self.first, self.layers = stage, first, list(stage.module)
+        self._running: Sequence[Any] = self.layers
+        self.lendable = lendable([isinstance(layer, Block) for layer in self.layers], first == 0,
+                                 isinstance(self.layers[-1], Head), 2)
+        self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def build(self, number: int) -> nn.Module:
+        with _ONE_BY_ONE:
+            block = self._stage._block(self._stage.part)
+        self.built.add(block)
+        if isinstance(block, Part):
+            block.siblings = self._stage.siblings
+        return block
+
+    @contextmanager
+    def running(self, layers: Sequence[Any]) -> Iterator[None]:
+        self._running = layers
+        try:
+            yield
+        finally:
+            self._running = self.layers
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self._running:
+            x = layer(x)
+        return x
 
 
 class SmallStage:
@@ -144,6 +181,7 @@ class SmallStage:
         overflows: (stage, step) whose gradient overflows.
         part, parts: which part of the stage this is, and of how many.
         shards: of the optimizer, to begin with; it is cut into as many as there are pipelines; None: it is whole.
+        blocks: of the model, between its embedding and its head; 0: one for each stage but two, or one.
     """
 
     averaging: Averaging = "after"
@@ -155,16 +193,18 @@ class SmallStage:
 
     def __init__(self, *, stages: int, stage: int, pipelines: int, microbatches: int, clipping: float = 0.0,
                  scale: float = 0.0, tied: bool = False, overflows: Collection[tuple[int, int]] = (),
-                 part: int = 0, parts: int = 1, shards: Collection[int] | None = None) -> None:
+                 part: int = 0, parts: int = 1, shards: Collection[int] | None = None, blocks: int = 0) -> None:
+        blocks = blocks or max(1, stages - 2)
+        self.part, self.parts = part, parts
         with _ONE_BY_ONE:
-            blocks = [Part(part, parts) if parts > 1 else Block() for _ in range(max(1, stages - 2))]
-            layers: list[nn.Module] = [Embedding(), *blocks, Head()]
+            layers: list[nn.Module] = [Embedding(), *(self._block(part) for _ in range(blocks)), Head()]
             begin, end = _share(len(layers), stages, stage)
             self.module = nn.Sequential(*layers[begin:end])
-            state = _initial(stages, stage, tied)
+            state = _initial(stages, stage, tied, blocks)
             self.module.load_state_dict(_parted(state, part, parts) if parts > 1 else state)
+        self.lending = Layers(self, begin, stages)
+        self.siblings: Comm | None = None
         self.first, self.last, self.stage, self.pipelines = stage == 0, stage == stages - 1, stage, pipelines
-        self.part = part
         self.microbatches, self.clipping, self.scale, self.overflows = microbatches, clipping, scale, set(overflows)
         self.steps = self.skipped = 0
         self.parameters = list(self.module.parameters())
@@ -179,6 +219,9 @@ class SmallStage:
             inner = self.module[0].token if self.first else self.module[-1].out
             self.ties = [Tie(inner.weight, (0, stages - 1))]
         self.references: dict[str, Any] = {}
+
+    def _block(self, part: int) -> Block:
+        return Part(part, self.parts) if self.parts > 1 else Block()
 
     def _sharded(self, own: Collection[int]) -> ShardedOptimizer:
         """Cut as DeepSpeed does; on every other stage as Megatron does, each parameter for itself and in its place."""
@@ -197,7 +240,7 @@ class SmallStage:
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         x = batch[0] if inputs is None else inputs[0]
-        outputs = self.module(x)
+        outputs = self.lending.run(x)
         if not self.last:
             return Forward((inputs or (), outputs), (outputs,), None, roots=(outputs,))
         loss = functional.cross_entropy(outputs.view(-1, VOCABULARY), batch[1].view(-1))
@@ -276,6 +319,7 @@ class SmallStage:
         assert summary == b""
 
     def regroup(self, groups: Any) -> None:
-        for layer in self.module:
+        self.siblings = groups.siblings
+        for layer in (*self.module, *self.lending.built):
             if isinstance(layer, Part):
                 layer.siblings = groups.siblings

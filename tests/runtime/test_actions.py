@@ -125,11 +125,11 @@ class Alone:
         pass
 
     def use(self, order: list[Action]) -> None:
-        plan: Any = SimpleNamespace(actions=lambda _: tuple(order), problem=SimpleNamespace(split_backward=True),
-                                    digest="sha256:00000")
+        plan: Any = SimpleNamespace(actions=lambda _: tuple(order), digest="sha256:00000", crossings={},
+                                    problem=SimpleNamespace(split_backward=True, block=0))
         program = Program.of(plan, FIRST)
         self.generation: Any = SimpleNamespace(
-            groups=SimpleNamespace(together=nullcontext, counting=nullcontext,
+            groups=SimpleNamespace(me=FIRST, together=nullcontext, counting=nullcontext,
                                    world=SimpleNamespace(backend=SimpleNamespace(host=True))),
             transport=self, shared=[], scope=SimpleNamespace(carried_in=lambda _: None),
             program_of=lambda _: program,
@@ -218,7 +218,7 @@ def test_an_attempt_that_is_over_frees_its_memory_at_once():
 
 def test_outputs_that_have_been_sent_are_not_kept_until_their_backward():
     """Only a reference to them: a stage's ``saved`` has what its backward needs."""
-    computed = Computed(Alone().layout, lambda pipeline, microbatch: (WHOLE, 0))
+    computed = Computed(Accumulators(Alone().layout, lambda pipeline, microbatch: (WHOLE, 0)))
     output = torch.zeros(2)
     sent = weakref.ref(output)
     computed.add((0, 0), Forward((), (output,), None))

@@ -41,6 +41,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.edits import copied
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
+from megatron_recycle.runtime.lent.layers import Lending
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 _REFERENCES = ("lr_scheduler", "batch_fn")
@@ -62,6 +63,7 @@ class DeepSpeedStage:
         read_with: the script's, that micro-batches are read with (datasets, functions).
     """
 
+    lending: Lending | None = None
     report_width = 0
     settings: Mapping[str, Any] = {}
 

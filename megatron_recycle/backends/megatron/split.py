@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import layers
+from torch import nn
 
 from megatron_recycle.runtime.compute.deferral import Deferral, task_now
 from megatron_recycle.runtime.compute.split import DeferredLinear, WeightQueue, watched
@@ -33,6 +34,9 @@ class MegatronSplitter:
         self.deferral: Deferral[WeightQueue] = Deferral()
         now = layers.LinearWithGradAccumulationAndAsyncCommunication
         layers.LinearWithGradAccumulationAndAsyncCommunication = _function(getattr(now, _STOCK, now), self)
+
+    def adopt(self, module: nn.Module) -> None:
+        """All of this process's do."""
 
     def whole(self) -> AbstractContextManager[None]:
         """A backward without a queue defers nothing; the forward is the same."""

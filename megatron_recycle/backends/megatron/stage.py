@@ -38,6 +38,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
+from megatron_recycle.runtime.lent.layers import Lending
 from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
 
 _KEYS = 4  # values that a loss function may report; each is one number, or a sum and what to divide it by
@@ -57,6 +58,7 @@ class MegatronStage:
         settings: of the training loop, which all workers must have alike.
     """
 
+    lending: Lending | None = None
     report_width = 1 + 2 * _KEYS + 1
     """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
 

@@ -72,6 +72,9 @@ ACTIVATIONS = WORLD.take("activations or gradients", 2**30, again=True)
 """By the running number of a message on its channel, which is one direction between two workers."""
 TIES = WORLD.take("a tied parameter's gradient", 2**20)
 """Two for each tied parameter."""
+LENT_COPIES = WORLD.take("copies of lent layers", 2**20)
+LENT_SUMS = WORLD.take("the sum of lent layers' gradients", 2**28)
+"""Both by the loan's place among the plan's."""
 FIRST_IN_WORLD = WORLD.take("the first transfer of two workers", 1)
 
 CONTROL = Table()

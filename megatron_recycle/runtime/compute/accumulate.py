@@ -164,7 +164,13 @@ class Accumulators:
         self._place = place
         self._sums: dict[Piece, Accumulator] = {}
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The parameters whose gradients are summed up."""
+        return self.layout.parameters
+
     def add(self, pipeline: int, microbatch: int, contributions: Iterable[Contribution]) -> None:
+        """Add one micro-batch's gradients; micro-batches of a piece come in order."""
         piece, block = self._place(pipeline, microbatch)
         if piece not in self._sums:
             self._sums[piece] = Accumulator(self.layout)
@@ -191,6 +197,10 @@ class Accumulators:
                 grown, parameter.grad = parameter.grad, None
                 if grown is not None and grown is not sum_:  # a graph of gradients was asked for, or a hook replaced it
                     sum_.copy_(grown.detach())
+
+    def running(self, piece: Piece) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """The parameters that have a sum in ``piece``, which is a single block, and those sums."""
+        return self._sums[piece].running(piece[2]) if piece in self._sums else []
 
     def clear(self) -> None:
         """Let go of all sums: they are reduced."""

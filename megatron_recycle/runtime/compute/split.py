@@ -121,6 +121,9 @@ class Deferring(Protocol):
     @property
     def deferring_costs(self) -> bool: ...
 
+    def adopt(self, module: nn.Module) -> None:
+        """Another module's linear layers, which belong to no stage of this worker, defer as well."""
+
     def whole(self) -> AbstractContextManager[None]:
         """Layers that run inside the block do not defer; it is around both F and B of a micro-batch, for the sake of
         layers that B runs again. Only asked for where deferring costs."""
@@ -149,6 +152,12 @@ class Splitter:
         self.layers = [module for module in model.modules() if _splittable(module)]
         for layer in self.layers:
             layer.forward = _Forward(layer, self)
+
+    def adopt(self, module: nn.Module) -> None:
+        """Its linear layers defer as well, for as long as they live."""
+        for layer in module.modules():
+            if _splittable(layer):
+                layer.forward = _Forward(layer, self)
 
     @property
     def deferring_costs(self) -> bool:

@@ -1,0 +1,240 @@
+"""The layers of a stage as they are lent: a backend's view of its own, and a worker's copies of its neighbours'."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.lent.terms import HOME, Span
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype)
+
+
+class Lending(Protocol):
+    """The layers of one stage, for a backend whose stages can run others' too.
+
+    Attributes:
+        first: number of the stage's first layer among all of the model.
+        layers: of the stage, in order: modules, or functions.
+        lendable: how many of the first and of the last of them neighbours may run: modules with inputs and outputs that
+            are alike. They leave out one layer at least.
+        why: why these are not more, in words.
+    """
+
+    @property
+    def first(self) -> int: ...
+
+    @property
+    def layers(self) -> Sequence[Callable[..., Any]]: ...
+
+    @property
+    def lendable(self) -> tuple[int, int]: ...
+
+    @property
+    def why(self) -> str: ...
+
+    def build(self, number: int) -> nn.Module:
+        """Another stage's layer ``number``, as it is built there; whatever it holds. Asked for those alone that their
+        stage lends."""
+
+    def running(self, layers: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
+        """Inside the block the stage's forwards and backwards run these in place of its own."""
+
+
+def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple[int, int]:
+    """How many of a stage's first and of its last layers may be run by its neighbours: an unbroken run, at most
+    ``most``, of those that are ``alike``, and always so that one layer stays. ``first`` and ``last``: stages that have
+    no neighbour there."""
+    head = tail = 0
+    while head + tail < len(alike) - 1:
+        one = head < most and not first and alike[head]
+        if one:
+            head += 1
+        other = head + tail < len(alike) - 1 and tail < most and not last and alike[len(alike) - 1 - tail]
+        if other:
+            tail += 1
+        if not one and not other:
+            break
+    return head, tail
+
+
+class Neighbours:
+    """A worker's copies of its neighbours' layers, and the way of a micro-batch through those and its own.
+
+    What a copy holds is given anew for each attempt: nothing of it outlasts one.
+
+    Args:
+        lending: of the stage; None: it cannot run others' layers, nor others its own.
+        adopt: told of each copy when it is built.
+
+    Attributes:
+        draws: whether each layer draws random numbers of its own, so that they do not depend on who runs it.
+    """
+
+    def __init__(self, lending: Lending | None, adopt: Callable[[nn.Module], None], draws: bool) -> None:
+        self.draws = draws and lending is not None
+        self._lending, self._adopt = lending, adopt
+        self._before: list[nn.Module] = []
+        """The last layers of the stage before, in order."""
+        self._behind: list[nn.Module] = []
+        self._seed: Callable[[int], None] | None = None
+
+    @property
+    def lending(self) -> Lending:
+        """The stage's."""
+        if self._lending is None:
+            raise UnsupportedError("the plan lends layers, and this worker's stage can neither lend nor borrow any: "
+                                   "set lend to off")
+        return self._lending
+
+    def hold(self, before: int, behind: int) -> None:
+        """Have copies of so many layers of the stage before and of the stage behind, and of no more."""
+        if not before and not behind:
+            self._before, self._behind = [], []
+            return
+        lending, last = self.lending, self.lending.first + len(self.lending.layers)
+        del self._before[:max(0, len(self._before) - before)], self._behind[behind:]
+        while len(self._before) < before:
+            self._before.insert(0, self._built(lending.first - len(self._before) - 1))
+        while len(self._behind) < behind:
+            self._behind.append(self._built(last + len(self._behind)))
+
+    def _built(self, number: int) -> nn.Module:
+        module = self.lending.build(number)
+        module.requires_grad_(True)  # who lends it picks those that it trains
+        self._adopt(module)
+        return module
+
+    def borrowed(self, head: bool) -> Sequence[nn.Module]:
+        """The copies, in order: those of the stage behind, of its ``head``, or of the end of the stage before."""
+        return self._behind if head else self._before
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """Of all copies."""
+        return parameters_of([*self._before, *self._behind])
+
+    def own(self, head: bool, count: int) -> Sequence[nn.Module]:
+        """So many of the stage's own layers at this end, in order."""
+        layers = self.lending.layers
+        found = layers[:count] if head else layers[len(layers) - count:]
+        if count > self.lending.lendable[not head] or not all(isinstance(each, nn.Module) for each in found):
+            raise UnsupportedError(f"the plan lends {count} layers at the {'head' if head else 'tail'} of a stage that "
+                                   f"lends {self.lending.lendable[not head]}: set lend to off")
+        return [each for each in found if isinstance(each, nn.Module)]
+
+    def train(self) -> None:
+        """The copies are in the mode that the stage's own layers are in."""
+        modes = {module.training for module in self.lending.layers if isinstance(module, nn.Module)}
+        for module in (*self._before, *self._behind):
+            module.train(modes != {False})
+
+    @contextmanager
+    def running(self, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
+        """Inside the block the stage's forwards and backwards run the layers of ``span``. ``seed``: sets all random
+        generators for a layer, by its number in the model."""
+        if span == HOME and not self.draws:
+            yield
+            return
+        lending = self.lending
+        (first, last), (before, behind) = span.own, span.borrowed
+        borrowed = self._before[len(self._before) - before:]
+        layers = [*borrowed, *lending.layers[first:len(lending.layers) - last], *self._behind[:behind]]
+        start = lending.first - before if before else lending.first + first
+        if self.draws:
+            layers = [self._drawing(start + place, layer) for place, layer in enumerate(layers)]
+        self._seed = seed
+        try:
+            with lending.running(layers):
+                yield
+        finally:
+            self._seed = None
+
+    def _drawing(self, number: int, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """``layer``, which draws random numbers of its own whenever it is run, also again by a checkpoint."""
+        if not isinstance(layer, nn.Module):
+            def function(*inputs: Any) -> Any:
+                self._draw(number)
+                return layer(*inputs)
+
+            return function
+        if not any(isinstance(hook, _Draw) for hook in layer._forward_pre_hooks.values()):
+            layer.register_forward_pre_hook(_Draw(self, number))
+        return layer
+
+    def _draw(self, number: int) -> None:
+        if self._seed is not None:
+            self._seed(number)
+
+
+class _Draw:
+    """A hook before a layer's forward."""
+
+    def __init__(self, neighbours: Neighbours, number: int) -> None:
+        self._neighbours, self._number = neighbours, number
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        self._neighbours._draw(self._number)
+
+
+def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Of ``layers``, in order."""
+    return [parameter for layer in layers for parameter in layer.parameters()]
+
+
+def packed(layers: Sequence[nn.Module]) -> torch.Tensor:
+    """All that ``layers`` hold, and what they are, as bytes: `unpack` takes it into copies of them."""
+    tensors = [_bytes(tensor) for tensor in _tensors(layers)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return torch.cat([_bytes(torch.tensor([likeness(layers)])).to(device), *tensors])
+
+
+def room(layers: Sequence[nn.Module]) -> torch.Tensor:
+    """A tensor that takes what is `packed` of others like ``layers``."""
+    tensors = _tensors(layers)
+    return torch.empty(8 + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
+                       device=tensors[0].device if tensors else None)
+
+
+def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> None:
+    """Make ``layers`` copies of what ``data`` was `packed` of. Raises UnsupportedError if they are not alike."""
+    if int(data[:8].cpu().view(torch.int64)) != likeness(layers):
+        raise UnsupportedError("a lent layer is another one where it is at home than where it is built anew: the "
+                               "script has changed it since (its options, its hooks, its parameters). Change it before "
+                               "the model is made, on all ranks alike, or set lend to off")
+    start = 8
+    with torch.no_grad():
+        for tensor in _tensors(layers):
+            end = start + tensor.nbytes
+            tensor.copy_(data[start:end].clone().view(tensor.dtype).view(tensor.shape))
+            start = end
+
+
+def likeness(layers: Sequence[nn.Module]) -> int:
+    """A checksum of what ``layers`` are made of: classes, names, shapes and types, plain attributes, hooks."""
+    return zlib.crc32("\n".join(text for layer in layers for text in _described(layer)).encode())
+
+
+def _described(layer: nn.Module) -> Iterator[str]:
+    for name, module in layer.named_modules():
+        hooks = [1 for key, found in vars(module).items() if key.endswith("_hooks") and found
+                 for hook in found.values() if not isinstance(hook, _Draw)]
+        plain = {key: value for key, value in sorted(vars(module).items())
+                 if not key.startswith("_") and isinstance(value, _PLAIN)}
+        yield f"{name} {type(module).__qualname__} {plain} {len(hooks)}"
+    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
+        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {len(tensor._backward_hooks or ())}"
+
+
+def _tensors(layers: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

@@ -1,0 +1,94 @@
+"""Sums of gradients on a worker that borrows layers, or lends some.
+
+Those of borrowed layers are kept apart, for whoever lends them. With the exact reduction a worker also keeps its own
+sums of layers that it lends apart, block by block, until the helpers' have come: then all blocks are added up in order,
+each as if it had been run at home.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import nn
+
+from megatron_recycle.plan import Microbatch, Piece
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
+from megatron_recycle.runtime.compute.split import Contribution
+
+Place = Callable[[int, int], tuple[Piece, int]]
+
+
+class LentAccumulators(Accumulators):
+    """All sums of one worker in one attempt at an iteration whose plan lends layers.
+
+    Args:
+        layout: of the stage's own gradients.
+        place: as `Accumulators`'.
+        block: micro-batches of a block whose sums are kept apart; 0: one sum is enough.
+        borrowed: layouts of the copies of layers of the stage before, and of the stage behind.
+        given: the stage's own parameters that others compute gradients of.
+    """
+
+    def __init__(self, layout: Layout, place: Place, block: int, borrowed: tuple[Layout, Layout],
+                 given: Sequence[nn.Parameter]) -> None:
+        super().__init__(layout, place)
+        self._block = block
+        self._apart = apart = functools.partial(_apart, block)  # no method of this: sums go when nobody refers to them
+        self.borrowed = tuple(Accumulators(each, apart) for each in borrowed)
+        """Of the stage before, and of the stage behind."""
+        self._given = Accumulators(Layout([each for each in given if each in layout], layout.dtype), apart)
+        own = {id(parameter): self._given for parameter in self._given.layout.parameters} if block else {}
+        self._of = {**own, **{id(parameter): sums for sums in self.borrowed for parameter in sums.layout.parameters}}
+        self._run: dict[Piece, Microbatch] = {}
+        """The blocks of which this worker has run something, each with one of its micro-batches."""
+
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return (*super().parameters, *(parameter for sums in self.borrowed for parameter in sums.layout.parameters))
+
+    def add(self, pipeline: int, microbatch: int, contributions: Iterable[Contribution]) -> None:
+        self._run.setdefault(self._apart(pipeline, microbatch)[0], (pipeline, microbatch))
+        # One by one, as they are formed.
+        for contribution in contributions:
+            sums = self._of.get(id(contribution[0]))
+            if sums is None:
+                super().add(pipeline, microbatch, [contribution])
+            else:
+                sums.add(pipeline, microbatch, [contribution])
+
+    @contextmanager
+    def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(super().lent(pipeline, microbatch))
+            for sums in (*self.borrowed, self._given):
+                stack.enter_context(sums.lent(pipeline, microbatch))
+            yield
+
+    def join(self, come: Mapping[Piece, Sequence[tuple[nn.Parameter, torch.Tensor]]]) -> None:
+        """Add what has ``come`` from helpers, by what it is the sum of, to this worker's own, in the order of blocks.
+        Nothing is added to these afterwards."""
+        if not self._block:
+            for values in come.values():
+                super().add(-1, 0, [each for each in values if each[0] in self.layout])
+            return
+        for piece, (pipeline, microbatch) in sorted(self._run.items()):
+            own = self._given.running(piece)
+            theirs = [each for each in come.get(piece, ()) if each[0] in self.layout]
+            super().add(pipeline, microbatch, [*own, *theirs])
+        self._given.clear()
+
+    def clear(self) -> None:
+        super().clear()
+        for sums in self.borrowed:
+            sums.clear()
+
+
+def _apart(size: int, pipeline: int, microbatch: int) -> tuple[Piece, int]:
+    """As `Accumulators`' place: a sum for each block of ``size`` micro-batches, or one for all."""
+    if not size:
+        return WHOLE, 0
+    block = microbatch // size
+    return (pipeline, block, block), block

@@ -1,0 +1,140 @@
+"""What a plan that lends layers asks of whom: which layers a worker runs of a micro-batch, and what is sent for that.
+
+A micro-batch crosses the boundary behind a stage some layers later (+) or earlier (-) than at home. Who runs a lent
+layer is its *helper* for that micro-batch; the worker of the layer's own stage that runs the rest of that stage for it
+is its *principal*. Helper and principal are next to each other on the micro-batch's route, so they talk anyway.
+
+At the start of an attempt each helper gets a copy of the parameters, from one of its principals. Before the reduction
+it sends the principals its sums of their gradients: with the exact reduction one for each block, which the principal
+puts where its own would be; else one alone, to whichever, since the peers add up all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megatron_recycle.plan import Microbatch, Piece, Plan, Worker
+from megatron_recycle.runtime.compute.accumulate import WHOLE
+
+Crossings = Mapping[Microbatch, tuple[int, ...]]
+"""By micro-batch, how many layers later it crosses each boundary than at home; who is not named crosses all at home."""
+
+
+class Span(NamedTuple):
+    """The layers that a worker runs of a micro-batch, as the crossings before (``head``) and behind (``tail``) them."""
+
+    head: int = 0
+    tail: int = 0
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """How many of the stage's own layers it leaves out, from the first and from the last on."""
+        return max(0, self.head), max(0, -self.tail)
+
+    @property
+    def borrowed(self) -> tuple[int, int]:
+        """How many layers of the stage before it runs, the last ones, and how many of the stage behind, the first."""
+        return max(0, -self.head), max(0, self.tail)
+
+
+HOME = Span()
+
+
+class Loan(NamedTuple):
+    """``layers`` of the stage of ``principal``, the first ones if ``head`` and else the last, that ``helper`` runs.
+
+    ``piece`` is what of their gradients it sums up apart: in `exact` a block, else `WHOLE`.
+    """
+
+    principal: Worker
+    helper: Worker
+    head: bool
+    layers: int
+    piece: Piece = WHOLE
+
+
+class Terms(NamedTuple):
+    """A plan's loans, the same on all workers.
+
+    Attributes:
+        crossings: of the micro-batches that the plan runs.
+        copies: parameters go from principal to helper, in this order.
+        sums: of gradients go back from helper to principal, in this order.
+    """
+
+    crossings: Crossings
+    copies: tuple[Loan, ...] = ()
+    sums: tuple[Loan, ...] = ()
+
+    def span(self, stage: int, microbatch: Microbatch) -> Span:
+        """Of a worker of ``stage`` that runs ``microbatch``."""
+        crossings = self.crossings.get(microbatch)
+        if crossings is None:
+            return HOME
+        return Span(crossings[stage - 1] if stage else 0, crossings[stage] if stage < len(crossings) else 0)
+
+    def borrowed(self, me: Worker) -> tuple[int, int]:
+        """The most layers of the stage before, and of the stage behind, that ``me`` runs."""
+        mine = [loan for loan in self.copies if loan.helper == me]
+        return (max((loan.layers for loan in mine if not loan.head), default=0),
+                max((loan.layers for loan in mine if loan.head), default=0))
+
+    def given(self, me: Worker) -> tuple[int, int]:
+        """How many of its first and of its last layers are run by others for some micro-batch of ``me``."""
+        mine = [loan for loan in self.sums if loan.principal == me]
+        return (max((loan.layers for loan in mine if loan.head), default=0),
+                max((loan.layers for loan in mine if not loan.head), default=0))
+
+
+NOTHING_LENT = Terms({})
+
+
+def crossings_of(plan: Plan) -> Crossings:
+    """Those of ``plan``; none if it lends nothing."""
+    found: Crossings = getattr(plan, "crossings", {})
+    return found
+
+
+def terms_of(plan: Plan) -> Terms:
+    """What ``plan`` asks for. Where it has blocks, sums are kept apart by block."""
+    lent = crossings_of(plan)
+    if not lent:
+        return NOTHING_LENT
+    route = plan.route()
+    crossings = {microbatch: each for microbatch, each in sorted(lent.items())
+                 if any(each) and (*microbatch, 0) in route}
+    block = plan.problem.block
+    most: dict[tuple[Worker, Worker, bool], int] = {}
+    blocks: dict[Loan, None] = {}
+    for (d, m), each in crossings.items():
+        for boundary, crossing in enumerate(each):
+            if not crossing:
+                continue
+            before, behind = route[d, m, boundary], route[d, m, boundary + 1]
+            principal, helper = (behind, before) if crossing > 0 else (before, behind)
+            key, layers = (principal, helper, crossing > 0), abs(crossing)
+            most[key] = max(layers, most.get(key, 0))
+            if block:
+                blocks[Loan(*key, layers, (d, m // block, m // block))] = None
+    sums = tuple(sorted(blocks)) if block else _one_each(most)
+    return Terms(crossings, _one_each(most), sums)
+
+
+def _one_each(most: Mapping[tuple[Worker, Worker, bool], int]) -> tuple[Loan, ...]:
+    """One loan for each helper and end of a stage, of all layers that it runs there, with one of its principals: the
+    one that has fewest yet."""
+    asked: dict[tuple[Worker, bool, int], list[Worker]] = {}
+    layers: Counter[tuple[Worker, bool, int]] = Counter()
+    for (principal, helper, head), count in sorted(most.items()):
+        key = helper, head, principal.stage
+        asked.setdefault(key, []).append(principal)
+        layers[key] = max(layers[key], count)
+    busy: Counter[Worker] = Counter()
+    found = []
+    for (helper, head, stage), principals in sorted(asked.items()):
+        principal = min(principals, key=lambda worker: (busy[worker], worker.pipeline != helper.pipeline, worker))
+        busy[principal] += 1
+        found.append(Loan(principal, helper, head, layers[helper, head, stage]))
+    return tuple(sorted(found))

@@ -1,0 +1,82 @@
+"""Layers next to a stage boundary are run by a neighbouring stage's workers, as crossings that are given by hand say.
+
+Training ends with the bits of a job without failures in which every layer stays at home.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_recycle.plan import Microbatch, Plan
+from tests.memory.job import Job, Shape, check, undisturbed
+from tests.memory.scenes import PER_MICROBATCH, PHASES
+from tests.moments import Moment
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
+
+SHAPE = Shape(3, 2, 4, 3, blocks=4).with_settings(lend="auto")
+DEEP = Shape(3, 3, 4, 3, blocks=7).with_settings(lend="auto")
+LENDABLE = {2: ((0, 2), (2, 0)), 3: ((0, 2), (1, 1), (2, 0))}
+"""How many layers at its head and its tail each stage of these lends."""
+
+
+def crossings(plan: Plan, seed: int) -> dict[Microbatch, tuple[int, ...]]:
+    """Any, drawn by the plan's digest: the same for all micro-batches of a block."""
+    grid, lent = plan.problem.grid, LENDABLE[plan.problem.grid.stages]
+    found = {}
+    for d, m in grid.items():
+        draw = random.Random(f"{seed} {plan.digest} {d} {m // plan.problem.block if plan.problem.block else m}")
+        found[d, m] = tuple(draw.randint(-lent[boundary][1], lent[boundary + 1][0])
+                            for boundary in range(grid.stages - 1))
+    return {microbatch: each for microbatch, each in found.items() if any(each)}
+
+
+@pytest.fixture
+def lends(monkeypatch):
+    """Plans lend layers, always or once somebody has failed."""
+    def lend(seed: int, always: bool = False) -> None:
+        monkeypatch.setattr("megatron_recycle.runtime.lent.terms.crossings_of",
+                            lambda plan: crossings(plan, seed) if always or plan.problem.failed else {})
+
+    return lend
+
+
+def borrows(job: Job) -> bool:
+    """Whether some worker has run a layer of another stage in its last iteration."""
+    workers = [process.worker for process in job.processes.values()]
+    return any(worker is not None and worker.site.trainable.neighbours.parameters for worker in workers)
+
+
+def play(shape: Shape, seed: int, *kills: Moment, within: float = 0.0, slow: float = 0.0) -> None:
+    job = Job(shape, kills, seed=seed, slow=slow)
+    with job:
+        check(job, job.wait(), {kill.worker for kill in kills}, within=within)
+        assert borrows(job)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, DEEP], ids=["3x2", "3x3"])
+@pytest.mark.parametrize("step", ["staggered", "barrier"])
+@pytest.mark.parametrize("seed", range(2))
+def test_without_failures_it_makes_no_difference_who_runs_a_layer(shape, step, seed, lends):
+    undisturbed(shape.with_settings(step="barrier"))
+    lends(seed, always=True)
+    play(shape.with_settings(step=step), seed, slow=0.1)
+
+
+@pytest.mark.parametrize("worker", SHAPE.workers)
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_worker_killed_at_each_moment_while_layers_are_lent(worker, phase, lends):
+    """A helper, or a principal; in the first iteration, and another one in the second, when it is a plan for one less
+    that lends."""
+    lends(0)
+    number = SHAPE.workers.index(worker)
+    first = Moment(SHAPE.workers[(number + 3) % 6], "forward", 0)
+    play(SHAPE, number % 2, first, Moment(worker, phase, 1, number % 2 if phase in PER_MICROBATCH else 0))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_fast_reduction_agrees_to_rounding(seed, lends):
+    lends(seed)
+    play(DEEP.with_settings(reduction="fast"), seed, Moment("1:1", "backward", 0, 1), within=1e-5)
