@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tests.memory.job import Job, Shape, check
@@ -76,17 +76,18 @@ def operations(shape: Shape) -> dict[str, list[Asked]]:
 
 
 class Draw:
-    """Draws scenes."""
+    """Draws scenes, of these jobs."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, shapes: Mapping[str, Shape] = SHAPES) -> None:
         self.random = random.Random(seed)
+        self._shapes = shapes
 
     def scene(self) -> Scene:
-        name = self.random.choice(list(SHAPES))
+        name = self.random.choice(list(self._shapes))
         kind = self.random.choice([self.one, self.asks, self.both_ask, self.two, self.during_the_recovery, self.apart,
                                    self.coordinator, self.with_coordinator, self.comes_back,
                                    self.asks_while_one_comes_back, self.frozen])
-        scene = kind(SHAPES[name])
+        scene = kind(self._shapes[name])
         scene.name = f"{name}, {kind.__name__}"
         scene.slow = self.random.choice([0.0, 0.1, 0.5])
         return scene

@@ -6,39 +6,56 @@ Training ends with the bits of a job without failures in which every layer stays
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
 from megatron_recycle.plan import Microbatch, Plan
 from tests.memory.job import Job, Shape, check, undisturbed
-from tests.memory.scenes import PER_MICROBATCH, PHASES
+from tests.memory.model import SmallStage
+from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw
+from tests.memory.scenes import SHAPES as JOBS
 from tests.moments import Moment
+from tests.seeds import seeds
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
 
 SHAPE = Shape(3, 2, 4, 3, blocks=4).with_settings(lend="auto")
 DEEP = Shape(3, 3, 4, 3, blocks=7).with_settings(lend="auto")
-LENDABLE = {2: ((0, 2), (2, 0)), 3: ((0, 2), (1, 1), (2, 0))}
-"""How many layers at its head and its tail each stage of these lends."""
+SHAPES = {name: shape.with_settings(lend="auto") for name, shape in {
+    **{name: replace(shape, blocks=3 * shape.stages - 2) for name, shape in JOBS.items()},
+    "sharded": Shape(3, 2, 2, 3, blocks=4, sharded=True), "two layers": Shape(3, 3, 3, 3, blocks=4),
+    "parts": Shape(3, 2, 2, 3, blocks=4, parts=2),
+    "long blocks": Shape(3, 3, 6, 3, blocks=7).with_settings(block=2),
+}.items()}
+"""By threes, but for the tied layers."""
 
 
-def crossings(plan: Plan, seed: int) -> dict[Microbatch, tuple[int, ...]]:
+def limits(shape: Shape) -> list[tuple[int, int]]:
+    """How many layers at its head and its tail each stage lends."""
+    return [SmallStage(stages=shape.stages, stage=stage, pipelines=1, microbatches=1, blocks=shape.blocks)
+            .lending.lendable for stage in range(shape.stages)]
+
+
+def crossings(plan: Plan, lent: Sequence[tuple[int, int]], seed: int) -> dict[Microbatch, tuple[int, ...]]:
     """Any, drawn by the plan's digest: the same for all micro-batches of a block."""
-    grid, lent = plan.problem.grid, LENDABLE[plan.problem.grid.stages]
-    found = {}
+    grid, found = plan.problem.grid, {}
     for d, m in grid.items():
         draw = random.Random(f"{seed} {plan.digest} {d} {m // plan.problem.block if plan.problem.block else m}")
-        found[d, m] = tuple(draw.randint(-lent[boundary][1], lent[boundary + 1][0])
-                            for boundary in range(grid.stages - 1))
+        found[d, m] = tuple(draw.randint(-before[1], behind[0]) for before, behind in pairwise(lent))
     return {microbatch: each for microbatch, each in found.items() if any(each)}
 
 
 @pytest.fixture
 def lends(monkeypatch):
-    """Plans lend layers, always or once somebody has failed."""
-    def lend(seed: int, always: bool = False) -> None:
+    """The plans of a job lend layers, always or once somebody has failed."""
+    def lend(shape: Shape, seed: int, always: bool = False) -> None:
+        undisturbed(shape.with_settings(step="barrier"))
+        lent = limits(shape)
         monkeypatch.setattr("megatron_recycle.runtime.lent.terms.crossings_of",
-                            lambda plan: crossings(plan, seed) if always or plan.problem.failed else {})
+                            lambda plan: crossings(plan, lent, seed) if always or plan.problem.failed else {})
 
     return lend
 
@@ -60,8 +77,7 @@ def play(shape: Shape, seed: int, *kills: Moment, within: float = 0.0, slow: flo
 @pytest.mark.parametrize("step", ["staggered", "barrier"])
 @pytest.mark.parametrize("seed", range(2))
 def test_without_failures_it_makes_no_difference_who_runs_a_layer(shape, step, seed, lends):
-    undisturbed(shape.with_settings(step="barrier"))
-    lends(seed, always=True)
+    lends(shape, seed, always=True)
     play(shape.with_settings(step=step), seed, slow=0.1)
 
 
@@ -70,7 +86,7 @@ def test_without_failures_it_makes_no_difference_who_runs_a_layer(shape, step, s
 def test_each_worker_killed_at_each_moment_while_layers_are_lent(worker, phase, lends):
     """A helper, or a principal; in the first iteration, and another one in the second, when it is a plan for one less
     that lends."""
-    lends(0)
+    lends(SHAPE, 0)
     number = SHAPE.workers.index(worker)
     first = Moment(SHAPE.workers[(number + 3) % 6], "forward", 0)
     play(SHAPE, number % 2, first, Moment(worker, phase, 1, number % 2 if phase in PER_MICROBATCH else 0))
@@ -78,5 +94,13 @@ def test_each_worker_killed_at_each_moment_while_layers_are_lent(worker, phase, 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_the_fast_reduction_agrees_to_rounding(seed, lends):
-    lends(seed)
+    lends(DEEP.with_settings(reduction="fast"), seed)
     play(DEEP.with_settings(reduction="fast"), seed, Moment("1:1", "backward", 0, 1), within=1e-5)
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_random_campaign(seed, lends):
+    """As that of jobs that lend nothing."""
+    scene = Draw(seed, SHAPES).scene()
+    lends(scene.shape, seed, always=bool(seed % 3))
+    scene.run(seed)
