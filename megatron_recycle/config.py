@@ -161,7 +161,7 @@ class RecycleConfig:
         "off",
         "whether workers next to a hit stage run some of its layers, for micro-batches that the plan picks; off: only "
         "its own workers do. With auto each layer draws random numbers of its own, also while nobody has failed, so "
-        "that dropout does not depend on who runs it. auto is not there yet",
+        "that dropout does not depend on who runs it. no plan lends layers yet",
         choices=("auto", "off"),
     )
     move_cost: float = _option(1.0, "iterations that one move is taken to cost")

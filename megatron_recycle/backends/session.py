@@ -94,13 +94,14 @@ class Session:
         self._groups: ScriptGroups | None = None
         if self.rank == 0:
             get_logger().info(settings.describe())
+            if settings.lend == "auto":
+                get_logger().warning("megatron-recycle: lend auto: no plan lends layers yet; each layer draws random "
+                                     "numbers of its own all the same")
             if settings.policy in _GIVES_UP:
                 get_logger().warning("megatron-recycle: policy %s: %s", settings.policy, _GIVES_UP[settings.policy])
         if settings.policy == "restart" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
             raise ConfigError("policy restart ends this life of the job with the first failure, and nobody starts the "
                               "script again: give `recycle run --restarts N`, or another policy")
-        if settings.lend == "auto":
-            raise ConfigError("lend auto is not there yet: no plan lends layers so far; leave lend out")
         if settings.guard == "memory" and not Launched.read().by_recycle_run:
             raise ConfigError("guard memory needs `recycle run`, which starts a process for a stage that is lost; the "
                               "launcher of this job starts none. Use `recycle run`, or leave guard out")

@@ -108,8 +108,8 @@ class Attempt:
             self._take_up(kept)
         else:
             site.meters.memory.begin()
-            self.computed = Computed(self._shared.loans.sums(site.trainable.layout, generation.reduction.place,
-                                                      program.plan.problem.block))
+            self.computed = Computed(self._shared.loans.sums(
+                site.trainable.layout, generation.reduction.place, program.plan.problem.block))
         self._share_losses_if_complete()
         site.current.kept, site.current.torn = None, False  # this attempt has it
 

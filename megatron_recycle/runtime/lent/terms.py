@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from megatron_recycle.plan import Microbatch, Piece, Plan, Worker
+from megatron_recycle.plan import Crossing, Microbatch, Piece, Plan, Worker
 from megatron_recycle.runtime.compute.accumulate import WHOLE
 
-Crossings = Mapping[Microbatch, tuple[int, ...]]
+Crossings = Mapping[Microbatch, Crossing]
 """By micro-batch, how many layers later it crosses each boundary than at home; who is not named crosses all at home."""
 
 
@@ -93,8 +93,7 @@ NOTHING_LENT = Terms({})
 
 def crossings_of(plan: Plan) -> Crossings:
     """Those of ``plan``; none if it lends nothing."""
-    found: Crossings = getattr(plan, "crossings", {})
-    return found
+    return plan.crossings
 
 
 def terms_of(plan: Plan) -> Terms:
