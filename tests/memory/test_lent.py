@@ -27,10 +27,8 @@ DEEP = Shape(3, 3, 4, 3, blocks=7).with_settings(lend="auto")
 SHAPES = {name: shape.with_settings(lend="auto") for name, shape in {
     **{name: replace(shape, blocks=3 * shape.stages - 2) for name, shape in JOBS.items()},
     "sharded": Shape(3, 2, 2, 3, blocks=4, sharded=True), "two layers": Shape(3, 3, 3, 3, blocks=4),
-    "parts": Shape(3, 2, 2, 3, blocks=4, parts=2),
     "long blocks": Shape(3, 3, 6, 3, blocks=7).with_settings(block=2),
 }.items()}
-"""By threes, but for the tied layers."""
 
 
 def limits(shape: Shape) -> list[tuple[int, int]]:
@@ -98,7 +96,17 @@ def test_the_fast_reduction_agrees_to_rounding(seed, lends):
     play(DEEP.with_settings(reduction="fast"), seed, Moment("1:1", "backward", 0, 1), within=1e-5)
 
 
-@pytest.mark.parametrize("seed", seeds(60))
+@pytest.mark.parametrize("seed", range(2))
+def test_parts_of_a_worker_borrow_the_equal_parts_of_a_layer(seed, lends):
+    shape = Shape(3, 2, 2, 3, blocks=4, parts=2).with_settings(lend="auto")
+    lends(shape, seed, always=bool(seed))
+    job = Job(shape, [Moment(f"1:{seed}.1", "backward", 1)], seed=seed)
+    with job:
+        check(job, job.wait(), {f"1:{seed}.0", f"1:{seed}.1"})
+        assert borrows(job)
+
+
+@pytest.mark.parametrize("seed", seeds(30))
 def test_random_campaign(seed, lends):
     """As that of jobs that lend nothing."""
     scene = Draw(seed, SHAPES).scene()
