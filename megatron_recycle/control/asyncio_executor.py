@@ -44,6 +44,7 @@ class AsyncioExecutor:
         if after.generation != before.generation:
             self._searches.cancel()
             self._clocks.new_generation(after)
+            self._server.shelf.forget(after.generation - 2)
         elif (after.joiners, after.stranded) != (before.joiners, before.stranded):
             self._clocks.watch_all(after)
 

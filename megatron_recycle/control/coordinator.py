@@ -8,6 +8,7 @@ drives it. One event loop owns the state. It never waits for a plan and never fo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
@@ -25,6 +26,7 @@ from megatron_recycle.control.measured import Conclusions
 from megatron_recycle.control.memory import Memory, Records
 from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Searches
 from megatron_recycle.control.server import Server
+from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.control.telling import Telling
 from megatron_recycle.control.wire import GUEST, Message
 from megatron_recycle.membership import commands, messages, moving
@@ -59,6 +61,8 @@ class Coordinator:
         host: where this is, as workers there name their host.
         shape: what the job has in common with its life before this one.
         restarts: whether the script is started again if the grid cannot go on.
+        shelf: the content of torch's store.
+        follows: whether another coordinator has led the job before, to which its processes may have told something.
     """
 
     def __init__(
@@ -81,11 +85,13 @@ class Coordinator:
         host: str = "",
         shape: Shape | None = None,
         restarts: bool = False,
+        shelf: Shelf | None = None,
+        follows: bool = False,
     ) -> None:
         timeouts = timeouts or Timeouts()
         state = (State(size=size) if state is None else state).with_(host=host, shape=shape)
         memory = Memory(journal)
-        self.server = Server(size, token, timeouts.hello_timeout, self)
+        self.server = Server(size, token, timeouts.hello_timeout, self, shelf)
         self._listener = listener
         self._launched = launched
         self._measure = measure
@@ -97,6 +103,7 @@ class Coordinator:
         self._executor = AsyncioExecutor(self.server, self._clocks, self._searches, self._telling, memory, state,
                                         restarts)
         self._leader = Leader(state, memory, self._executor)
+        self._follows = follows
         self._closed = False
 
     @property
@@ -119,9 +126,17 @@ class Coordinator:
         elif self.state.phase is not Phase.FORMING:  # members have as long as a heartbeat may take to connect again
             self._clocks.new_generation(self.state)
         self._clocks.start()
+        if self._follows:
+            self._gather()
         if self.state.phase is Phase.RETURNING:
             self.feed(Restarted())
         return address
+
+    def _gather(self) -> None:
+        """Whoever has not told the shelf what it knows when it would be declared out has nothing to tell."""
+        state, shelf = self.state, self.server.shelf
+        shelf.gather([one.rank for one in state.members.values()] or range(state.size))
+        asyncio.get_running_loop().call_later(self._clocks.timeouts.detection, shelf.gathered)
 
     async def wait_ended(self) -> End:
         """Wait for the end of the job, and return it. Raises LeadLost if another coordinator leads it to its end."""

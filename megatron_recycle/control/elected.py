@@ -200,6 +200,10 @@ class ElectedJournal:
         self._lost: str | None = None
         self._over = threading.Event()
 
+    def leads(self) -> bool:
+        """Whether nobody else can lead yet."""
+        return self._lost is None and self._clock() <= self._until
+
     def append(self, record: Mapping[str, Any]) -> None:
         """Returns when a majority of the store has the record, in this term. Raises LeadLost, or OSError if the store
         does not take it."""

@@ -14,7 +14,7 @@ from megatron_recycle.control.wire import GUEST
 from megatron_recycle.membership import messages
 from megatron_recycle.membership.state import State
 
-_READS = ("get", "wait", "around", "check", "count")
+_READS = ("get", "wait", "around", "check", "count", "list")
 
 
 def part(state: State) -> str:
@@ -46,3 +46,10 @@ class Guests:
                 return f"{key!r:.80}: a worker with the job's token has written it"
         self._written.update(ask["keys"])
         return ""
+
+    def tellable(self, ask: Mapping[str, Any], part: str, there: Callable[[str], bool]) -> dict[str, Any]:
+        """What counts of all that a guest tells a coordinator which has come back."""
+        told = [each for each in zip(ask["keys"], ask["values"], ask["stamps"])
+                if not self.refusal({"op": "set", "keys": [each[0]]}, part, there)]
+        return {**ask, "keys": [key for key, _, _ in told], "values": [value for _, value, _ in told],
+                "stamps": [stamp for _, _, stamp in told], "marks": {}}

@@ -32,6 +32,7 @@ from megatron_recycle.control.memory import Records
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.control.ports import joined, listen, reserve
+from megatron_recycle.control.shelf import Shelf
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.records import restore, taken_up, untold
 from megatron_recycle.membership.resume import RESTART
@@ -193,6 +194,8 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         host="" if args.store else socket.gethostname() + ("" if args.embedded else f"/{args.node}"),
         shape=Shape(**life["shape"]) if life.get("shape") else None,
         restarts=life.get("restarts", False),
+        shelf=None if elected is None else Shelf(elected.term, leads=elected.leads),
+        follows=args.resume or (elected is not None and elected.term > 1),
     )
     control, signs = await coordinator.start(), None
     if elected is not None:

@@ -24,7 +24,7 @@ _SPARE_STRANGERS = 1000
 """Connections without a hello, beside one for each worker. With thousands of them each second one with the token needs
 this many to have the time to say it; each costs a descriptor, and 64 KiB at most."""
 
-_NOTHING: Message = {"keys": [], "values": [], "stamps": [], "number": 0, "stamp": 0}
+_NOTHING: Message = {"keys": [], "values": [], "stamps": [], "number": 0, "stamp": 0, "marks": {}}
 """Of an ask or an answer, what has nothing to say."""
 
 log = logging.getLogger(__name__)
@@ -51,6 +51,7 @@ class Server:
         size: number of workers.
         token: the job's token.
         hello_timeout: seconds that a connection has to say hello.
+        shelf: the content of torch's store; without one, a new one.
 
     Attributes:
         workers: the connection of each process, by incarnation.
@@ -58,13 +59,14 @@ class Server:
         shelf: the content of torch's store.
     """
 
-    def __init__(self, size: int, token: str, hello_timeout: float, hearer: Hearer) -> None:
+    def __init__(self, size: int, token: str, hello_timeout: float, hearer: Hearer,
+                 shelf: Shelf | None = None) -> None:
         self.token = token
         self.hello_timeout = hello_timeout
         self.workers: dict[str, Connection] = {}
         self.launchers: set[Connection] = set()
         self.strangers: Strangers[Connection] = Strangers(size + _SPARE_STRANGERS)
-        self.shelf = Shelf()
+        self.shelf = Shelf() if shelf is None else shelf
         self._guests = Guests()
         self._size = size
         self._hearer = hearer
@@ -167,17 +169,24 @@ class Server:
         elif connection.role == "store":
             if message["type"] == "hello":
                 connection.send({"type": "welcome", "shelf": self.shelf.name})
-            elif connection.guest and (why := self._guests.refusal(message, self._hearer.part_of_guests(),
-                                                                   self._there)):
-                connection.send({"type": "answer", **_NOTHING, "error": why})
             else:
-                self.shelf.ask(connection, message, connection.send)
+                self._ask(connection, message)
         elif connection.role == "launcher":
             self._from_launcher(connection, message)
         elif message["type"] == "hello":
             self._welcome(connection, message)
         elif connection.incarnation is not None:
             self._hearer.from_worker(connection.incarnation, message)
+
+    def _ask(self, connection: Connection, message: Message) -> None:
+        if connection.guest:
+            part = self._hearer.part_of_guests()
+            if message["op"] == "tell":
+                message = self._guests.tellable(message, part, self._there)
+            elif why := self._guests.refusal(message, part, self._there):
+                connection.send({"type": "answer", **_NOTHING, "error": why})
+                return
+        self.shelf.ask(connection, message, connection.send)
 
     def _there(self, key: str) -> bool:
         """Whether the shelf has a value for this key."""

@@ -1,76 +1,176 @@
 """What a job's processes tell each other before they can talk: the content of torch's store, in the coordinator.
 
-It lives in memory. A coordinator that comes back has an empty shelf of another name; the processes, which remember what
-they have put there, tell it again (`tell`). Every value has a stamp, and the latest one counts, so it does not matter
-who tells what first.
+It lives in memory. A coordinator that comes back, or another one that leads now, has an empty shelf of another name;
+the processes, which remember what they have put there, tell it again (`tell`). Every value has a stamp, and the latest
+one counts, so it does not matter who tells what first.
+
+What must not be done twice, nor on half of what was known (counts, appended text, comparisons), is exact all the same.
+A process's asks have names, and whoever hears of a value hears which asks made it (`marks`): so one that comes again,
+since its answer was lost with its coordinator, is known although another process alone has seen what it did. And until
+all processes have told what they know (`gather`), nobody is answered out of it.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.control.wire import Message
 
 MOST_BYTES = 1 << 30
-"""All values together."""
+"""All keys and values together, with what each costs beside."""
 LARGEST = 2 << 20
 """Bytes of one value, and of all that is asked for at once: an answer is one message."""
 TOO_MUCH = "more than an answer holds: ask for one at a time"
-_REMEMBERED = 4096
+OWN = "recycle/"
+"""The keys of the plugin itself begin so."""
+ENTRY_BYTES = 200
+"""What a key costs beside its text and its value."""
+DELETED = 4096
+"""Deleted keys that are remembered, so that who tells an older value of one does not bring it back."""
+_SLOTS = 1 << 16
+_TERM_BITS, _DAY = 32, 86400
+"""A stamp begins with the term, or with the second in which the coordinator came; a clock may go back."""
+_GENERATION = re.compile(OWN + r"g(\d+)-")
 _WAITS = ("get", "wait", "around")
+_AT_ONCE = ("tell", "wait", "around")
+"""Asks that can be answered although not all have told what they know yet."""
 
 Send = Callable[[Message], None]
+Mark = tuple[int, int, str]
+"""The number of an ask, the number that answered it, and its key."""
 
 
 @dataclass
-class _Waiting:
-    """An ask that is answered once all ``missing`` keys are there."""
+class _Ask:
+    """An ask that cannot be answered yet: because of ``missing`` keys, or because not all have told."""
 
     message: Message
     send: Send
-    missing: set[str]
+    missing: set[str] = field(default_factory=set)
 
 
-@dataclass
+class Marks:
+    """The last ask of each slot, which asks one thing after the other; one that has changed nothing has no key."""
+
+    def __init__(self) -> None:
+        self._of_slot: dict[str, Mark] = {}
+        self._of_key: dict[str, set[str]] = {}
+
+    def put(self, slot: str, mark: Mark) -> None:
+        """It was done, unless something later is known of this slot."""
+        before = self._of_slot.get(slot)
+        if before is not None and (before[0] > mark[0] or (before[0] == mark[0] and before[2])):
+            return
+        self._drop(slot)
+        self._of_slot[slot] = mark
+        if mark[2]:
+            self._of_key.setdefault(mark[2], set()).add(slot)
+        if len(self._of_slot) > _SLOTS:
+            self._drop(next(iter(self._of_slot)))
+
+    def get(self, slot: str) -> Mark:
+        return self._of_slot.get(slot, (-1, 0, ""))
+
+    def on(self, keys: Iterable[str]) -> dict[str, Mark]:
+        """Those of asks that have changed one of ``keys``."""
+        return {slot: self._of_slot[slot] for key in keys for slot in self._of_key.get(key, ())}
+
+    def _drop(self, slot: str) -> None:
+        _, _, key = self._of_slot.pop(slot, (-1, 0, ""))
+        if key:
+            self._of_key[key].discard(slot)
+            if not self._of_key[key]:
+                del self._of_key[key]
+
+
+class _Rooms:
+    """Which keys there are: by folder, which is the part before the last slash, and by generation."""
+
+    def __init__(self) -> None:
+        self._folders: dict[str, dict[str, None]] = {}
+        self._generations: dict[int, dict[str, None]] = {}
+
+    def add(self, key: str) -> None:
+        for room, name in self._rooms(key):
+            room.setdefault(name, {})[key] = None
+
+    def remove(self, key: str) -> None:
+        for room, name in self._rooms(key):
+            if name in room:
+                room[name].pop(key, None)
+                if not room[name]:
+                    del room[name]
+
+    def beside(self, keys: Iterable[str]) -> list[str]:
+        """All that is in the folders of ``keys``."""
+        return [one for folder in {*map(_folder, keys)} for one in self._folders.get(folder, ())]
+
+    def until(self, generation: int) -> list[str]:
+        """The keys of this generation and of those before."""
+        return [key for number, keys in self._generations.items() if number <= generation for key in keys]
+
+    def _rooms(self, key: str) -> list[tuple[dict[Any, dict[str, None]], Any]]:
+        of = generation_of(key)
+        own: list[tuple[dict[Any, dict[str, None]], Any]] = [(self._folders, _folder(key))]
+        return own if of is None else [*own, (self._generations, of)]
+
+
 class Shelf:
     """Keys with values, each with the stamp of its last change (None: deleted).
 
+    Args:
+        term: which of the job's shelves this is; a later one has a higher number.
+        most: bytes.
+        leads: whether this coordinator still is the one that leads. One that is not answers nobody.
+
     Attributes:
-        name: no other shelf has it.
+        name: no other shelf has it; see `term_of`.
     """
 
-    name: str = field(default_factory=lambda: secrets.token_hex(8))
-    clock: Callable[[], int] = time.time_ns
-    most: int = MOST_BYTES
-    _values: dict[str, tuple[int, bytes | None]] = field(default_factory=dict)
-    _waiting: dict[object, _Waiting] = field(default_factory=dict)
-    _wanted: dict[str, set[object]] = field(default_factory=dict)
-    _done: dict[str, Message] = field(default_factory=dict)
-    """The latest answers to what must not be done twice, by the ask's name."""
-    _beside: dict[str, dict[str, None]] = field(default_factory=dict)
-    """The keys in each folder: the part of a key before its last slash."""
-    _bytes: int = 0
-    _stamp: int = 0
+    def __init__(self, term: int | None = None, most: int = MOST_BYTES, leads: Callable[[], bool] = lambda: True
+                 ) -> None:
+        self.name = f"{term or 0}.{secrets.token_hex(8)}"
+        self._most = most
+        self._leads = leads
+        self._stamp = (int(time.time()) if term is None else term) << _TERM_BITS
+        self._latest = self._stamp + (1 << _TERM_BITS) * (_DAY if term is None else 1)
+        self._values: dict[str, tuple[int, bytes | None]] = {}
+        self._rooms = _Rooms()
+        self._marks = Marks()
+        self._deleted: dict[str, None] = {}
+        self._bytes = 0
+        self._forgotten = 0
+        self._waiting: dict[object, _Ask] = {}
+        self._wanted: dict[str, set[object]] = {}
+        self._held: dict[object, _Ask] = {}
+        self._untold: set[int] = set()
 
     def ask(self, who: object, message: Message, send: Send) -> None:
         """Answer ``message`` of the connection ``who`` by ``send``, at once or when what it waits for is there. A
         connection asks one thing at a time."""
+        if not self._leads():
+            return  # it will turn to the one that leads
+        if self._untold and message["op"] not in _AT_ONCE and not _own(message["keys"]):
+            self._held[who] = _Ask(message, send)
+            return
         try:
             values = [None if one is None else base64.b64decode(one, validate=True) for one in message["values"]]
             if len(values) not in (len(message["keys"]), 0) and message["op"] != "compare_set":
                 raise ValueError(f"{len(message['keys'])} keys and {len(values)} values")
             self._ask(who, message, message["keys"], values, send)
-        except (ValueError, IndexError, OverflowError, binascii.Error) as error:
+        except (ValueError, IndexError, OverflowError, TypeError, binascii.Error) as error:
             send(_answer(error=f"{message['op']!r:.40}: {error}"))
 
     def gone(self, who: object) -> None:
         """This connection has ended: nobody waits for an answer any more."""
+        self._held.pop(who, None)
         if (waited := self._waiting.pop(who, None)) is not None:
             for key in waited.missing:
                 self._wanted[key].discard(who)
@@ -80,86 +180,138 @@ class Shelf:
     @property
     def waiting(self) -> frozenset[object]:
         """The connections that wait for an answer."""
-        return frozenset(self._waiting)
+        return frozenset((*self._waiting, *self._held))
+
+    def gather(self, ranks: Iterable[int]) -> None:
+        """This shelf follows another one: each of these processes has something to tell first."""
+        self._untold = set(ranks)
+
+    def gathered(self) -> None:
+        """Whoever has not told by now will not: answer those that have waited for it."""
+        self._untold.clear()
+        held, self._held = self._held, {}
+        for who, asked in held.items():
+            self.ask(who, asked.message, asked.send)
+
+    def forget(self, generation: int) -> None:
+        """Nobody needs the keys of this generation and of those before any more."""
+        if generation <= self._forgotten:
+            return
+        self._forgotten = generation
+        for key in self._rooms.until(generation):
+            self._bytes -= _size(key, self._values.pop(key)[1])
+            self._rooms.remove(key)
+        for key in [key for key in self._deleted if (generation_of(key) or generation + 1) <= generation]:
+            self._remove_deleted(key)
+
+    def __len__(self) -> int:
+        """Keys that are remembered, deleted ones among them."""
+        return len(self._values)
 
     def _ask(self, who: object, message: Message, keys: Sequence[str], values: Sequence[bytes | None],
              send: Send) -> None:
-        op, once = message["op"], message["once"]
-        if once in self._done:
-            send(self._done[once])
-        elif op in _WAITS:
+        op, (slot, number) = message["op"], named(message["once"])
+        last, result, changed = self._marks.get(slot)
+        if slot and last > number:
+            return  # of a connection that its process has left long ago
+        if slot and last == number and changed:  # it was done, and its answer lost
+            stamp, value = self._values.get(changed, (0, None))
+            send(_answer([value], result, stamp, marks=self._marks.on(keys)))
+            return
+        if slot:
+            self._marks.put(slot, (number, 0, ""))
+        if op in _WAITS:
             missing = {key for key in keys if self._get(key) is None}
             if not missing:
                 send(self._found(message))
             else:
-                self._waiting[who] = _Waiting(message, send, missing)
+                self._waiting[who] = _Ask(message, send, missing)
                 for key in missing:
                     self._wanted.setdefault(key, set()).add(who)
         elif op == "check":
             send(_answer(number=int(all(self._get(key) is not None for key in keys))))
         elif op == "count":
-            send(_answer(number=sum(value is not None for _, value in self._values.values())))
+            send(_answer(number=len(self._values) - len(self._deleted)))
+        elif op == "list":
+            send(self._listed())
+        elif op == "tell":
+            self._told(message, keys, values, send)
         else:
-            self._change(op, message, keys, values, send)
+            self._change(message, (slot, number), keys, values, send)
 
-    def _change(self, op: str, message: Message, keys: Sequence[str], values: Sequence[bytes | None],
+    def _told(self, message: Message, keys: Sequence[str], values: Sequence[bytes | None], send: Send) -> None:
+        for key, value, stamp in zip(keys, values, message["stamps"], strict=True):
+            if type(stamp) is not int or not 0 <= stamp < self._latest:
+                raise ValueError(f"{stamp!r:.30} is no stamp")
+            self._stamp = max(self._stamp, stamp)
+            self._put(key, value, stamp)
+        for slot, mark in marks_of(message["marks"]).items():
+            self._marks.put(slot, mark)
+        send(_answer())
+        if message["number"] in self._untold:
+            self._untold.discard(message["number"])
+            if not self._untold:
+                self.gathered()
+
+    def _change(self, message: Message, name: tuple[str, int], keys: Sequence[str], values: Sequence[bytes | None],
                 send: Send) -> None:
         """The answer has the stamp of the change, which its author remembers with it."""
-        if op == "tell":
-            for key, value, stamp in zip(keys, values, message["stamps"], strict=True):
-                if type(stamp) is not int or not 0 <= stamp < 1 << 63:
-                    raise ValueError(f"{stamp!r:.30} is no stamp")
-                self._stamp = max(self._stamp, stamp)
-                self._put(key, value, stamp)
-            send(_answer())
-            return
-        stamp = self._stamp = max(self._stamp + 1, self.clock())
-        number, answer, put = 0, [], list(zip(keys, values, strict=False))
+        op, now = message["op"], self._get(keys[0]) if keys else None
+        number, put = 0, list(zip(keys, values, strict=False))
         if op == "add":
-            number = _number(self._get(keys[0])) + message["number"]
-            put = [(keys[0], str(number).encode())]
-            answer = [put[0][1]]
+            number = _number(now) + message["number"]
+            put = [(keys[0], str(number).encode())] if now is None or message["number"] else []
         elif op == "append":
-            put = [(keys[0], (self._get(keys[0]) or b"") + (values[0] or b""))]
-            answer = [put[0][1]]
+            put = [(keys[0], (now or b"") + (values[0] or b""))]
         elif op == "compare_set":
             expected, desired = values
-            now = self._get(keys[0])
             put = [(keys[0], desired)] if now == expected or (now is None and not expected) else []
-            answer = [desired if put else (expected if now is None else now)]
             number = len(put)
         elif op == "delete":
             number = sum(self._get(key) is not None for key in keys)
-            put = [(key, None) for key in keys]
+            put = [(key, None) for key in keys] if number else []
         elif op != "set":
             raise ValueError("no such operation")
+        if not put:
+            send(_answer([values[0] if op == "compare_set" and now is None else now], number))
+            return
+        self._check_room(put)
+        self._stamp += 1
         for key, value in put:
-            self._put(key, value, stamp)
-        told = _answer(answer, number, stamp)
-        if message["once"]:
-            self._done[message["once"]] = told
-            if len(self._done) > _REMEMBERED:
-                del self._done[next(iter(self._done))]
-        send(told)
+            self._put(key, value, self._stamp)
+        if name[0] and len(keys) == 1 and not (op == "set" and _own(keys)):
+            self._marks.put(name[0], (name[1], number, keys[0]))
+        last = () if op == "set" else [self._get(key) for key in keys]
+        send(_answer(last, number, self._stamp, marks=self._marks.on(keys)))
 
     def _get(self, key: str) -> bytes | None:
         return self._values.get(key, (0, None))[1]
 
+    def _check_room(self, put: Iterable[tuple[str, bytes | None]]) -> None:
+        """Raises ValueError."""
+        more = 0
+        for key, value in put:
+            if len(key) + len(value or b"") > LARGEST:
+                raise ValueError(f"a value has {len(value or b'')} bytes, and may have {LARGEST}")
+            more += _size(key, value) - (_size(key, self._values[key][1]) if key in self._values else 0)
+        if more > 0 and self._bytes + more > self._most:
+            raise ValueError(f"the job's store is full ({self._most >> 20} MiB): it is for addresses, not for data")
+
     def _put(self, key: str, value: bytes | None, stamp: int) -> None:
-        before, had = self._values.get(key, (-1, None))
-        if stamp < before:
+        before = self._values.get(key)
+        if (before is not None and stamp < before[0]) or (generation_of(key) or self._forgotten + 1) <= self._forgotten:
             return
-        if len(value or b"") > LARGEST:
-            raise ValueError(f"a value has {len(value or b'')} bytes, and may have {LARGEST}")
-        size = self._bytes + len(value or b"") - len(had or b"")
-        if size > self.most:
-            raise ValueError(f"the job's store is full ({self.most >> 20} MiB): it is for addresses, not for data")
-        self._bytes = size
+        self._check_room([(key, value)])
+        self._bytes += _size(key, value) - (0 if before is None else _size(key, before[1]))
         self._values[key] = stamp, value
+        self._deleted.pop(key, None)
         if value is None:
-            self._beside.get(_folder(key), {}).pop(key, None)
+            self._rooms.remove(key)
+            self._deleted[key] = None
+            if len(self._deleted) > DELETED:
+                self._remove_deleted(next(iter(self._deleted)))
             return
-        self._beside.setdefault(_folder(key), {})[key] = None
+        self._rooms.add(key)
         for who in self._wanted.pop(key, ()):
             waiting = self._waiting[who]
             waiting.missing.discard(key)
@@ -167,11 +319,14 @@ class Shelf:
                 del self._waiting[who]
                 waiting.send(self._found(waiting.message))
 
+    def _remove_deleted(self, key: str) -> None:
+        del self._deleted[key]
+        self._bytes -= _size(key, self._values.pop(key)[1])
+
     def _found(self, message: Message) -> Message:
         """With `around`, all that is in the folders of the keys asked for."""
         if message["op"] == "around":
-            keys = list(dict.fromkeys((*message["keys"], *(
-                key for folder in {*map(_folder, message["keys"])} for key in self._beside[folder]))))
+            keys = list(dict.fromkeys((*message["keys"], *self._rooms.beside(message["keys"]))))
             values = [self._get(key) for key in keys]
             if sum(len(key) + len(value or b"") for key, value in zip(keys, values, strict=True)) <= LARGEST:
                 return {**_answer(values), "keys": keys}
@@ -180,13 +335,57 @@ class Shelf:
             return _answer(error=TOO_MUCH)
         return _answer(values)
 
+    def _listed(self) -> Message:
+        keys = [key for key in self._values if key not in self._deleted]
+        if sum(len(key) + 8 for key in keys) > LARGEST:
+            raise ValueError(f"{len(keys)} keys are more than an answer holds")
+        return {**_answer(), "keys": keys}
 
-def _answer(values: Sequence[bytes | None] = (), number: int = 0, stamp: int = 0, error: str = "") -> Message:
-    return {"type": "answer", "keys": [], "values": encoded(values), "number": number, "stamp": stamp, "error": error}
+
+def _answer(values: Sequence[bytes | None] = (), number: int = 0, stamp: int = 0, error: str = "",
+            marks: Mapping[str, Mark] | None = None) -> Message:
+    return {"type": "answer", "keys": [], "values": encoded(values), "number": number, "stamp": stamp,
+            "marks": dict(marks or {}), "error": error}
+
+
+def generation_of(key: str) -> int | None:
+    """The generation whose members meet by this key; None: it is of none."""
+    found = _GENERATION.match(key)
+    return None if found is None else int(found[1][:18])
+
+
+def term_of(name: str) -> int:
+    """The term of the shelf of this name; 0: it has none, or there is no shelf yet."""
+    return int(name.partition(".")[0] or 0)
+
+
+def marks_of(told: Mapping[str, Any]) -> dict[str, Mark]:
+    """Marks as JSON has them. Raises ValueError."""
+    found = {}
+    for slot, mark in told.items():
+        if not isinstance(mark, (list, tuple)) or [type(each) for each in mark] != [int, int, str]:
+            raise ValueError(f"{mark!r:.60} is no mark")
+        found[slot] = mark[0], mark[1], mark[2]
+    return found
+
+
+def named(once: str) -> tuple[str, int]:
+    """Slot and number of an ask, as ``SLOT:NUMBER``; without a name it is of no slot. Raises ValueError."""
+    slot, _, number = once.rpartition(":")
+    return (slot, int(number)) if once else ("", -1)
+
+
+def _own(keys: Sequence[str]) -> bool:
+    """Whether all of them are the plugin's, which meets again by other keys when something was lost."""
+    return bool(keys) and all(key.startswith(OWN) for key in keys)
 
 
 def _folder(key: str) -> str:
     return key.rpartition("/")[0]
+
+
+def _size(key: str, value: bytes | None) -> int:
+    return ENTRY_BYTES + len(key) + len(value or b"")
 
 
 def _number(value: bytes | None) -> int:
@@ -202,4 +401,3 @@ def encoded(values: Sequence[bytes | None]) -> list[str | None]:
 def decoded(values: Sequence[Any]) -> list[bytes]:
     """What `encoded` gave; nothing for what is not there."""
     return [b"" if one is None else base64.b64decode(one) for one in values]
-

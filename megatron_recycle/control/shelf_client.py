@@ -8,6 +8,7 @@ coordinator that has come back with an empty one.
 
 from __future__ import annotations
 
+import base64
 import math
 import os
 import secrets
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_recycle.control.addresses import targets
-from megatron_recycle.control.shelf import LARGEST, TOO_MUCH, decoded, encoded
+from megatron_recycle.control.shelf import DELETED, LARGEST, OWN, TOO_MUCH, Mark, decoded, encoded, marks_of, term_of
 from megatron_recycle.control.sockets import SILENT_S, watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError
 from megatron_recycle.membership.messages import TO_STORE, check
@@ -30,8 +31,8 @@ _TURN_S = 1.0
 _PAUSE = 0.05
 """Seconds between tries to connect, and between looks at whether an ask was given up."""
 _UNANSWERED = 5.0
-_ONCE = ("add", "append", "compare_set", "delete")
-"""What must not be done twice, should its answer be lost."""
+_MARKS = 1 << 14
+"""Asks of other processes that are remembered as done."""
 
 
 class NotThere(TimeoutError):
@@ -47,6 +48,19 @@ class Said:
     """Values that a process has put on the shelf, each with its stamp, in case they must be told again."""
 
     values: dict[str, tuple[bytes | None, int]] = field(default_factory=dict)
+    _deleted: dict[str, None] = field(default_factory=dict)
+
+    def put(self, key: str, value: bytes | None, stamp: int) -> None:
+        """None: it was deleted, which is remembered of the latest such keys."""
+        if stamp < self.values.get(key, (None, 0))[1]:
+            return
+        self.values[key] = value, stamp
+        self._deleted.pop(key, None)
+        if value is None:
+            self._deleted[key] = None
+            if len(self._deleted) > DELETED:
+                oldest = next(iter(self._deleted))
+                del self._deleted[oldest], self.values[oldest]
 
 
 @dataclass
@@ -56,7 +70,56 @@ class Answer:
     keys: list[str]
     values: list[bytes]
     number: int
-    stamp: int
+
+
+@dataclass
+class _Slot:
+    """Asks that come one after the other: each has the slot's name and a number."""
+
+    name: str
+    number: int = 0
+
+
+class _Memory:
+    """What a process knows of the shelf: what it has put there, and which asks, of whomever, have been done."""
+
+    def __init__(self) -> None:
+        self.shelf = ""
+        """The one that answers: of a coordinator that was followed by another one no answer counts."""
+        self.told = ""
+        """The one that knows all of this."""
+        self._always = Said()
+        self._said: list[Said] = []
+        self._marks: dict[str, Mark] = {}
+
+    def said(self, most: int) -> Said:
+        """A new part of it. All but the latest ``most`` are forgotten; 0: the one part that is not."""
+        if not most:
+            return self._always
+        self._said.append(made := Said())
+        del self._said[:-most]
+        return made
+
+    def add(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], told: Message) -> None:
+        """This has become of an ask: of what was set it has no values, or, if it was set earlier, those of now."""
+        now = [None if one is None else base64.b64decode(one) for one in told["values"]]
+        for key, value in zip(keys, values if op == "set" and not now else now, strict=True):
+            said.put(key, value, told["stamp"])
+        for slot, mark in marks_of(told["marks"]).items():
+            self._marks.pop(slot, None)
+            self._marks[slot] = mark
+        while len(self._marks) > _MARKS:
+            del self._marks[next(iter(self._marks))]
+
+    def parts(self, rank: int) -> list[Message]:
+        """All of it, as asks; the last one says whose it is."""
+        told = [(key, value, stamp) for said in (self._always, *self._said)
+                for key, (value, stamp) in said.values.items()]
+        parts = [*_parts(told)] or [()]
+        return [{"type": "ask", "op": "tell", "keys": [key for key, _, _ in part],
+                 "values": encoded([value for _, value, _ in part]), "stamps": [stamp for _, _, stamp in part],
+                 "number": rank if part is parts[-1] else -1, "once": "",
+                 "marks": dict(self._marks) if part is parts[-1] else {}} for part in parts]
 
 
 class ShelfClient:
@@ -65,28 +128,29 @@ class ShelfClient:
     Args:
         address: "host:port" of the coordinator, or several, of which one leads.
         token: the job's.
+        rank: of this process among the job's.
     """
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, rank: int = -1) -> None:
         self.address = address
         self._targets = targets(address)
         self._token = token
+        self._rank = rank
         self._lock = threading.Lock()
         self._idle: list[_Line] = []
-        self._shelf = ""
-        self._said: list[Said] = []
+        self._name = secrets.token_hex(6)
+        self._slots: list[_Slot] = []
+        self._memory = _Memory()
         os.register_at_fork(after_in_child=self._forked)
 
     def said(self, most: int) -> Said:
-        """A new memory of what is put there. All but the latest ``most``, and the first one, are forgotten."""
+        """A new memory of what is put there. All but the latest ``most`` are forgotten; 0: the one that is not."""
         with self._lock:
-            self._said.append(made := Said())
-            del self._said[1:-most]
-        return made
+            return self._memory.said(most)
 
     def ask(self, op: str, keys: Sequence[str], values: Sequence[bytes] = (), *, number: int = 0, timeout: float,
             given_up: Callable[[], bool] = lambda: False, said: Said | None = None) -> Answer:
-        """The shelf's answer.
+        """The shelf's answer. Of an ask that has ended without one nobody knows whether it was done.
 
         Raises:
             NotThere: not within ``timeout`` seconds.
@@ -97,22 +161,44 @@ class ShelfClient:
             if len(value) > LARGEST:
                 raise ValueError(f"a value of {len(value)} bytes, and the store takes {LARGEST}: it is for addresses, "
                                  "not for data")
-        until = time.monotonic() + timeout
+        with self._lock:
+            slot = self._slots.pop() if self._slots else _Slot(f"{self._name}.{secrets.token_hex(3)}")
+        slot.number += 1
         message = {"type": "ask", "op": op, "keys": list(keys), "values": encoded(values), "stamps": [],
-                   "number": number, "once": secrets.token_hex(8) if op in _ONCE else ""}
-        why = "not there in time"
+                   "number": number, "once": f"{slot.name}:{slot.number}", "marks": {}}
+        try:
+            told = self._answered(message, values, time.monotonic() + timeout, given_up, said)
+        finally:
+            with self._lock:
+                self._slots.append(slot)
+        if told["error"] == TOO_MUCH:
+            each = [self.ask("get", [key], timeout=timeout, given_up=given_up).values[0] for key in keys]
+            return Answer(list(keys), each, 0)
+        if told["error"]:
+            raise ValueError(f"the job's store: {told['error']}")
+        return Answer(told["keys"] or list(keys), decoded(told["values"]), told["number"])
+
+    def tell(self, timeout: float) -> None:
+        """See to it that the coordinator which leads now knows what this process has put on the shelf of the one
+        before. Raises NotThere."""
+        self.ask("check", [OWN], timeout=timeout)
+
+    def _answered(self, message: Message, values: Sequence[bytes], until: float, given_up: Callable[[], bool],
+                  said: Said | None) -> Message:
+        keys, why = ", ".join(message["keys"])[:200], "not there in time"
         while True:
             line: _Line | None = None
             try:
                 line = self._line(until, given_up)
                 told = line.exchange(message, until, given_up)
-                break
+                if self._counts(line, message, values, told, said):
+                    return told
             except (OSError, WireError) as error:
                 if isinstance(error, NotThere):
-                    raise NotThere(f"{', '.join(keys)[:200]}: {why}") from None
+                    raise NotThere(f"{keys}: {why}") from None
                 why = f"the coordinator at {self.address} cannot be reached ({error})"
                 if time.monotonic() >= until:
-                    raise NotThere(f"{', '.join(keys)[:200]}: {why}") from None
+                    raise NotThere(f"{keys}: {why}") from None
                 if given_up():
                     raise GivenUp("the ask was given up") from None
                 time.sleep(_PAUSE)
@@ -121,70 +207,66 @@ class ShelfClient:
                     self._put_back(line)
                 elif line is not None:
                     line.close()
-        if told["error"] == TOO_MUCH:
-            each = [self.ask("get", [key], timeout=timeout, given_up=given_up).values[0] for key in keys]
-            return Answer(list(keys), each, 0, 0)
-        if told["error"]:
-            raise ValueError(f"the job's store: {told['error']}")
-        answer = Answer(told["keys"] or list(keys), decoded(told["values"]), told["number"], told["stamp"])
-        if said is not None and answer.stamp:
-            self._remember(said, op, keys, values, answer)
-        return answer
 
-    def _remember(self, said: Said, op: str, keys: Sequence[str], values: Sequence[bytes], answer: Answer) -> None:
-        now: Iterable[bytes | None] = values
-        if op == "delete":
-            now = [None] * len(keys)
-        elif op in ("add", "append") or (op == "compare_set" and answer.number):
-            now = answer.values
-        elif op == "compare_set":
-            return
+    def _counts(self, line: _Line, message: Message, values: Sequence[bytes], told: Message, said: Said | None) -> bool:
+        """Whether this answer is one. It is remembered before another shelf is told all, or it is asked for again."""
         with self._lock:
-            for key, value in zip(keys, now, strict=True):
-                said.values[key] = value, answer.stamp
+            if line.shelf != self._memory.shelf:
+                line.busy = True
+                return False
+            if said is not None and told["stamp"]:
+                self._memory.add(said, message["op"], message["keys"], values, told)
+        return True
 
     def _line(self, until: float, given_up: Callable[[], bool]) -> _Line:
         with self._lock:
-            if self._idle:
-                return self._idle.pop()
+            while self._idle:
+                if (line := self._idle.pop()).shelf == self._memory.shelf:
+                    return line
+                line.close()
         failed: Exception = ConnectionError("not tried")
         for target in self._targets:
             try:
-                line, shelf = _Line.to(target, self._token, len(self._targets) > 1, until, given_up)
+                line = _Line.to(target, self._token, len(self._targets) > 1, until, given_up)
             except (OSError, WireError) as error:
                 failed = error
                 self._targets = (*(each for each in self._targets if each != target), target)
                 continue
             try:
-                self._tell_again(line, shelf, until, given_up)
+                self._tell_again(line, until, given_up)
             except BaseException:
                 line.close()
                 raise
             return line
         raise ConnectionError(str(failed) or type(failed).__name__)
 
-    def _tell_again(self, line: _Line, shelf: str, until: float, given_up: Callable[[], bool]) -> None:
+    def _tell_again(self, line: _Line, until: float, given_up: Callable[[], bool]) -> None:
         """An empty shelf hears of all that this process has put on the one before."""
         with self._lock:
-            new = self._shelf not in ("", shelf)
-            told = [(key, value, stamp) for said in self._said for key, (value, stamp) in said.values.items()] if new \
-                else []
-        for part in _parts(told):
-            keys, values, stamps = zip(*part, strict=True)
-            line.exchange({"type": "ask", "op": "tell", "keys": list(keys), "values": encoded(values),
-                           "stamps": list(stamps), "number": 0, "once": ""}, until, given_up)
-        self._shelf = shelf
+            known = self._memory
+            if line.shelf == known.told:
+                return
+            if term_of(line.shelf) < term_of(known.shelf):
+                raise ConnectionResetError("another one leads by now")
+            known.shelf = line.shelf
+            parts = known.parts(self._rank)
+        for part in parts:
+            line.exchange(part, until, given_up)
+        with self._lock:
+            if known.shelf == line.shelf:
+                known.told = line.shelf
 
     def _put_back(self, line: _Line) -> None:
         with self._lock:
             self._idle.append(line)
 
     def _forked(self) -> None:
-        """A child keeps no connection of its parent's open."""
+        """A child keeps no connection of its parent's open, and is another process."""
         self._lock = threading.Lock()
         for line in self._idle:
             line.close()
-        self._idle = []
+        self._idle, self._slots = [], []
+        self._name, self._rank = secrets.token_hex(6), -1
 
 
 class _Line:
@@ -192,14 +274,16 @@ class _Line:
 
     def __init__(self, connection: socket.socket, token: str, one_of_many: bool) -> None:
         self.busy = False
+        self.shelf = ""
+        """The name of the shelf there."""
         self._silent = SILENT_S if one_of_many else math.inf
         self._socket = connection
         self._session = Session.client(token)
 
     @classmethod
     def to(cls, target: tuple[str, int], token: str, one_of_many: bool, until: float, given_up: Callable[[], bool]
-           ) -> tuple[_Line, str]:
-        """A connection, and the name of the shelf there."""
+           ) -> _Line:
+        """A connection."""
         until = min(until, time.monotonic() + (_TURN_S if one_of_many else _CONNECT_S))
         connection = socket.create_connection(target, timeout=max(0.01, until - time.monotonic()))
         try:
@@ -210,14 +294,14 @@ class _Line:
             line = cls(connection, token, one_of_many)
             while not line._session.open:
                 line._session.feed(line._receive(until, given_up))
-            shelf = line.exchange({"type": "hello", "role": "store"}, until, given_up)["shelf"]
+            line.shelf = line.exchange({"type": "hello", "role": "store"}, until, given_up)["shelf"]
         except NotThere:
             connection.close()
             raise ConnectionError("no answer") from None
         except BaseException:
             connection.close()
             raise
-        return line, shelf
+        return line
 
     def exchange(self, message: Message, until: float, given_up: Callable[[], bool]) -> Message:
         """Say this and wait for the answer. Afterwards `busy` is whether none has come."""

@@ -170,7 +170,7 @@ def _live(args: argparse.Namespace, life: Life, hosts: Hosts, run_dir: Path, tok
         with hurting(args.chaos if hosts.rank == 0 and not life.number else None, run_dir):
             return launcher, launcher.run()
     finally:
-        if coordinator is not None and hosts.rank == 0:
+        if coordinator is not None and (hosts.rank == 0 or args.store is not None):
             meeting.withdraw(run_dir)
 
 
@@ -200,8 +200,8 @@ def _stand_by(args: argparse.Namespace, config: RecycleConfig, hosts: Hosts, run
                                    hosts=hosts.count)
     coordinator, control = standby.start(spec, _START_LIMIT, say)
     found = Meeting(hosts.name, control, token, nproc, command=(args.script, *args.arguments), folder=os.getcwd())
-    if hosts.rank == 0:
-        meeting.publish(run_dir, found)
+    meeting.publish(run_dir, found)  # each host has all there is to know, since any of them may go
+    tokens.publish(run_dir, token)
     return found, coordinator
 
 

@@ -79,13 +79,13 @@ FROM_NEWCOMER: Mapping[str, Mapping[str, Any]] = {
 """Messages of a process that is to join, before its script begins."""
 FROM_STORE: Mapping[str, Mapping[str, Any]] = {
     "hello": {},
-    "ask": {"op": str, "keys": list, "values": list, "stamps": list, "number": int, "once": str},
+    "ask": {"op": str, "keys": list, "values": list, "stamps": list, "number": int, "once": str, "marks": dict},
 }
 """Messages of a process's connection to the job's store: one ask at a time; see `control.shelf`."""
 TO_STORE: Mapping[str, Mapping[str, Any]] = {
     "welcome": {"shelf": str},
     "lives": {},
-    "answer": {"keys": list, "values": list, "number": int, "stamp": int, "error": str},
+    "answer": {"keys": list, "values": list, "number": int, "stamp": int, "marks": dict, "error": str},
 }
 TO_NEWCOMER: Mapping[str, Mapping[str, Any]] = {"learnt": {"record": list}}
 TO_WORKER: Mapping[str, Mapping[str, Any]] = {

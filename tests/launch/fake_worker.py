@@ -7,7 +7,8 @@ it. Told what to do by RECYCLE_FAKE (JSON):
 and waits for it to go away, once: an iteration that is made again has no pause; `mute`: ranks that never report;
 `fail_at_start`: ranks; `fail_when_connected`: ranks; `patience`: seconds that a waiting one bears a coordinator
 out of reach; `offered`: an iteration from which on none is held without the offer of a boundary, until somebody has
-come in; `marks`: a folder for these files.
+come in; `full`: the same as long as a worker is missing; `learnt`: processes are told something at the start, and those
+that come in ask for it; `marks`: a folder for these files.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from typing import Any
 
 from megatron_recycle.chaos.observer import observer_for
 from megatron_recycle.control import Agent, Go, Stop
+from megatron_recycle.control.newcomer import ask_record
+from megatron_recycle.control.wire import GUEST
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import JobEnded
 from megatron_recycle.membership import Process
@@ -49,7 +52,7 @@ class FakeWorker:
             os.environ["RECYCLE_TOKEN"],
             self.name,
             self.rank,
-            f"{self.name}/{os.getpid()}",
+            f"{GUEST * os.environ['RECYCLE_TOKEN'].startswith(GUEST)}{self.name}/{os.getpid()}",
             heartbeat_interval=self.orders.get("heartbeat_interval", 0.1),
             host=os.environ.get("RECYCLE_HOST"),
             on_stop=self.on_stop,
@@ -86,7 +89,11 @@ class FakeWorker:
 
     def enter(self) -> Go | None:
         """Wait for generation 1, or, in a job that runs already, to be taken in."""
-        self.agent.ready(self.description, self.standing.report())
+        learnt = [{"rank": self.rank}] if self.orders.get("learnt") else []
+        if self.agent.outside and learnt:
+            launched = Launched.read()
+            assert ask_record(str(launched.control), launched.token, self.rank) == learnt
+        self.agent.ready(self.description, self.standing.report(), learnt)
         return self.agent.wait_taken_in() if self.agent.outside else self.agent.wait_go(1)
 
     def train(self) -> None:
@@ -170,9 +177,10 @@ class FakeWorker:
 
     def may_hold(self, go: Go, iteration: int) -> bool:
         """Wait for an offer, if a test wants it; False if a stop came."""
-        first = self.orders.get("offered")
-        return first is None or iteration < first or self.waited(
-            go, lambda: self.joined or self.agent.offer is not None)
+        first, full = self.orders.get("offered", iteration + 1), self.orders.get("full", iteration + 1)
+        if iteration >= full and len(go.members) < int(os.environ["WORLD_SIZE"]):
+            return self.waited(go, lambda: self.agent.offer is not None)
+        return iteration < first or self.waited(go, lambda: self.joined or self.agent.offer is not None)
 
     def agreed(self, go: Go, what: str, text: str = "") -> bool:
         """Put a mark and wait for those of all members; False if a stop came."""

@@ -1,10 +1,13 @@
-"""Journal, lease and term in a real etcd: the leading host dies with all that is on it, and a member of etcd."""
+"""Journal, lease and term in a real etcd: the leading host dies with all that is on it, and a member of etcd; others
+join, and come back, whoever leads."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +27,7 @@ from tests.launch.running import FAKE_WORKER, ROOT
 ETCD = shutil.which("etcd") or str(ROOT / ".venv" / "etcd" / "usr" / "bin" / "etcd")
 TOKEN = "a token of this test alone"
 HEARTBEAT_TIMEOUT = 3.0
-LIMIT = 90.0
+LIMIT = 120.0
 
 
 def free_port() -> int:
@@ -38,6 +41,13 @@ def started(stack: ExitStack, command: list[str], output: Path, environ: dict[st
     stack.callback(process.wait, 60)
     stack.callback(process.kill)
     return process
+
+
+def command_of(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended meanwhile
 
 
 class Hosts:
@@ -54,12 +64,28 @@ class Hosts:
         self.etcd = Etcd(Place.parse(self.store))
         self.wait(self.answers, "answer of etcd")
         (folder / "marks").mkdir()
+        self.stack = stack
+        self.hosts = [self.host(node, orders, "--store", self.store, "--job", "a-job", "--nnodes", "3", "--node-rank",
+                                str(node)) for node in range(3)]
+
+    def host(self, number: int, orders: dict[str, Any], *options: str) -> subprocess.Popen[str]:
+        """Start a host of two workers."""
         environ = {**os.environ, "PYTHONPATH": str(ROOT), "RECYCLE_TOKEN": TOKEN, "RECYCLE_INTERFACE": "127.0.0.1",
-                   "RECYCLE_FAKE": json.dumps({"marks": str(folder / "marks"), **orders})}
-        self.hosts = [started(stack, [
-            sys.executable, str(Path(__file__).with_name("start.py")), "--store", self.store, "--job", "a-job",
-            "--nnodes", "3", "--node-rank", str(node), "--nproc", "2", "--run-dir", str(folder / f"host{node}"),
-            str(FAKE_WORKER)], folder / f"host{node}.out", environ) for node in range(3)]
+                   "RECYCLE_FAKE": json.dumps({"marks": str(self.folder / "marks"), **orders})}
+        command = [sys.executable, str(Path(__file__).with_name("start.py")), *options, "--nproc", "2", "--run-dir",
+                   str(self.folder / f"host{number}"), str(FAKE_WORKER)]
+        return started(self.stack, command, self.folder / f"host{number}.out", environ)
+
+    def coordinator(self, host: int) -> int:
+        """Pid of this host's coordinator."""
+        mark = f"host{host}/node-{host}\0".encode()
+        return next(int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()
+                    and mark in (line := command_of(entry)) and str(self.folder).encode() in line)
+
+    def leads(self, term: int) -> int:
+        """The host whose coordinator leads in this term, once it does."""
+        return int(self.wait(lambda: [str(host) for host in range(3) for event in self.events(host, "leads")
+                                      if event["term"] == term], f"leader of term {term}")[0])
 
     def answers(self) -> bool:
         try:
@@ -77,6 +103,16 @@ class Hosts:
             time.sleep(0.02)
         return result
 
+    def pause(self, host: int, *ranks: int) -> dict[int, int]:
+        """Pids of these ranks of this host, once they stand still."""
+        files = {rank: self.folder / f"host{host}" / f"paused-{rank}" for rank in ranks}
+        self.wait(lambda: all(file.exists() and file.read_text() for file in files.values()), f"pause of {ranks}")
+        return {rank: int(file.read_text()) for rank, file in files.items()}
+
+    def go_on(self) -> None:
+        for file in self.folder.glob("host*/paused-*"):
+            file.unlink(missing_ok=True)
+
     def where(self) -> str:
         return "\n".join(f"--- {path.relative_to(self.folder)}\n{path.read_text(errors='replace')[-1500:]}"
                          for path in sorted(self.folder.rglob("*")) if path.suffix in (".out", ".log"))
@@ -84,33 +120,49 @@ class Hosts:
 
 @pytest.mark.processes
 @pytest.mark.skipif(not Path(ETCD).exists(), reason="there is no etcd: scripts/setup.sh could not get Debian's package")
-def test_the_host_that_leads_dies_and_a_member_of_etcd_and_the_next_leader_loses_no_iteration(tmp_path: Path) -> None:
-    orders = {"iterations": 6, "pause": {str(rank): 2 for rank in range(6)},
-              "description": {"heartbeat_timeout": HEARTBEAT_TIMEOUT}}
+def test_leaders_die_with_their_host_and_without_and_hosts_and_workers_come_back_and_no_iteration_is_lost(
+        tmp_path: Path) -> None:
+    """The host that leads, and a member of etcd; then the coordinator that leads by then, alone."""
+    orders = {"iterations": 10, "pause": {str(rank): 2 for rank in range(6)}, "full": 4, "learnt": True,
+              "description": {"heartbeat_timeout": HEARTBEAT_TIMEOUT, "max_restarts": 1}}
     with ExitStack() as stack:
         job = Hosts(tmp_path, stack, orders)
-        files = [tmp_path / f"host{rank // 2}" / f"paused-{rank}" for rank in range(6)]
-        job.wait(lambda: all(file.exists() and file.read_text() for file in files), "pause of all")
-        (first,) = [host for host in range(3) if job.events(host, "leads")]
+        pids = {rank: pid for host in range(3) for rank, pid in job.pause(host, 2 * host, 2 * host + 1).items()}
+        first = job.leads(1)
         job.etcds[0].kill()
         job.hosts[first].kill()
         moment = time.time()
-        leads = job.wait(lambda: [event for host in range(3) if host != first for event in job.events(host, "leads")],
-                         "next leader")
-        for file in files:
-            file.unlink(missing_ok=True)
-        left = [job.hosts[host].wait(LIMIT) for host in range(3) if host != first]
-        assert left == [0, 0], job.where()
-        second = next(host for host in range(3) if host != first and job.events(host, "committed"))
-        assert leads[0]["term"] == 2
-        (decided,) = job.events(second, "decided")
-        assert len(decided["out"]) == 2 and set(decided["out"].values()) == {"unreachable"}
-        done = {event["iteration"] for host in (first, second) for event in job.events(host, "committed")}
-        assert done == set(range(6)), job.where()
-        resumed = job.events(second, "resumed")[0]["t"] - moment
+        second = job.leads(2)
+        job.go_on()
+        resumed = job.wait(lambda: job.events(second, "resumed"), "training")[0]["t"] - moment
         print(f"resumed {resumed:.1f} s after the kill, {HEARTBEAT_TIMEOUT} s of them heartbeat_timeout")
+        decided = job.events(second, "decided")[0]
+        assert len(decided["out"]) == 2 and set(decided["out"].values()) == {"unreachable"}
+
+        # A host joins by all addresses, of which one answers, and with the lesser secret.
+        lost = (2 * first, 2 * first + 1)
+        (addresses,) = re.findall("control at (.*), logs", (tmp_path / f"host{second}.out").read_text())
+        joins = job.host(3, {**orders, "pause": {str(rank): 7 for rank in lost}}, "--join", addresses, "--token-file",
+                         str(tmp_path / f"host{second}" / "join.token"))
+        job.pause(3, *lost)
+
+        # Another leader, which hears of one more death, and lets that worker's next process in.
+        os.kill(job.coordinator(second), signal.SIGKILL)
+        third = job.leads(3)
+        back = 2 * ({0, 1, 2} - {first}).pop()
+        os.kill(pids[back], signal.SIGKILL)
+        job.wait(lambda: [event for event in job.events(third, "decided") if "exit" in event["out"].values()],
+                 "decision of the third leader")
+        job.go_on()
+        left = [process.wait(LIMIT) for process in (*(job.hosts[host] for host in range(3) if host != first), joins)]
+        assert left == [0, 0, 0], job.where()
+        joined = {event["worker"] for event in job.events(third, "joined")}
+        assert f"{back % 3}:{back // 3}" in joined, job.where()
+        done = {event["iteration"] for host in range(3) for event in job.events(host, "committed")}
+        assert done == set(range(10)), job.where()
         written = [content["record"] for content, _ in Sealed(job.etcd, "a-job", TOKEN).read("journal/").values()]
-        assert [one["generation"] for one in written if one["kind"] == "decided"] == [1, 2]
+        generations = [one["generation"] for one in written if one["kind"] == "decided"]
+        assert generations == [*range(1, len(generations) + 1)] and len(generations) >= 5
 
 
 @pytest.mark.parametrize(("arguments", "why"), [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from megatron_recycle.control import link, shelf_client
 from megatron_recycle.control.ports import listen
 from megatron_recycle.control.server import Server
-from megatron_recycle.control.shelf import LARGEST, Shelf, decoded, encoded
+from megatron_recycle.control.shelf import DELETED, ENTRY_BYTES, LARGEST, Shelf, decoded, encoded
 from megatron_recycle.control.shelf_client import GivenUp, NotThere, ShelfClient
 from megatron_recycle.membership.messages import TO_STORE
 
@@ -23,11 +23,11 @@ TOKEN = "a token that only this test has"
 
 
 def ask(shelf: Shelf, op: str, keys: Sequence[str], values: Sequence[bytes] = (), who: object = "one", number: int = 0,
-        once: str = "", stamps: Sequence[int] = ()) -> list[dict[str, Any]]:
+        once: str = "", stamps: Sequence[int] = (), marks: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """The answers, in a list that a later one may come to."""
     answers: list[dict[str, Any]] = []
     message = {"type": "ask", "op": op, "keys": list(keys), "values": encoded(values), "number": number, "once": once,
-               "stamps": list(stamps)}
+               "stamps": list(stamps), "marks": dict(marks or {})}
     shelf.ask(who, message, answers.append)
     return answers
 
@@ -57,13 +57,16 @@ def test_whoever_looks_for_a_key_gets_its_neighbours() -> None:
 def test_what_must_not_be_done_twice_is_done_once_although_its_answer_was_lost() -> None:
     shelf = Shelf()
     for _ in range(2):
-        assert ask(shelf, "add", ["n"], number=3, once="this one")[0]["number"] == 3
-    assert ask(shelf, "add", ["n"], number=1, once="another")[0]["number"] == 4
+        assert ask(shelf, "add", ["n"], number=3, once="this:1")[0]["number"] == 3
+    assert ask(shelf, "add", ["n"], number=1, once="another:1")[0]["number"] == 4
+    assert ask(shelf, "add", ["n"], number=1, once="this:2")[0]["number"] == 5
+    assert not ask(shelf, "add", ["n"], number=1, once="this:1"), "it comes from a connection that was left long ago"
 
 
 @pytest.mark.parametrize(("op", "values", "fields"), [
     ("set", [b"x" * (LARGEST + 1)], {}), ("dance", [b"x"], {}), ("set", [b"x", b"y"], {}), ("compare_set", [b"x"], {}),
-    ("tell", [b"x"], {"stamps": [-1]}), ("tell", [b"x"], {"stamps": []}), ("add", [], {"keys": []})])
+    ("tell", [b"x"], {"stamps": [-1]}), ("tell", [b"x"], {"stamps": []}), ("add", [], {"keys": []}),
+    ("tell", [], {"keys": [], "marks": {"one": [1, 2]}}), ("set", [b"x"], {"once": "nameless"})])
 def test_an_ask_that_makes_no_sense_is_answered_so(op: str, values: list[bytes], fields: dict[str, Any]) -> None:
     shelf = Shelf()
     (answer,) = ask(shelf, op, fields.pop("keys", ["k"]), values, **fields)
@@ -71,10 +74,32 @@ def test_an_ask_that_makes_no_sense_is_answered_so(op: str, values: list[bytes],
 
 
 def test_a_full_shelf_takes_no_more_and_keeps_what_it_has() -> None:
-    shelf = Shelf(most=10)
+    shelf = Shelf(most=10 + 2 * ENTRY_BYTES)
     assert not ask(shelf, "set", ["a"], [b"12345678"])[0]["error"]
     assert "full" in ask(shelf, "set", ["b"], [b"123"])[0]["error"]
     assert not ask(shelf, "set", ["a"], [b"1"])[0]["error"] and not ask(shelf, "set", ["b"], [b"123"])[0]["error"]
+    assert "full" in ask(shelf, "set", ["c"], [b""])[0]["error"], "keys cost room, too"
+
+
+def test_a_shelf_remembers_two_generations_and_not_all_that_was_ever_deleted() -> None:
+    """Its size after many generations is that after the third, and a script's keys stay."""
+    shelf, sizes = Shelf(), list[int]()
+    ask(shelf, "set", ["a script's"], [b"1"])
+    for generation in range(1, 300):
+        shelf.forget(generation - 2)
+        for rank in range(8):
+            ask(shelf, "set", [f"recycle/g{generation}-cafe/met/{rank}"], [b"here"])
+            ask(shelf, "add", [f"recycle/g{generation}-cafe/world/n"], number=1, once=f"p{rank}.0:{generation}")
+        sizes.append(len(shelf))
+    assert sizes[1:] == [1 + 2 * 9] * 298
+    ask(shelf, "set", ["recycle/g3-cafe/met/0"], [b"late"])
+    ask(shelf, "tell", ["recycle/g3-cafe/met/1"], [b"late"], stamps=[1 << 62])
+    assert len(shelf) == sizes[-1] and ask(shelf, "check", ["a script's"])[0]["number"] == 1
+    kept = shelf._bytes
+    for number in range(3 * DELETED):
+        ask(shelf, "set", [f"{number:06d}"], [b"x"])
+        ask(shelf, "delete", [f"{number:06d}"])
+    assert len(shelf) == sizes[-1] + DELETED and shelf._bytes == kept + DELETED * (ENTRY_BYTES + 6)
 
 
 @contextmanager
@@ -104,7 +129,7 @@ def serving(port: int = 0) -> Iterator[tuple[str, Server]]:
 def test_an_empty_shelf_is_told_what_was_on_the_one_before_and_the_latest_value_counts() -> None:
     with serving() as (address, _):
         one, other = ShelfClient(address, TOKEN), ShelfClient(address, TOKEN)
-        mine, its = one.said(2), other.said(2)
+        mine, its = one.said(0), other.said(2)
         one.ask("set", ["k", "gone"], [b"old", b"x"], timeout=60, said=mine)
         other.ask("set", ["k"], [b"new"], timeout=60, said=its)
         other.ask("add", ["n"], number=2, timeout=60, said=its)
@@ -126,13 +151,14 @@ def test_a_coordinator_that_is_stopped_is_left_for_the_one_that_leads(monkeypatc
     hold, told = threading.Event(), queue.SimpleQueue[Any]()
     with serving() as (frozen, server), serving() as (leads, other):
         client = ShelfClient(f"{frozen},{leads}", TOKEN)
-        beat = {"type": "ask", "op": "count", "keys": [], "values": [], "stamps": [], "number": 0, "once": ""}
+        beat = {"type": "ask", "op": "count", "keys": [], "values": [], "stamps": [], "number": 0, "once": "",
+                "marks": {}}
         connection = link.Link(client.address, TOKEN, hello=lambda: [{"type": "hello", "role": "store"}],
                                handle=told.put, beat=lambda: beat, interval=0.05, known=TO_STORE, name="a link")
         if greets:
             connection.start()
             assert told.get(timeout=60)["shelf"] == server.shelf.name
-            assert client.ask("set", ["k"], [b"v"], timeout=60, said=client.said(2)).stamp
+            client.ask("set", ["k"], [b"v"], timeout=60, said=client.said(0))
         assert server._door is not None
         server._door._loop.call_soon_threadsafe(hold.wait)
         try:
@@ -157,4 +183,5 @@ def test_a_wait_ends_with_its_time_or_its_purpose_and_its_connection_with_it() -
         assert client.ask("count", [], timeout=60).number == 0
         with pytest.raises(NotThere, match="cannot be reached"):
             ShelfClient(address, "another token, of somebody").ask("count", [], timeout=0.2)
-        assert client.ask("set", ["k"], [b"v"], timeout=60).stamp
+        client.ask("set", ["k"], [b"v"], timeout=60)
+        assert client.ask("check", ["k"], timeout=60).number == 1

@@ -41,13 +41,14 @@ class JobStore(dist.Store):
     (torch's DistStoreError where its time is over), or with GenerationOver once ``given_up()`` is true."""
 
     def __init__(self, client: ShelfClient, said: Said, timeout: timedelta, prefix: str = "",
-                 given_up: Callable[[], bool] = _never) -> None:
+                 given_up: Callable[[], bool] = _never, place: tuple[str, int] = ("", 0)) -> None:
         super().__init__()
         self.set_timeout(timeout)
         self._client = client
         self._said = said
         self._prefix = prefix
         self._given_up = given_up
+        self.host, self.port = place
         self._seen: tuple[float, dict[str, bytes]] = 0.0, {}
 
     def _ask(self, op: str, keys: Sequence[str], values: Sequence[bytes | str] = (), number: int = 0,
@@ -79,6 +80,10 @@ class JobStore(dist.Store):
             self._seen = time.monotonic(), seen
         return [seen[key] for key in keys]
 
+    def forget_seen(self) -> None:
+        """What was seen of a generation's part is asked for again, should anybody need it."""
+        self._seen = 0.0, {}
+
     def arrived(self, keys: Sequence[str], seconds: float) -> bool:
         """Whether all of ``keys`` are there, within so many seconds."""
         try:
@@ -108,7 +113,8 @@ class JobStore(dist.Store):
             self._ask("wait", list(keys), timeout=timeout)
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return self._ask("compare_set", [key], [expected, desired]).values[0]
+        found = self._ask("compare_set", [key], [expected, desired])
+        return _bytes(desired) if found.number else found.values[0]
 
     def append(self, key: str, value: bytes | str) -> None:
         self._ask("append", [key], [value])
@@ -129,11 +135,16 @@ class JobStore(dist.Store):
     def num_keys(self) -> int:
         return self._ask("count", []).number
 
+    def list_keys(self) -> list[str]:
+        """The names of all keys, of which those of the plugin begin with ``recycle/``."""
+        return self._ask("list", []).keys
+
     def has_extended_api(self) -> bool:
         return True
 
     def clone(self) -> JobStore:
-        return _keep(JobStore(self._client, self._said, self.timeout, self._prefix, self._given_up))
+        return _keep(JobStore(self._client, self._said, self.timeout, self._prefix, self._given_up,
+                              (self.host, self.port)))
 
     deleteKey, getNumKeys = delete_key, num_keys  # by these names a PrefixStore calls them
 
@@ -145,6 +156,8 @@ _clients: dict[str, ShelfClient] = {}
 
 
 def _keep(store: JobStore) -> JobStore:
+    for earlier in _kept:
+        earlier.forget_seen()
     _kept.append(store)
     return store
 
@@ -153,8 +166,11 @@ def open_store(launched: Launched, timeout: timedelta, prefix: str = "",
                given_up: Callable[[], bool] = _never) -> JobStore:
     """The store of the job that ``launched`` this process."""
     assert launched.control is not None, "only `recycle run` brings a coordinator"
-    client = _clients.setdefault(launched.control, ShelfClient(launched.control, launched.token))
-    return _keep(JobStore(client, client.said(_GENERATIONS), timeout, prefix, given_up))
+    if (client := _clients.get(launched.control)) is None:
+        rank = -1 if launched.rank is None else launched.rank
+        client = _clients[launched.control] = ShelfClient(launched.control, launched.token, rank)
+    return _keep(JobStore(client, client.said(_GENERATIONS if prefix else 0), timeout, prefix, given_up,
+                          launched.store or ("", 0)))
 
 
 def tell_again(launched: Launched) -> None:
@@ -166,7 +182,7 @@ def tell_again(launched: Launched) -> None:
 
     def tell() -> None:
         with suppress(NotThere, ValueError):
-            client.ask("check", [], timeout=_DEFAULT.total_seconds())
+            client.tell(_DEFAULT.total_seconds())
 
     Thread(target=tell, name="recycle-tell", daemon=True).start()
 
