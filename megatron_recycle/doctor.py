@@ -23,6 +23,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import SHORTEST_TOKEN, Launched
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.membership.placement import placement
+from megatron_recycle.membership.shards import anew
 from megatron_recycle.membership.survival import judge
 
 PACKAGES = ("torch", "ortools", "deepspeed", "megatron-core")
@@ -45,6 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, default=1, help="with --stages: workers on each host")
     parser.add_argument("--nnodes", type=int, default=1, help="with --stages: hosts")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="with --stages: processes of a worker")
+    parser.add_argument("--sharded", action="store_true", help="with --stages: the optimizer's state is cut into shards "
+                        "(ZeRO-1, Megatron's distributed optimizer)")
     config.add_arguments(parser)
 
 
@@ -63,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     for examine in (check_versions, check_system, check_interface, check_name, check_token, check_torch):
         found.extend(examine(settings))
     if args.stages is not None:
-        found.extend(check_hosts(settings, args.stages, args.tensor_parallel, args.nproc, args.nnodes))
+        found.extend(check_hosts(settings, args.stages, args.tensor_parallel, args.nproc, args.nnodes, args.sharded))
     failed = any(check.state == "fail" for check in found)
     if args.json:
         print(json.dumps({"ok": not failed, "checks": [vars(check) for check in found]}, indent=1))
@@ -163,7 +166,8 @@ def check_name(settings: RecycleConfig) -> list[Check]:
     return [Check("own name", "ok", f"{name} is {', '.join(found)}")]
 
 
-def check_hosts(settings: RecycleConfig, stages: int, parts: int, nproc: int, nnodes: int) -> list[Check]:
+def check_hosts(settings: RecycleConfig, stages: int, parts: int, nproc: int, nnodes: int,
+                sharded: bool = False) -> list[Check]:
     """The workers of each host of a job to come, and whether it survives the loss of any one of them."""
     try:
         if nnodes < 1:
@@ -173,8 +177,10 @@ def check_hosts(settings: RecycleConfig, stages: int, parts: int, nproc: int, nn
         return [Check("placement", "fail", str(error))]
     hosts = grid.hosts(grid.spreads(settings.placement))
     workers = [(host, " ".join(name for name, on in hosts.items() if on == host)) for host in range(nnodes)]
-    verdict = judge({name: f"node {host}" for name, host in hosts.items()}, "node 0",
-                    guarded=settings.guard == "memory")
+    nodes = {name: f"node {host}" for name, host in hosts.items()}
+    counts = {(stage, part): grid.pipelines for stage in range(stages) for part in range(parts)} if sharded else {}
+    verdict = judge(nodes, "node 0", guarded=settings.guard == "memory",
+                    tables=anew(nodes, counts, settings.state_copies or grid.pipelines), back=settings.guard != "none")
     state = "warn" if verdict.fatal or nnodes == 1 or grid.pipelines == 1 else "ok"
     return [*(Check(f"node {host}", "ok", names) for host, names in workers), Check("placement", state, verdict.text)]
 

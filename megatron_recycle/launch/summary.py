@@ -158,8 +158,11 @@ def _last_copy(event: Mapping[str, Any]) -> str:
 
 def _last_host(event: Mapping[str, Any]) -> str:
     """A warning of what has changed with the last failure."""
-    held = "; ".join(f"{host} has all workers that are left of stage {', '.join(map(str, stages))}"
-                     for host, stages in event["hosts"].items())
+    held = "; ".join([*(f"{host} has all workers that are left of stage {', '.join(map(str, stages))}"
+                       for host, stages in event["hosts"].items()),
+                      *(f"{host} has a part of each worker that holds shard {', '.join(map(str, shards))} of stage "
+                        f"{stage}'s optimizer state"
+                        for host, of in event.get("shards", {}).items() for stage, shards in of.items())])
     return f"recycle: warning: {held}: without that host the job cannot go on until workers have joined"
 
 

@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from megatron_recycle.membership import messages, records
 from megatron_recycle.membership.decisions import Emit, End, Step, Tell
+from megatron_recycle.membership.holding import lost_with
 from megatron_recycle.membership.inputs import Saved, SavedLate
-from megatron_recycle.membership.names import in_order, siblings
+from megatron_recycle.membership.names import in_order
 from megatron_recycle.membership.persistent_map import put
-from megatron_recycle.membership.resume import by_stage
 from megatron_recycle.membership.state import Closing, Member, Phase, State
 
 LAST = "the job ends after a last checkpoint"
@@ -71,18 +71,16 @@ def why_not(state: State, lost: Collection[str]) -> str | None:
         return "the plugin has none to write from this script (it has with DeepSpeed and Megatron-LM's own loop)"
     if state.phase not in (Phase.TRAINING, Phase.RECOVERING):
         return "the coordinator has just come back"
-    empty = _empty(state, lost)
-    return f"stage {', '.join(map(str, empty))} has no worker left" if empty else None
+    alone = lost_with(state, lost)
+    empty = [str(one.stage) for one in alone if one.shard is None]
+    if empty:
+        return f"stage {', '.join(empty)} has no worker left"
+    return f"nobody is left who has {alone[0]}" if alone else None
 
 
 def goes_on(state: State, lost: Collection[str]) -> bool:
     """Whether a last generation that has lost these can be begun again."""
-    return state.closing is not None and bool(lost) and not _empty(state, lost)
-
-
-def _empty(state: State, lost: Collection[str]) -> list[int]:
-    gone = {*lost, *siblings(state.members, lost)}
-    return [stage for stage, names in enumerate(by_stage(state.stages, state.proven)) if not set(names) - gone]
+    return state.closing is not None and bool(lost) and not lost_with(state, lost)
 
 
 def wanted(state: State) -> bool:

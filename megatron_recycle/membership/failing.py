@@ -29,13 +29,13 @@ from megatron_recycle.membership import (
 )
 from megatron_recycle.membership.decisions import Await, AwaitSaved, Command, Decision, Emit, MakePlan, Step, Tell
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.holding import lost_with
 from megatron_recycle.membership.inputs import Exited, Loss, Lost, PlanFailed, Planned, Reported, ReportsLate
 from megatron_recycle.membership.names import in_order, siblings
 from megatron_recycle.membership.persistent_map import put
-from megatron_recycle.membership.resume import RESTART, DeadEnd, by_stage, decide
-from megatron_recycle.membership.shards import by_shard
+from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, by_stage, decide
 from megatron_recycle.membership.state import Closing, Member, Message, Phase, State
-from megatron_recycle.membership.survival import exposed
+from megatron_recycle.membership.survival import exposed, exposed_shards
 
 # Who is lost
 
@@ -102,12 +102,8 @@ def _spare(
     """`lost` without members that live, only too slowly, and without whom a stage would be empty, or a shard of its
     optimizer's state would have no holder: to remove them would end the job, to wait may not. They are reported, once
     per generation."""
-    kept: list[str] = []
-    gone = {*lost, *siblings(state.members, lost)}
-    cut, adopted = (state.resume.shards, state.committed >= state.resume.next) if state.resume else ((), True)
-    for names in (*by_stage(state.stages, state.proven), *by_shard(cut, state.proven, adopted)):
-        if gone.issuperset(names):
-            kept += [name for name in names if name in lost and lost[name].lives]
+    kept = [name for alone in lost_with(state, lost, sure=True) for name in alone.by
+            if name in lost and lost[name].lives]
     events = tuple(
         Emit(suspected(state, state.members[name], lost[name], since, now, removed=False))
         for name in in_order(set(kept) - state.spared)
@@ -303,10 +299,9 @@ def _go(state: State, now: float) -> Step:
     holding = {name: incarnation for name, incarnation in incarnations.items() if name not in state.unproven}
     last = state.resume
     announced = None if last is None else (last.next, last.attempt)
-    resume = guarding.resume(state) if stage_gone(state) is not None else decide(
+    resume = guarding.resume(state) if guarding.goes_back(state) else decide(
         state.stages, holding, state.reports, announced=announced, joined=in_order(state.unproven),
-        hosts={name: member.host for name, member in state.members.items()}, before=() if last is None else last.shards,
-        leaving=moving.on_their_way(state))
+        hosts={name: member.host for name, member in state.members.items()}, leaving=moving.on_their_way(state))
     if isinstance(resume, DeadEnd):
         return surviving.end(state, resume.message, now) if stage_gone(state) is not None else closing.end(
             state, 1, resume.message, now, again=True)
@@ -333,7 +328,7 @@ def _go(state: State, now: float) -> Step:
     }
     back += policies.told(state, state.go, resume.next, now)
     back += guarding.exposed(state, now)
-    back += _exposed_hosts(state, now)
+    back += _exposed_hosts(state, resume, now)
     events = [*back, training.reconciled_event(state, resume, now)] if state.generation > 1 else []
     record = records.went(state, resume, plan.get("digest"), events)
     state = training.begin(state.with_(phase=Phase.TRAINING, go=go, resume=resume))
@@ -344,14 +339,18 @@ def _go(state: State, now: float) -> Step:
 # Events
 
 
-def _exposed_hosts(state: State, now: float) -> tuple[dict[str, Any], ...]:
-    """The event of hosts that have come to hold all that is left of a stage with this generation."""
+def _exposed_hosts(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
+    """The event of hosts that have come to hold all that is left of a stage, or all copies of a shard of its optimizer's
+    state, with this generation."""
     if state.go is None:
         return ()
     before = {name: state.known[incarnation].host for name, incarnation in state.go["members"].items()
               if incarnation in state.known}
-    found = exposed(before, {name: member.host for name, member in state.members.items()})
-    return ({"event": "last_host", "t": now, "generation": state.generation, "hosts": found},) if found else ()
+    hosts = {name: member.host for name, member in state.members.items()}
+    found = exposed(before, hosts)
+    cut = exposed_shards(before, () if state.resume is None else state.resume.shards, hosts, resume.shards)
+    event = {"event": "last_host", "t": now, "generation": state.generation, "hosts": found}
+    return ({**event, **({"shards": cut} if cut else {})},) if found or cut else ()
 
 
 def suspected(

@@ -115,7 +115,7 @@ def _form(state: State, now: float) -> Step:
     )
     hosts = {name: state.members[name].host for name in in_order(state.members)}
     cut = tables(parts_of(stages, hosts), state.reports, (), hosts)
-    survival = judge(hosts, state.host, guarding.wanted(state), cut)
+    survival = judge(hosts, state.host, guarding.wanted(state), cut, description.get("guard") != "none")
     started = {
         "event": "started",
         "t": now,

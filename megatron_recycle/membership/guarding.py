@@ -4,7 +4,8 @@ is lost. Pure, like `machine`.
 While a stage has one worker, every worker copies its own state between two iterations now and then, and another stage's
 worker takes the copy of that stage too. A stage that is lost gets a new process (`restoring`), with the state that its
 keeper has; all others go back to their own copies of the same iteration. Where no copy is as new as the newest whole
-checkpoint of this run, all load that one instead (`guard: checkpoint`).
+checkpoint of this run, all load that one instead (`guard: checkpoint`). So they do where nobody has a shard of an
+optimizer's state any more, with no new process: those that are left of its stage load all shards between them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_recycle.membership.names import Process, in_order
-from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume
+from megatron_recycle.membership.resume import RESTART, DeadEnd, Resume, parts_of
+from megatron_recycle.membership.shards import Shard, anew, copies_of, lost, told
 from megatron_recycle.membership.state import Message, Phase, State
 from megatron_recycle.plan.grid import Worker
 
@@ -200,19 +202,47 @@ def not_started(state: State, rank: int, move: int) -> State:
     return state if len(kept) == len(state.restoring) else state.with_(restoring=kept)
 
 
+def goes_back(state: State) -> bool:
+    """Whether all have to go back, now that they have reported: nobody holds some stage, or some shard; or they were on
+    their way back for a shard, and may not all have arrived."""
+    return bool(empty_stages(state, [*state.proven]) or lost_shards(state)
+                or any(report.get("guard", {}).get("midway") for report in state.reports.values()))
+
+
+def lost_shards(state: State) -> list[Shard]:
+    """Those that nobody has any more, of stages that have workers."""
+    return lost(parts_of(state.stages, state.proven), state.reports)
+
+
 def resume(state: State) -> Resume | DeadEnd:
-    """Where training goes on with the processes that have come for lost stages."""
-    lost = empty_stages(state, [*state.proven])
-    found = source(state.reports, lost, checkpoint(state), wanted(state))
+    """Where training goes on from a copy or a checkpoint: with the processes that have come for lost stages, if there
+    are such."""
+    stages, shards = empty_stages(state, [*state.proven]), lost_shards(state)
+    before = () if state.resume is None else state.resume.shards
+    found = source(state.reports, stages, checkpoint(state), wanted(state)) if state.closing is None else ""
     if isinstance(found, str):
-        stages = ", ".join(map(str, lost))
-        return DeadEnd(f"stage {stages} has no worker left and cannot come back: {found}. {RESTART}")
+        return DeadEnd(_without_source(stages, told(shards, before), state.committed, found, unread(state)))
     attempts = [report["attempt"] for report in state.reports.values()]
     announced = 0 if state.resume is None else state.resume.attempt
-    restored = {str(stage): found.keepers.get(stage, "checkpoint") for stage in lost}
+    gone = sorted({*stages, *(shard.stage for shard in shards)}) or (
+        [] if state.resume is None else [*map(int, state.resume.restored)])
+    restored = {str(stage): found.keepers.get(stage, "checkpoint") for stage in gone}
+    counts = {(table.stage, table.part): len(table.holders) for table in before}
+    tables = anew({name: member.host for name, member in state.members.items()}, counts,
+                  copies_of(state.reports.values()))
     return Resume(found.iteration, found.iteration + 1, 1 + max([announced, *attempts]),
                   joined=tuple(in_order(state.unproven)), regained=found.regained, restored=restored,
-                  checkpoint=found.checkpoint)
+                  checkpoint=found.checkpoint, shards=tables)
+
+
+def _without_source(stages: Sequence[int], shards: str, committed: int, why: str, unread: str) -> str:
+    if stages:
+        return (f"stage {', '.join(map(str, stages))} has no worker left and cannot come back: "
+                f"{'; '.join(one for one in (why, shards) if one)}. {RESTART}")
+    return (f"{shards or 'a shard of the optimizer state is lost'}: nobody who is left has it, and "
+            f"{why or 'there is no checkpoint of this run to go back to'}; last committed iteration: "
+            f"{committed if committed >= 0 else 'none'}.{unread} {RESTART} A larger state_copies keeps each shard more "
+            "often")
 
 
 def went_back(state: State, resume: Resume, now: float) -> tuple[State, tuple[dict[str, Any]]]:
@@ -220,6 +250,8 @@ def went_back(state: State, resume: Resume, now: float) -> tuple[State, tuple[di
     event = {"event": "restored", "t": now, "generation": state.generation, "iteration": resume.target,
              "ms": state.ms(now), "stages": [int(stage) for stage in resume.restored], "from": dict(resume.restored),
              "lost": max(0, state.committed - resume.target)}
+    if shards := told(lost_shards(state), () if state.resume is None else state.resume.shards):
+        event["shards"] = shards
     by = dict.fromkeys(state.members, resume.target)
     state = state.with_(committed=resume.target, committed_by=by, losses={}, behind=0, restoring={})
     return state, (event,)

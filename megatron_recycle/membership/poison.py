@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
-from megatron_recycle.membership.names import Process, in_order, siblings
+from megatron_recycle.membership.holding import lost_with
+from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.resume import RESTART, by_stage
 from megatron_recycle.membership.state import Member, Phase, Said, State
 
@@ -50,14 +51,23 @@ def fatal(state: State, member: Member, fault: Fault) -> str | None:
             what = f"micro-batch {fault.microbatch} of iteration {fault.iteration} fails on every worker"
             return f"{what}: {fault} (in {fault.action} on {twin} and {member.worker}). {_MEND}"
         return f"{twin} and {member.worker} have failed alike {fault.where}: {fault}. {_MEND}"
-    lost = {member.worker, *siblings(state.members, [member.worker])}
-    for stage, names in enumerate(by_stage(state.stages, state.proven)):
-        if member.worker in names and lost.issuperset(names):
-            out = by_stage(state.stages, state.out)[stage]
-            before = f"; out before: {how(state, out)}" if out else ""
-            return (f"{member.worker}, the last worker of stage {stage}, has failed {fault.where}: {fault}{before}. "
-                    f"{RESTART}")
+    if (last := the_last(state, member)) is not None:
+        return f"{member.worker}, {last}, has failed {fault.where}: {fault}{out_before(state, member)}. {RESTART}"
     return None
+
+
+def the_last(state: State, member: Member) -> str | None:
+    """What this member is the last one of, with its worker's other parts; None if nothing is lost with it."""
+    alone = next((one for one in lost_with(state, [member.worker]) if member.worker in one.by), None)
+    if alone is None:
+        return None
+    return f"the last worker of {alone}" if alone.shard is None else f"the only one that holds {alone}"
+
+
+def out_before(state: State, member: Member) -> str:
+    """Who else of its stage is out."""
+    out = by_stage(state.stages, state.out)[Process.parse(member.worker).worker.stage]
+    return f"; out before: {how(state, out)}" if out else ""
 
 
 def may_go_well(state: State, member: Member, fault: Fault) -> bool:

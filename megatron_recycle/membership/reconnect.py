@@ -12,8 +12,9 @@ from megatron_recycle.membership import closing, failing
 from megatron_recycle.membership.decisions import AwaitLoss, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import THE_END, Hinted, NoLoss, Stuck
-from megatron_recycle.membership.names import in_order, siblings
-from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.holding import lost_with
+from megatron_recycle.membership.names import in_order
+from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Phase, State
 
 _TRIES, _BUILDINGS = 2, 3
@@ -84,9 +85,8 @@ def _ended(waiting: Mapping[str, str]) -> list[str]:
 
 
 def _goes_on_without(state: State, names: Sequence[str]) -> bool:
-    """Whether each stage has a worker left without these."""
-    gone = {*names, *siblings(state.members, names)}
-    return all(set(holding) - gone for holding in by_stage(state.stages, state.proven))
+    """Whether each stage has a worker left without these, and each shard of its optimizer's state a holder."""
+    return not lost_with(state, names)
 
 
 def _too_soon(ended: Sequence[str]) -> str:

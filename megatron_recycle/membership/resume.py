@@ -22,9 +22,10 @@ class Resume:
     `target`'s norm and overflow, None if it must be computed again. `redone` counts actions of `next` that
     were done once already and are lost. `joined` have come in and get everything from their peers.
 
-    With `restored` nobody holds some stages: all go back to their own copies of `target`, `joined` gets, by stage, the
-    copy that a worker of another stage keeps, and the scripts of those that are left have come past all that belongs to
-    the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (one of `State.checkpoints`).
+    With `restored` nobody holds some stages, or shards of theirs: all go back to their own copies of `target`, `joined`
+    gets, by stage, the copy that a worker of another stage keeps, and the scripts of those that are left have come past
+    all that belongs to the iteration `regained`. With `checkpoint` all, `joined` too, load that one instead (one of
+    `State.checkpoints`), and of shards those that are theirs by `shards`.
 
     Where the optimizer's state is cut into shards, `slices` are (worker that lacks `target`, worker that holds it,
     shard; -1: the numbers that belong to the gradient), and `shards` say who had and who is to have which.
@@ -105,14 +106,13 @@ def decide(
     announced: tuple[int, int] | None = None,
     joined: Sequence[str] = (),
     hosts: Mapping[str, str] = MappingProxyType({}),
-    before: Sequence[ShardTable] = (),
     leaving: Sequence[str] = (),
 ) -> Resume | DeadEnd:
     """The resume point of a generation.
 
     `members` maps process to incarnation; `reports` has one report for each (see the wire protocol).
-    A stage holds what each of its parts, and of their shards, holds somewhere; `joined` come in, `hosts` are the
-    processes', `before` is who held which shard in the last generation, and those that are `leaving` hand theirs over.
+    A stage holds what each of its parts, and of their shards, holds somewhere, and every shard is held by somebody;
+    `joined` come in, `hosts` are the processes', and those that are `leaving` hand their shards over.
     `announced` is the (next, attempt) of the last generation that was told to go: an attempt may have been
     announced without any survivor having begun it, and attempts only grow.
     """
@@ -122,9 +122,6 @@ def decide(
             return DeadEnd(f"stage {stage} has no worker left, so nobody holds its parameters. {RESTART}")
     holding = [held for stage, workers in enumerate(peers) for names in _by_part(workers)
                for held in _held(stage, names, reports)]
-    lost = next((held for held in holding if not held.by), None)
-    if lost is not None:
-        return DeadEnd(_lost_shard(lost, before))
     target, lagging = _target(holding)
     if lagging is not None:
         return DeadEnd(
@@ -188,14 +185,6 @@ def _held(stage: int, names: Sequence[str], reports: Mapping[str, Report]) -> li
     have = {name: of_report(reports[name]) for name in names}
     return [_Held(stage, part, shard, {name: have[name][shard] for name in names if shard in have[name]})
             for shard in range(count)]
-
-
-def _lost_shard(lost: _Held, before: Sequence[ShardTable]) -> str:
-    held_by = [" and ".join(table.holders[lost.shard]) for table in before
-               if (table.stage, table.part) == (lost.stage, lost.part)]
-    who = f" ({held_by[0]} held it)" if held_by else ""
-    return (f"stage {lost.stage} has lost shard {lost.shard} of its optimizer state: nobody who is left has it{who}. "
-            f"{RESTART} A larger state_copies keeps each shard more often")
 
 
 def _numbers(target: int, parts: Sequence[Sequence[str]],

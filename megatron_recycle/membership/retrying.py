@@ -11,8 +11,7 @@ from megatron_recycle.membership import closing, failing, poison, policies
 from megatron_recycle.membership.decisions import MakePlan, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Loss, Lost, PlanFailed, Raised
-from megatron_recycle.membership.names import siblings
-from megatron_recycle.membership.resume import RESTART, by_stage
+from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Member, Phase, State
 
 _TRIES = 2
@@ -56,12 +55,8 @@ def no_plan(state: State, happened: PlanFailed, now: float) -> Step:
 
 
 def _out(state: State, member: Member, happened: Raised, now: float) -> Step:
-    lost = {member.worker, *siblings(state.members, [member.worker])}
-    for stage, names in enumerate(by_stage(state.stages, state.proven)):
-        if member.worker in names and lost.issuperset(names):
-            out = by_stage(state.stages, state.out)[stage]
-            before = f"; out before: {poison.how(state, out)}" if out else ""
-            text = (f"the recovery has failed on {member.worker}, the last worker of stage {stage}, "
-                    f"{happened.fault.where}: {happened.fault}{before}. {closing.last(state)} {RESTART}")
-            return closing.end(state, 1, text, now, again=True)
+    if (last := poison.the_last(state, member)) is not None:
+        text = (f"the recovery has failed on {member.worker}, {last}, {happened.fault.where}: {happened.fault}"
+                f"{poison.out_before(state, member)}. {closing.last(state)} {RESTART}")
+        return closing.end(state, 1, text, now, again=True)
     return failing.lost(state, Lost((Loss(member.incarnation, FailureKind.EXIT),), happened.since), now)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_recycle.membership.names import Process, in_order, workers_of
 from megatron_recycle.plan.grid import Worker
@@ -20,10 +20,18 @@ Holders = tuple[tuple[str, ...], ...]
 """By shard, the processes that hold it."""
 
 
+class Shard(NamedTuple):
+    """Shard number ``shard`` of part ``part`` of stage ``stage``."""
+
+    stage: int
+    part: int
+    shard: int
+
+
 @dataclass(frozen=True)
 class ShardTable:
-    """The shards of part ``part`` of stage ``stage``: who ``had`` them when the generation began, and who is to hold
-    them in it (`holders`), the first of which speaks for the shard."""
+    """The shards of part ``part`` of stage ``stage``: who ``had`` them when the generation began (nobody, where all load
+    a checkpoint), and who is to hold them in it (`holders`), the first of which speaks for the shard."""
 
     stage: int
     part: int
@@ -35,7 +43,7 @@ class ShardTable:
         """(shard, giver, taker) for each copy that is to be made, in an order that all keep to; the giving is spread
         over those that have the shard."""
         return [(shard, had[number % len(had)], taker)
-                for shard, (had, holders) in enumerate(zip(self.had, self.holders))
+                for shard, (had, holders) in enumerate(zip(self.had, self.holders)) if had
                 for number, taker in enumerate(name for name in holders if name not in had)]
 
     def to_json(self) -> dict[str, Any]:
@@ -143,16 +151,6 @@ def those_that_may_go(tables: Sequence[ShardTable], wanted: Sequence[str], membe
     return [name for name in wanted if Process.parse(name).worker in going]
 
 
-def by_shard(tables: Sequence[ShardTable], members: Iterable[str], adopted: bool) -> list[list[str]]:
-    """For each shard, those of ``members`` that have it, with all parts of these workers. Until all have ``adopted``
-    what a recovery gives them, those that had it before it, and again those that are to have it: either may have it
-    alone."""
-    names = [*members]
-    return [[name for name in names if Process.parse(name).worker in workers]
-            for table in tables for of in (*table.holders, *(() if adopted else table.had))
-            for workers in [workers_of(of)]]
-
-
 # What reports say
 
 
@@ -188,6 +186,45 @@ def tables(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, An
         kept = tuple((*of, *(name for name in own if name not in staying)) for of, own in zip(holders, had))
         found.append(ShardTable(first.worker.stage, first.part or 0, had, kept))
     return tuple(found)
+
+
+def anew(hosts: Mapping[str, str], counts: Mapping[tuple[int, int], int], copies: int) -> tuple[ShardTable, ...]:
+    """The tables of processes on ``hosts`` of which none has a shard yet, as those of a checkpoint that all load;
+    ``counts``: by stage and part, how many shards there are."""
+    at, found = _hosts_of_workers(hosts, hosts), []
+    for (stage, part), count in counts.items():
+        own = {name: at[process.worker] for name in in_order(hosts)
+               if ((process := Process.parse(name)).worker.stage, process.part or 0) == (stage, part)}
+        nobody: Holders = ((),) * count
+        found.append(ShardTable(stage, part, nobody, assign(nobody, own, own, copies)))
+    return tuple(found)
+
+
+def copies_of(reports: Iterable[Mapping[str, Any]]) -> int:
+    """How often each shard is to be held."""
+    return max((report["shards"]["copies"] for report in reports if "shards" in report), default=1)
+
+
+def lost(parts: Iterable[Sequence[str]], reports: Mapping[str, Mapping[str, Any]]) -> list[Shard]:
+    """The shards that nobody has any more of ``parts``, processes that have the same parameters and report."""
+    found = []
+    for names in parts:
+        first, had = Process.parse(names[0]), {shard for name in names for shard in of_report(reports[name])}
+        found += [Shard(first.worker.stage, first.part or 0, shard)
+                  for shard in range(count_of(names, reports)) if shard not in had]
+    return found
+
+
+def told(gone: Sequence[Shard], before: Iterable[ShardTable]) -> str:
+    """``gone`` as people want to read it, with who held them, or was to, by the tables of ``before``."""
+    holders = {(table.stage, table.part, shard): of for table in before for shard, of in enumerate(table.holders)}
+    by_holders: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    for stage, part, shard in gone:
+        shards = by_holders.setdefault((stage, tuple(in_order(holders.get((stage, part, shard), ())))), [])
+        shards += [shard] if shard not in shards else []
+    return "; ".join(f"stage {stage} has lost shard {', '.join(map(str, shards))} of its optimizer state"
+                     + f" ({' and '.join(names)} held it)" * bool(names)
+                     for (stage, names), shards in by_holders.items())
 
 
 def _hosts_of_workers(names: Iterable[str], hosts: Mapping[str, str]) -> dict[Worker, frozenset[str]]:

@@ -24,7 +24,7 @@ class Survival:
 
 
 def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False,
-          tables: Sequence[ShardTable] = ()) -> Survival:
+          tables: Sequence[ShardTable] = (), back: bool = True) -> Survival:
     """The consequences of losing each host, for these processes.
 
     Args:
@@ -32,6 +32,7 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
         coordinator: the host that the coordinator is on; empty if nobody knows.
         guarded: whether a copy of a stage with one worker is kept elsewhere.
         tables: who holds which shard, where the optimizer's state is cut.
+        back: whether the job goes back to a checkpoint of its own where a stage or a shard is lost.
     """
     where = _where(hosts)
     copies = min(len(workers) for workers in where.values())
@@ -41,9 +42,10 @@ def judge(hosts: Mapping[str, str], coordinator: str = "", guarded: bool = False
         return Survival("each stage has one worker: no failure can be survived. Survivors need two pipelines or more")
     all_hosts = sorted(set(hosts.values()))
     if any(len(of) < 2 for table in tables for of in table.holders):
-        return Survival("each shard of the optimizer's state has one holder (state_copies 1): no failure can be "
-                        "survived (a worker that is asked to leave hands its shards over first). Survivors need 2 or "
-                        "more",
+        cost = ("any failure costs the iterations since the last checkpoint, and ends a job that has written none"
+                if back else "no failure can be survived")
+        return Survival(f"each shard of the optimizer's state has one holder (state_copies 1): {cost} (a worker that "
+                        "is asked to leave hands its shards over first). With 2 or more the others go on",
                         {host: [*of] for host, of in _last_holders(where, tables).items()})
     if len(all_hosts) == 1:
         return Survival(f"all workers are on host {_shown(all_hosts, all_hosts)}, whose loss ends the job")
@@ -68,6 +70,20 @@ def exposed(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, list
     found = {host: [stage for stage in stages if len(where[stage]) > 1 and stage not in fatal.get(host, [])]
              for host, stages in _fatal(where).items()}
     return {host: stages for host, stages in found.items() if stages}
+
+
+def exposed_shards(before: Mapping[str, str], tables_before: Sequence[ShardTable], now: Mapping[str, str],
+                   tables: Sequence[ShardTable]) -> dict[str, dict[str, list[int]]]:
+    """The hosts that all holders of a shard, two or more, have a part on ``now`` and had not ``before``: by stage these
+    shards. Not of stages of which a host has all workers, which `exposed` tells."""
+    where, known = _where(now), _last_holders(_where(before), tables_before)
+    whole = {(host, stage) for host, stages in _fatal(where).items() for stage in stages}
+    single = {(table.stage, shard) for table in tables for shard, of in enumerate(table.holders) if len(of) < 2}
+    found = {host: {str(stage): left for stage, shards in of.items() if (host, stage) not in whole
+                    and (left := [shard for shard in shards if shard not in known.get(host, {}).get(stage, [])
+                                  and (stage, shard) not in single])}
+             for host, of in _last_holders(where, tables).items()}
+    return {host: of for host, of in found.items() if of}
 
 
 Where = Mapping[int, Mapping[int, set[str]]]

@@ -97,12 +97,14 @@ class Guard:
         watched: whether there may be one, of which this worker does not know.
         back: the script has changed something since the end of the iteration before this one: to go back further would
             lose that.
+        midway: all are on their way back to a checkpoint, and this worker does not know that they have arrived.
     """
 
     def __init__(self) -> None:
         self.saved: tuple[int, ...] = ()
         self.watched = False
         self.back = -1
+        self.midway = False
         self.own: dict[int, StateCopy] = {}
         self.of: dict[int, dict[int, StateCopy]] = {}
         self._made = (0, -1)
@@ -160,7 +162,8 @@ class Guard:
 
     def report(self) -> dict[str, Any]:
         """What there is, for the coordinator."""
-        return {"own": sorted(self.own), "of": {str(stage): sorted(copies) for stage, copies in self.of.items()}}
+        return {"own": sorted(self.own), "of": {str(stage): sorted(copies) for stage, copies in self.of.items()},
+                **({"midway": True} if self.midway else {})}
 
 
 def _latest(copies: Mapping[int, StateCopy]) -> dict[int, StateCopy]:

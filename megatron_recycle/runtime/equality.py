@@ -9,18 +9,19 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from megatron_recycle.errors import VerificationError
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.generation import Generation
-from megatron_recycle.runtime.shards import digests as digests_of_shards
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 from megatron_recycle.runtime.stepper import Stepper
@@ -47,7 +48,7 @@ def verify_boundary(site: Site, stepper: Stepper, generation: Generation, iterat
 
 
 def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) -> None:
-    _verify_shards(site, stepper, generation)
+    _verify_shards(site, stepper, generation, heal)
     digests = _exchange(site, generation.groups)
     if len(set(digests.values())) == 1:
         return
@@ -67,26 +68,65 @@ def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) ->
     raise VerificationError(text)
 
 
-def _verify_shards(site: Site, stepper: Stepper, generation: Generation) -> None:
-    """Compare the twins of each shard. Raises VerificationError, and GenerationOver."""
+def _verify_shards(site: Site, stepper: Stepper, generation: Generation, heal: bool) -> None:
+    """Compare the twins of each shard; an odd one gets it from the majority, and all get the parameters that follow
+    from it. Raises VerificationError, and GenerationOver."""
     cuts, groups = generation.cuts, generation.groups
     if cuts is None:
         return
+    differing = _differing(site, groups, cuts)
+    usual = {shard: _usual(values) for shard, values in differing.items()}
+    if differing and heal and None not in usual.values():
+        _heal_shards(site, stepper, groups, cuts, [(shard, giver, twin) for shard, giver in usual.items()
+                                                   if giver is not None for twin, value in differing[shard].items()
+                                                   if value != differing[shard][giver]], differing)
+        differing = _differing(site, groups, cuts)
+    for shard, values in differing.items():
+        raise VerificationError(
+            f"the workers that hold shard {shard} of stage {site.place.me.stage}'s optimizer state differ "
+            f"({', '.join(f'{holder}: {value:08x}' for holder, value in values.items())}) "
+            f"after iteration {stepper.standing.committed}: restart from the last checkpoint that was written "
+            "before the last comparison in which they were equal, and check the memory of these hosts")
+
+
+def _differing(site: Site, groups: Groups, cuts: Cuts) -> dict[int, dict[Worker, int]]:
+    """The shards whose twins differ, with the digest of each twin."""
     peers = groups.peers(groups.me.stage)
     found = torch.zeros(len(cuts.holders), len(peers), dtype=torch.float64)
     with site.phases.working("check"):
-        for shard, value in digests_of_shards(site.stage).items():
+        for shard, value in shards.digests(site.stage).items():
             if shard in cuts.of(groups.me):
                 found[shard, peers.index(groups.me)] = value
     groups.stage_control.sum(found).wait()
-    for shard, holders in enumerate(cuts.holders):
-        values = {holder: int(found[shard, peers.index(holder)]) for holder in holders}
-        if len(set(values.values())) > 1:
-            told = ", ".join(f"{holder}: {value:08x}" for holder, value in values.items())
-            raise VerificationError(
-                f"the workers that hold shard {shard} of stage {site.place.me.stage}'s optimizer state differ ({told}) "
-                f"after iteration {stepper.standing.committed}: restart from the last checkpoint that was written "
-                "before the last comparison in which they were equal, and check the memory of these hosts")
+    told = {shard: {holder: int(found[shard, peers.index(holder)]) for holder in holders}
+            for shard, holders in enumerate(cuts.holders)}
+    return {shard: values for shard, values in told.items() if len(set(values.values())) > 1}
+
+
+def _usual(values: Mapping[Worker, int]) -> Worker | None:
+    """One of more than half of these, which agree; None if no so many do."""
+    (usual, count), *_ = Counter(values.values()).most_common()
+    return next(holder for holder, value in values.items() if value == usual) if 2 * count > len(values) else None
+
+
+def _heal_shards(site: Site, stepper: Stepper, groups: Groups, cuts: Cuts, moves: Sequence[tuple[int, Worker, Worker]],
+                 digests: Mapping[int, Mapping[Worker, int]]) -> None:
+    own, iteration, began = site.stage.shards, stepper.standing.committed, time.monotonic()
+    assert own is not None
+    for shard, _, odd in moves:
+        if odd == site.place.me:
+            site.agent.event("suspected", kind=FailureKind.CORRUPT, removed=False, iteration=iteration + 1,
+                             pid=os.getpid(), shard=shard,
+                             digests={str(peer): f"{value:08x}" for peer, value in digests[shard].items()})
+    with site.phases.working(COPY), site.phases.writing():
+        taken = shards.copy(site, groups, moves)
+        for shard in taken:
+            own.copy_to_model(shard)
+        shards.gather(site.stage, groups, cuts, groups.peers(groups.me.stage))  # they may have come from the odd one
+    if taken:
+        size = sum(tensor.nbytes for shard in taken for tensor in own.tensors(shard).values())
+        site.agent.event("healed", kind=FailureKind.CORRUPT, iteration=iteration + 1, bytes=size, shards=taken,
+                         ms=round(1000 * (time.monotonic() - began), 1))
 
 
 def _exchange(site: Site, groups: Groups) -> dict[Worker, int]:

@@ -3,7 +3,7 @@
 As long as some stage has one worker, all workers copy their own state every `guard_interval` iterations, at the same
 boundary, and that stage's goes to its keeper, a worker of another stage, as well. A stage that is lost comes back with
 a new process: it gets its keeper's copy, and all others take up their own copies of the same iteration. Or all load the
-newest checkpoint, where no copy is as new.
+newest checkpoint, where no copy is as new; there each gets the shards that are its own from then on.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron_recycle.control import Go
 from megatron_recycle.membership import workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Worker
+from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import COPY
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.reduction import count
@@ -85,9 +86,11 @@ def go_back(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     joined, checkpoint = workers_of(go.resume.joined), go.resume.checkpoint
     guard.go_back(target)
     where = "copies in memory" if checkpoint is None else f"the checkpoint in {checkpoint['place']}"
-    get_logger().warning("megatron-recycle: stage %s was lost: all go back to the state after iteration %d, from %s",
-                         ", ".join(go.resume.restored), target, where)
+    get_logger().warning("megatron-recycle: %s: all go back to the state after iteration %d, from %s", _lost(go),
+                         target, where)
     if checkpoint is not None:
+        guard.midway = site.stage.shards is not None  # else a stage that is lost says so
+        shards.begin_anew(site.stage, groups, go.resume)
         tensors, facts = load(site, go.generation, checkpoint)
         told = {**site.asked.told(), "saved": list(guard.saved)}
         stepper.enter(tensors, {**facts, **told})
@@ -112,6 +115,7 @@ def all_are_back(site: Site, groups: Groups) -> None:
     find a stage behind the others, with nobody who holds what they do. Raises GenerationOver."""
     with site.phases.waiting("the others' way back"):
         count(groups.control, True)
+    site.trainable.guard.midway = False
 
 
 def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tensor], Any, Received]:
@@ -119,6 +123,7 @@ def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tenso
     checkpoint that all go back to. Raises GenerationOver and TransferError, and what loading that raises."""
     began = time.monotonic()
     if go.resume.checkpoint is not None:
+        shards.begin_anew(site.stage, groups, go.resume)
         tensors, facts = load(site, go.generation, go.resume.checkpoint)
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # what the script does to it is no part
         giver = min(member for member in groups.members if member not in workers_of(go.resume.joined))
@@ -131,6 +136,15 @@ def take_back(site: Site, groups: Groups, go: Go) -> tuple[dict[str, torch.Tenso
     copy = receive(groups.control, groups.control_ranks[keeper])
     received = Received(copy.nbytes, 1000 * (time.monotonic() - began))
     return *copy.open(site.stage.device), received
+
+
+def _lost(go: Go) -> str:
+    """What nobody has any more."""
+    new = {worker.stage for worker in workers_of(go.resume.joined)}
+    stages = [stage for stage in go.resume.restored if int(stage) in new]
+    cut = [stage for stage in go.resume.restored if int(stage) not in new]
+    return " and ".join([f"stage {', '.join(stages)} was lost"] * bool(stages)
+                        + [f"nobody has all shards of stage {', '.join(cut)}'s optimizer state"] * bool(cut))
 
 
 def _restored(go: Go) -> dict[int, Worker]:

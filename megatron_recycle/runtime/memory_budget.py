@@ -30,7 +30,7 @@ def sum_buffers(sums: Sequence[Piece]) -> int:
 
 
 def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Sequence[Piece], peers: int,
-               messages: int, communicators: int = 0) -> dict[str, int]:
+               messages: int, communicators: int = 0, on_the_way: int | None = None) -> dict[str, int]:
     """Bytes that a worker uses besides its micro-batches, by name. ``spare`` is not in use most of the time.
 
     Args:
@@ -41,10 +41,12 @@ def kept_bytes(state: Iterable[torch.Tensor], undo: int, gradient: int, sums: Se
         peers: live workers of this stage.
         messages: bytes of the receives that are posted ahead; what a plan needs beyond the usual ones is in its caps.
         communicators: bytes of those in use: the next generation's are made before they are given back.
+        on_the_way: bytes that a reduction sends and takes in; None: its slice of everybody's pieces, where it is exact.
     """
     buffers = sum_buffers(sums)
-    # A peer's death brings another block, and the exact reduction takes in its slice of everybody's pieces.
-    spare = gradient * (1 + -(-(buffers + 1) // peers)) if sums else 0
+    if on_the_way is None:
+        on_the_way = gradient * -(-(buffers + 1) // peers) if sums else 0
+    spare = on_the_way + (gradient if sums else 0)  # a peer's death brings another block
     return {"state": nbytes(state), "undo": undo, "gradient": gradient, "sums": buffers * gradient,
             "spare": spare + messages + communicators}
 
@@ -125,8 +127,23 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
         tensor for shard in shards.held for tensor in shards.tensors(shard).values()]
     kept = kept_bytes([*site.stage.state().values(), *of_shards], undo, gradient,
                       pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
-                      plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators)
+                      plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators,
+                      _on_the_way(site, plan))
     if shards is not None:  # of the reduced gradient only what lies in them
         length = sum(shards.length(shard) for shard in shards.held)
         kept["gradient"] = length * site.trainable.layout.dtype.itemsize
     return kept
+
+
+def _on_the_way(site: Site, plan: Plan) -> int | None:
+    """Bytes that a reduction of shards has on their way at once: of all pieces of others the shards that this worker
+    speaks for, and of its own all others; None without shards."""
+    me, last, shards, layout = site.place.me, site.current.last, site.stage.shards, site.trainable.layout
+    if shards is None or last is None or last.cuts is None:
+        return None
+    of = {worker: len(runs) for worker, runs in pieces(plan, me.stage).items()} if site.exact else dict.fromkeys(
+        plan.problem.live(me.stage), 1)
+    kind = layout.dtype if site.exact else last.cuts.wire or layout.dtype
+    length = sum(shards.length(shard) for shard in last.cuts.spoken_for(me))
+    others = sum(number for worker, number in of.items() if worker != me)
+    return kind.itemsize * (others * length + of.get(me, 0) * (layout.numel - length))

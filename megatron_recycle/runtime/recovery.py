@@ -262,7 +262,7 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     joined = _processes(site, groups, go.resume.joined)
     with _copying(site) if joined else nullcontext():
         site.asked.reconcile(groups, standing.epoch, joined, joined if go.resume.restored else ())
-    if before is not None and not todo.enter and go.generation > 1:  # some may have stepped, and told nobody
+    if before is not None and not (todo.enter or todo.back) and go.generation > 1:  # some have stepped, and told nobody
         left = [peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)]
         with _copying(site), site.phases.writing():
             shards.gather(site.stage, groups, before, left)
@@ -305,7 +305,8 @@ def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
     stepper.enter(tensors, facts)
     if not new:
         stepper.read = {}
-    shards.forget(site.stage)
+    if go.resume.checkpoint is None:
+        shards.forget(site.stage)
     if go.resume.restored:  # the others' scripts are further than their state
         stepper.standing.entered = go.resume.regained
     site.trainable.guard.watched = site.framework.restore is not None

@@ -50,7 +50,8 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
                              "the optimizer's state", config.state_copies, place.grid.pipelines)
     if config.state_copies == stage.shards.least == 1 < place.grid.pipelines and place.me.pipeline == 0:
         get_logger().warning("megatron-recycle: state_copies 1: with any worker that fails a shard of the optimizer's "
-                             "state is lost, and the job ends; 2 lets it go on")
+                             "state is lost: all go back to the last checkpoint of this job, or it ends if there is "
+                             "none; with 2 they go on")
 
 
 def report(stage: Stage, copies: int, standing: Standing) -> dict[str, Any]:
@@ -119,6 +120,18 @@ def keep_only(stage: Stage, cut: Cuts | None, me: Worker) -> None:
             stage.shards.drop(shard)
 
 
+def begin_anew(stage: Stage, groups: Groups, resume: Resume) -> None:
+    """Have the shards that are this worker's after ``resume``, and no others, with anything in them: a checkpoint is
+    loaded into them."""
+    shards, cut = stage.shards, cuts(stage, groups, resume, begun=False)
+    if shards is None or cut is None:
+        return
+    own = cut.of(groups.me)
+    for shard in set(shards.held) - set(own):
+        shards.drop(shard)
+    shards.add(shard for shard in own if shard not in shards.held)
+
+
 def forget(stage: Stage) -> None:
     """Drop all shards: they are of another life."""
     shards = stage.shards
@@ -144,11 +157,17 @@ def gather(stage: Stage, groups: Groups, cut: Cuts, peers: Sequence[Worker]) -> 
 
 def adopt(site: Site, groups: Groups, resume: Resume) -> None:
     """Copy shards to those that are to hold them. Raises GenerationOver, and TransferError if one arrives damaged."""
-    shards, table = site.stage.shards, _table(groups, resume)
-    if shards is None or table is None:
-        return
-    peers, me = groups.peers(groups.me.stage), groups.me
-    moves = [(shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in table.moves]
+    table = _table(groups, resume)
+    if site.stage.shards is not None and table is not None:
+        _tell(site, copy(site, groups, [(shard, Process.parse(giver).worker, Process.parse(taker).worker)
+                                        for shard, giver, taker in table.moves]), site.stage.shards)
+
+
+def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]) -> list[int]:
+    """Copy shards; ``moves``: (shard, giver, taker), the same on all peers of a stage. Returns those that this worker
+    has taken. Raises as `adopt`."""
+    shards, peers, me = site.stage.shards, groups.peers(groups.me.stage), groups.me
+    assert shards is not None
     sending: list[Pending] = []
     for number, (shard, giver, taker) in enumerate(moves):
         if giver == me:
@@ -173,7 +192,7 @@ def adopt(site: Site, groups: Groups, resume: Resume) -> None:
         shards.take(moves[number][0], tensors, read(told[number]["numbers"], {}))
     for each in sending:
         each.wait()
-    _tell(site, [moves[number][0] for number in arriving], shards)
+    return [moves[number][0] for number in arriving]
 
 
 def _tell(site: Site, adopted: Sequence[int], shards: ShardedOptimizer) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as some
 
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.failure_kinds import FailureKind
+from megatron_recycle.membership.fault import Fault
 from megatron_recycle.membership.shards import ShardTable, assign, those_that_may_go
 from tests.membership.cluster import Cluster, endings, events, report
 
@@ -145,6 +146,15 @@ def test_a_worker_that_has_a_shard_alone_hands_it_over_before_it_leaves() -> Non
         cluster.feed(inputs.Boundary(f"{name}/0", 3, 3, cluster.now))
     (end,) = endings(cluster.log)
     assert "stage 0 would have no worker any more" in end.message
+
+
+def test_an_error_on_the_only_one_that_has_a_shard_ends_the_job() -> None:
+    """As one on the last worker of a stage: while it lives, and all that it holds can still be saved."""
+    cluster = Sharded(copies=1)
+    cluster.commit_all(0)
+    cluster.feed(inputs.Raised("1:0/0", Fault("ValueError", "odd", 1, "B1.0"), cluster.now))
+    (end,) = endings(cluster.log)
+    assert "1:0, the only one that holds shard 1 of stage 0's optimizer state, has failed" in end.message
 
 
 @given(some.integers(2, 8), some.integers(1, 4), some.integers(1, 4), some.data())

@@ -89,7 +89,7 @@ def test_twins_lie_where_no_host_takes_both_workers_along() -> None:
 
 def test_with_one_copy_of_each_shard_no_failure_is_survived() -> None:
     found = judge(each := {"0:0": "a", "1:0": "b"}, tables=_tables(each, 1))
-    assert "one holder (state_copies 1): no failure can be survived" in found.text
+    assert "one holder (state_copies 1): any failure costs the iterations since the last checkpoint" in found.text
     assert found.fatal == {"a": [0], "b": [0]} and not judge(each, tables=_tables(each, 2)).fatal
 
 

@@ -136,15 +136,16 @@ class Disk:
     """Checkpoints, as a file system would have them; any worker may write at any time.
 
     Attributes:
-        named: the states of all (stage, part), by the iteration before which they were written.
+        named: the states of all (stage, part), and of (stage, part, shard), by the iteration before which they were
+            written.
     """
 
     def __init__(self) -> None:
-        self.named: dict[int, dict[tuple[int, int], dict[str, torch.Tensor]]] = {}
-        self.counters: dict[tuple[int, int, int], Any] = {}
+        self.named: dict[int, dict[tuple[int, ...], dict[str, torch.Tensor]]] = {}
+        self.counters: dict[tuple[int, ...], Any] = {}
         self.cut: set[tuple[int, int]] = set()
         """Files (iteration, stage) that were cut off since they were written."""
-        self._tries: dict[str, dict[tuple[int, int], dict[str, torch.Tensor]]] = {}
+        self._tries: dict[str, dict[tuple[int, ...], dict[str, torch.Tensor]]] = {}
 
     def load(self, place: str, name: str, stage: SmallStage) -> None:
         """As `Framework.restore`."""
@@ -155,14 +156,21 @@ class Disk:
             raise EOFError("Ran out of input")
         found = self.named.get(iteration) or self._tries[f"{name} {iteration}"]  # who names it may have died
         stage.load_state({**stage.fixed(), **found[own]}, self.counters[(iteration, *own)])
+        for shard in () if stage.shards is None else stage.shards.held:
+            tensors = {name: tensor.clone() for name, tensor in found[(*own, shard)].items()}
+            stage.shards.take(shard, tensors, self.counters[(iteration, *own, shard)])
 
     def write(self, save: Save, iteration: int, stage: SmallStage) -> bool:
         """As `runtime.saving.Write`."""
         groups = save.generation.groups
-        of_try = self._tries.setdefault(f"{save.name} {iteration}", {})
+        of_try, own, cuts = self._tries.setdefault(f"{save.name} {iteration}", {}), (
+            stage.stage, stage.part), save.generation.cuts
+        for shard in () if cuts is None or stage.shards is None else cuts.spoken_for(groups.me):
+            save.check()
+            of_try[(*own, shard)] = {name: tensor.clone() for name, tensor in stage.shards.tensors(shard).items()}
+            self.counters[(iteration, *own, shard)] = stage.shards.numbers(shard)
         if groups.me == groups.peers(groups.me.stage)[-1]:
             save.check()
-            own = stage.stage, stage.part
             of_try[own] = {name: tensor.clone() for name, tensor in stage.state().items()}
             self.counters[(iteration, *own)] = stage.counters()
         count(groups.control, True)
@@ -426,7 +434,7 @@ class _Observer:
 
 
 def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), came: Collection[str] = (),
-          within: float = 0.0) -> None:
+          within: float = 0.0, again: bool = False) -> None:
     """The job has ended as one whose stages wait for each other would have without failures; every iteration was
     committed once, in order.
 
@@ -434,6 +442,7 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
         out: who need not have come to the end.
         came: who came in later, and has losses since then; its script's calls bring all that they brought others.
         within: by how much numbers may differ; 0: not in a bit.
+        again: whether some iterations were made, and committed, again.
     """
     reference = undisturbed(job.shape.with_settings(step="barrier"))
     for rank, result in results.items():
@@ -444,13 +453,13 @@ def check(job: Job, results: Mapping[int, Result], out: Collection[str] = (), ca
         assert well, f"{name} has ended with {result.status}: {result.error}\n{job.where()}"
         found = differences(result, reference[rank], within)
         found -= {"losses", "evaluated"} if name in came else set()
-        found |= _other_shards(result, [reference[of] for of in reference if of // job.shape.pipelines == rank
-                                        // job.shape.pipelines], within)
+        found |= _other_shards(result, [reference[of] for of in reference if _alike_parts(job.shape, of, rank)], within)
         assert not found, f"{name} differs in {sorted(found)}\n{job.where()}"
     noted = [event["place"] for event in job.control.events if event["event"] == "checkpoint"]
     assert [*dict.fromkeys(noted)] == [f"iteration {iteration}" for iteration in job.shape.save], noted
     assert _alike_checkpoints(job, reference, within), f"checkpoints differ\n{job.where()}"
     committed = [event["iteration"] for event in job.control.events if event["event"] == "committed"]
+    committed = sorted({*committed}) if again else committed
     assert committed == list(range(job.shape.iterations)), f"committed {committed}\n{job.where()}"
 
 
@@ -461,6 +470,12 @@ def differences(one: Result, other: Result, within: float = 0.0) -> set[str]:
     found |= one.state.keys() ^ other.state.keys()
     return found | {name for name in one.state.keys() & other.state.keys()
                     if not _alike(one.state[name], other.state[name], within)}
+
+
+def _alike_parts(shape: Shape, one: int, other: int) -> bool:
+    """Whether the processes of these ranks have the same parameters."""
+    wide = shape.pipelines * shape.parts
+    return (one // wide, one % shape.parts) == (other // wide, other % shape.parts)
 
 
 def _other_shards(one: Result, peers: Sequence[Result], within: float) -> set[str]:

@@ -120,6 +120,7 @@ class RecyclePipelineEngine(PipelineEngine):
         self.masters: MasterWeightOptimizer | None = None
         """The optimizer, if it has fp32 copies of 16-bit parameters."""
         self._copies = settings.state_copies
+        self._goes_back = False
         self.sharded: ZeroOptimizer | None = None
         """The optimizer, if its state is cut into shards (ZeRO-1)."""
         super().__init__(*args, **keywords)
@@ -165,8 +166,7 @@ class RecyclePipelineEngine(PipelineEngine):
             self.session.start(self._stage, self._splitter, self._source, first=self.global_steps,
                                number=self.global_samples // (self.micro_batch_size * self.grid.data_parallel_size),
                                save_last=lambda groups, _: self._checkpoints.write_last(groups),
-                               restore=None if self.sharded is not None
-                               else lambda _, place, name: self._load(whole_at(Path(place), name)),
+                               restore=lambda _, place, name: self._load(whole_at(Path(place), name)),
                                folder=lambda: self._checkpoints.folder)
             if isinstance(self.timers, Timers):
                 self.session.worker.site.meters.watch.beside = self.timers.beside
@@ -234,7 +234,7 @@ class RecyclePipelineEngine(PipelineEngine):
         return True
 
     def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:
-        """As stock, of all shards that this worker begins with."""
+        """As stock, of all shards that this worker has: those that it begins with, or goes back with."""
         if self.sharded is None:
             return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
         count, held, numels = self.sharded.shards.count, self.sharded.shards.held, self.sharded.numels
@@ -487,10 +487,19 @@ class RecyclePipelineEngine(PipelineEngine):
         """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""
         if place.exists() and (why := self._checkpoints.unreadable(place.parent, place.name)) is not None:
             raise RecycleError(why)
-        if self._load_stock(str(place.parent), tag=place.name)[0] is None:
+        self._goes_back = True
+        try:
+            found = self._load_stock(str(place.parent), tag=place.name)
+        finally:
+            self._goes_back = False
+        if found[0] is None:
             raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
                                "checkpoints on a file system that all hosts share")
         self._stage.native.begin_anew()  # some of those that load it have just been started
+
+    def zero_load_from_fp32_weights(self) -> bool:
+        """As stock; on the way back to a checkpoint of this job always: masters that follow from 16 bits are others."""
+        return self._goes_back or super().zero_load_from_fp32_weights()
 
     def _load_stock(self, *args: Any, **keywords: Any) -> Any:
         found = super().load_checkpoint(*args, **keywords)

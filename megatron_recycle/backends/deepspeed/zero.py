@@ -25,7 +25,7 @@ from torch import nn
 from megatron_recycle.backends.deepspeed.recut import BASE, MASTERS
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership.shards import to_begin_with
-from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer, even, trained
+from megatron_recycle.runtime.compute.sharded_optimizer import MASTER, ShardedOptimizer, even, trained
 from megatron_recycle.runtime.stage import Averaging
 
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -177,7 +177,8 @@ class ZeroOptimizer(DeepSpeedOptimizer):
             if not isinstance(inner, Mapping):
                 raise UnsupportedError("this checkpoint was written with zero_optimization.elastic_checkpoint, which "
                                        "is not supported yet: load it without the plugin, and save with it off")
-            tensors, numbers = shards.tensors(shard), list[dict[str, Any]]()
+            tensors = {name: tensor for name, tensor in shards.tensors(shard).items() if name.startswith(MASTER)}
+            numbers = list[dict[str, Any]]()
             for number, (_, size, _) in enumerate(shards.slots(shard)):
                 state = inner["state"].get(number, {})
                 found = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}

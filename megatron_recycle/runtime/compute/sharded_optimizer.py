@@ -112,10 +112,7 @@ class ShardedOptimizer:
         self.parameters: list[nn.Parameter] = list({id(piece.parameter): piece.parameter for shard in range(self.count)
                                                     for piece in self.pieces(shard)}.values())
         self._masters: dict[int, list[nn.Parameter]] = {}
-        for shard in own:
-            self._make(shard)
-            self.refresh(shard)
-        self._point()
+        self.add(own)
 
     # ---- what a shard is
 
@@ -233,6 +230,13 @@ class ShardedOptimizer:
         """By slot, what else the optimizer keeps of a shard."""
         return [copy.deepcopy({key: value for key, value in self.optimizer.state.get(master, {}).items()
                         if not isinstance(value, torch.Tensor)}) for master in self._masters[shard]]
+
+    def add(self, own: Iterable[int]) -> None:
+        """Have these shards from now on, as they begin: with the model's parameters."""
+        for shard in own:
+            self._make(shard)
+            self.refresh(shard)
+        self._point()
 
     def take(self, shard: int, tensors: Mapping[str, torch.Tensor], numbers: Sequence[Mapping[str, Any]]) -> None:
         """Have a shard from now on, with a twin's state; the tensors may be kept."""
