@@ -46,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, default=1, help="with --stages: workers on each host")
     parser.add_argument("--nnodes", type=int, default=1, help="with --stages: hosts")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="with --stages: processes of a worker")
-    parser.add_argument("--sharded", action="store_true", help="with --stages: the optimizer's state is cut into shards "
-                        "(ZeRO-1, Megatron's distributed optimizer)")
+    parser.add_argument("--sharded", action="store_true",
+                        help="with --stages: the optimizer is cut into shards (ZeRO-1, Megatron's distributed optimizer)")
     config.add_arguments(parser)
 
 

@@ -340,8 +340,8 @@ def _go(state: State, now: float) -> Step:
 
 
 def _exposed_hosts(state: State, resume: Resume, now: float) -> tuple[dict[str, Any], ...]:
-    """The event of hosts that have come to hold all that is left of a stage, or all copies of a shard of its optimizer's
-    state, with this generation."""
+    """The event of hosts that have come to hold all that is left of a stage, or all copies of a shard of its
+    optimizer's state, with this generation."""
     if state.go is None:
         return ()
     before = {name: state.known[incarnation].host for name, incarnation in state.go["members"].items()

@@ -24,8 +24,8 @@ class Held(NamedTuple):
 
 
 def held(state: State, sure: bool = False) -> list[Held]:
-    """Stages, then shards. Until an iteration is committed after a recovery, a shard may be whole with those that had it
-    before it, or with those that are to have it: with both together, or if that is to be ``sure`` with each for
+    """Stages, then shards. Until an iteration is committed after a recovery, a shard may be whole with those that had
+    it before it, or with those that are to have it: with both together, or if that is to be ``sure`` with each for
     itself."""
     found = [Held(stage, None, names) for stage, names in enumerate(by_stage(state.stages, state.proven))]
     if state.resume is None:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from megatron_recycle.membership import closing, failing
 from megatron_recycle.membership.decisions import AwaitLoss, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
-from megatron_recycle.membership.inputs import THE_END, Hinted, NoLoss, Stuck
 from megatron_recycle.membership.holding import lost_with
+from megatron_recycle.membership.inputs import THE_END, Hinted, NoLoss, Stuck
 from megatron_recycle.membership.names import in_order
 from megatron_recycle.membership.resume import RESTART
 from megatron_recycle.membership.state import Phase, State

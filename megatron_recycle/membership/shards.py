@@ -30,8 +30,8 @@ class Shard(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardTable:
-    """The shards of part ``part`` of stage ``stage``: who ``had`` them when the generation began (nobody, where all load
-    a checkpoint), and who is to hold them in it (`holders`), the first of which speaks for the shard."""
+    """The shards of part ``part`` of stage ``stage``: who ``had`` them when the generation began (nobody, where all
+    load a checkpoint), and who is to hold them in it (`holders`), the first of which speaks for the shard."""
 
     stage: int
     part: int

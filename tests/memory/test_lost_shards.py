@@ -32,7 +32,8 @@ def twins_die(worker: str, twin: str, phase: str, iteration: int) -> list[Moment
             *(Moment(twin, "recovering", other) for other in (iteration - 1, iteration, iteration + 1))]
 
 
-def check_goes_on(job: Job, out: Collection[str], came: Collection[str] = (), restored: int = 1) -> list[dict[str, Any]]:
+def check_goes_on(job: Job, out: Collection[str], came: Collection[str] = (),
+                  restored: int = 1) -> list[dict[str, Any]]:
     """Bit for bit as without failures; the events of the ways back."""
     results = job.wait()
     found = told(job, "restored")
