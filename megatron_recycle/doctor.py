@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nnodes", type=int, default=1, help="with --stages: hosts")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="with --stages: processes of a worker")
     parser.add_argument("--sharded", action="store_true",
-                        help="with --stages: the optimizer is cut into shards (ZeRO-1, Megatron's distributed optimizer)")
+                        help="with --stages: the optimizer is cut into shards (ZeRO-1, distributed optimizer)")
     config.add_arguments(parser)
 
 

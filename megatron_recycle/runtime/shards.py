@@ -44,7 +44,8 @@ def check(stage: Stage, place: Place, config: RecycleConfig) -> None:
         return
     if config.guard == "memory":
         raise ConfigError("guard memory keeps copies of whole stages, and the optimizer is cut into shards: leave "
-                          "guard out, and give a larger state_copies")
+                          "guard out (a lost stage or shard comes back from the newest checkpoint), or give a larger "
+                          "state_copies")
     if config.state_copies > place.grid.pipelines > 1 and place.me.pipeline == 0:  # as after a restart on fewer hosts
         get_logger().warning("megatron-recycle: state_copies %d: a stage has %d workers, each of which holds all of "
                              "the optimizer's state", config.state_copies, place.grid.pipelines)

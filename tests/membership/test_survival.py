@@ -10,7 +10,7 @@ from megatron_recycle.launch.summary import Summary
 from megatron_recycle.membership import inputs
 from megatron_recycle.membership.resume import parts_of
 from megatron_recycle.membership.shards import ShardTable, tables
-from megatron_recycle.membership.survival import Survival, exposed, judge
+from megatron_recycle.membership.survival import Survival, exposed, exposed_shards, judge
 from tests.membership.cluster import Cluster, events, report
 
 
@@ -124,6 +124,20 @@ def test_hosts_that_come_to_hold_all_that_is_left_are_told_once() -> None:
     assert exposed(left, left) == {} == exposed(both, both)
     single = {name: host for name, host in left.items() if name != "1:1"}
     assert exposed(left, single) == {}, "the last copy of stage 1 has a warning of its own"
+
+
+def test_hosts_that_come_to_have_a_part_of_each_that_holds_a_shard_are_told_once() -> None:
+    """Tensor-parallel workers across hosts: when the third worker is gone, so is the only pair without a host in
+    common."""
+    both = {"0:0.0": "a", "0:0.1": "b", "1:0.0": "b", "1:0.1": "c", "2:0.0": "d", "2:0.1": "d"}
+    left = {name: host for name, host in both.items() if name[0] != "2"}
+    assert exposed_shards(both, _tables(both, 2), left, _tables(left, 2)) == {}, "stage 0 itself hangs on b"
+    more = {**left, "3:0.0": "c", "3:0.1": "a"}
+    found = exposed_shards({**both, **more}, _tables({**both, **more}, 2), more, _tables(more, 2))
+    assert found and all(host in "abc" and set(of) == {"0"} for host, of in found.items())
+    assert exposed_shards(more, _tables(more, 2), more, _tables(more, 2)) == {}
+    line = Summary().add({"event": "last_host", "t": 0.0, "generation": 2, "hosts": {}, "shards": found})
+    assert line is not None and "has a part of each worker that holds shard" in line
 
 
 def test_the_event_of_a_failure_says_which_host_has_become_the_last() -> None:

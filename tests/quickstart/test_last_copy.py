@@ -1,5 +1,6 @@
-"""A real DeepSpeed script loses both workers of a stage, or both that hold a shard of its optimizer (ZeRO-1), and trains
-on in the same job: from its newest checkpoint, or with the copy that another stage's worker keeps (`guard: memory`)."""
+"""A real DeepSpeed script loses both workers of a stage, or both that hold a shard of its optimizer (ZeRO-1), and
+trains on in the same job: from its newest checkpoint, or with the copy that another stage's worker keeps (`guard:
+memory`)."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_both_that_hold_a_shard_are_killed_and_all_go_back(tmp_path: Path, shape
     after the other, and the process that comes for it loads its shards."""
     zero = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "gradient_clipping": 1.0,
             "steps_per_print": 2, "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": 1}, "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}}
+            "zero_optimization": {"stage": 1},
+            "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "torch_adam": True}}}
     (tmp_path / "zero.json").write_text(json.dumps(zero))
     told, events = run(tmp_path, deaths, *shape, "--deepspeed_config", "zero.json", "--checkpoints", "checkpoints",
                        "--save-every", "4")
