@@ -11,6 +11,7 @@ import torch
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.plan.replay import peak
+from megatron_recycle.runtime.comm.sharded_reduction import at_once
 from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.compute.memory import nbytes
 from megatron_recycle.runtime.compute.sharding_cost import Bytes, described
@@ -136,8 +137,9 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
 
 
 def _on_the_way(site: Site, plan: Plan) -> int | None:
-    """Bytes that a reduction of shards has on their way at once: of all pieces of others the shards that this worker
-    speaks for, and of its own all others; None without shards."""
+    """Bytes that a reduction of shards takes for a time: what is under way at once of the pieces of others, in the
+    shards that this worker speaks for, and of its own in all others; and the slices that it folds, and is told, before
+    they lie as they are kept. None without shards."""
     me, last, shards, layout = site.place.me, site.current.last, site.stage.shards, site.trainable.layout
     if shards is None or last is None or last.cuts is None:
         return None
@@ -146,4 +148,5 @@ def _on_the_way(site: Site, plan: Plan) -> int | None:
     kind = layout.dtype if site.exact else last.cuts.wire or layout.dtype
     length = sum(shards.length(shard) for shard in last.cuts.spoken_for(me))
     others = sum(number for worker, number in of.items() if worker != me)
-    return kind.itemsize * (others * length + of.get(me, 0) * (layout.numel - length))
+    moving = kind.itemsize * (others * length + of.get(me, 0) * (layout.numel - length))
+    return min(2 * at_once(layout), moving) + kind.itemsize * sum(map(shards.length, shards.held))

@@ -87,6 +87,7 @@ def test_what_does_not_grow_with_activations_is_taken_off_first():
     exact = kept_bytes(state, undo=0, gradient=4000, sums=[(0, 0, 1), (2, 1, 1)], peers=3, messages=0)
     assert exact["sums"] == 3 * 4000, "a run of blocks needs two buffers, a single block one"
     assert exact["spare"] == 4000 * (1 + 2)
+    assert kept_bytes(state, 0, 4000, (), 3, 0, on_the_way=700)["spare"] == 700, "shards: what travels of them"
     cpu = Cpu()
     assert room_on(cpu, None, fast, 0) is None, "nobody says how much of a host's memory is a worker's"
     assert room_on(cpu, 1.0, fast, 0) == 2**30 - 24500

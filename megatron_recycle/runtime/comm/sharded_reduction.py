@@ -29,8 +29,12 @@ Arriving = tuple[torch.Tensor, Pending]
 
 _AT_ONCE = 2**23
 _SHARE = 32
-"""Bytes of pieces that a worker receives at a time, and at most as many that it sends; in large stages this share of
-what its gradient takes."""
+"""Bytes that are under way at a time; in large stages this share of what the gradient takes."""
+
+
+def at_once(layout: Layout) -> int:
+    """Bytes of pieces of a gradient that a worker receives at a time, and at most as many that it sends."""
+    return max(_AT_ONCE, layout.numel * layout.dtype.itemsize // _SHARE)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,7 @@ class ShardedReduction:
         wire, filled = self._wire or layout.dtype, [shard for shard, each in enumerate(spans) if each]
         owners = [holders[0] for holders in self.cuts.holders]
         most = max((owners.count(owner) for owner in owners), default=1)
-        at_once = max(_AT_ONCE, layout.numel * layout.dtype.itemsize // _SHARE)
-        numel = max(1, at_once // (2 * wire.itemsize * len(logical) * most))
+        numel = max(1, at_once(layout) // (2 * wire.itemsize * len(logical) * most))
         parts = {shard: _parts(spans[shard], numel) for shard in filled}
         found = {shard: torch.empty(length_of(spans[shard]), dtype=wire, device=layout.device)
                  for shard in filled if owners[shard] == groups.me}
