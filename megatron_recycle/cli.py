@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": ("megatron_recycle.launch.serve", "serve a job's coordinator on a machine that trains nothing"),
     "plan": ("megatron_recycle.planner.command", "plan a grid with failed workers, or check a plan file"),
     "simulate": ("megatron_recycle.simulate.command", "what a job would have done through a failure trace"),
+    "profile": ("megatron_recycle.observe.breakdown", "where the time of a run's iterations goes, worker by worker"),
     "timeline": ("megatron_recycle.observe.command", "draw a plan file as a picture"),
     "chaos": ("megatron_recycle.chaos.command", "hurt a running job on purpose, to see that it survives"),
     "slurm": ("megatron_recycle.launch.heal", "start hosts in place of those that a job under Slurm has lost"),

@@ -294,8 +294,8 @@ class Coordinator:
             return
         if found is None:
             return
-        if found.profiled is not None:
-            self._emit(found.profiled)
+        for known in filter(None, (found.profiled, found.spent)):
+            self._emit(known)
         for name in found.out:
             if (slow := self.state.members.get(name)) is not None:
                 self.feed(Lost((Loss(slow.incarnation, FailureKind.SLOW),), time.time()))

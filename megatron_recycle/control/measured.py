@@ -18,11 +18,13 @@ class Conclusions:
 
     Attributes:
         profiled: the event with all that is known of the job, if that has changed so much that plans are made again.
+        spent: the event with where each worker's time went, when it is due.
         out: members that are to be declared out.
         slow: events about members that have become slow.
     """
 
     profiled: Mapping[str, Any] | None = None
+    spent: Mapping[str, Any] | None = None
     out: tuple[str, ...] = ()
     slow: tuple[Mapping[str, Any], ...] = ()
 
@@ -57,6 +59,7 @@ class Profiles:
         profile = {"worker": member.worker, "iterations": measured["iterations"], "lags": measured["lags"],
                    **(measured["memory"] or {})}
         found = self._planning.measured(profile, member.incarnation)
+        spent = self._planning.spent()
         now = {"t": time.time(), "generation": state.generation}
         limit = float((state.description or {}).get("slow_factor_out") or 0)
         # A process that has just come to the place of a slow one has measured nothing yet.
@@ -64,6 +67,7 @@ class Profiles:
                 if name in incarnations and incarnations[name] == self._heard.get(name)}
         return Conclusions(
             None if found is None else {"event": "profiled", **now, **found.to_json()},
+            None if spent is None else {"event": "spent", **now, "iteration": state.committed, **spent},
             tuple(name for name, factor in slow.items() if limit and factor > limit),
             tuple({"event": "slow", **now, "iteration": state.committed + 1, "worker": name, "factor": round(factor, 2)}
                   for name, factor in self._slowness.news(slow, incarnations).items() if not limit or factor <= limit),

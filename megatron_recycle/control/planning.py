@@ -137,6 +137,11 @@ class Planning:
                 self._cache = Cache()
             return self._measurements.known
 
+    def spent(self) -> dict[str, Any] | None:
+        """Where the workers' time went, when that is to be told again."""
+        with self._lock:
+            return self._measurements.spent()
+
     def improve(
         self,
         description: Mapping[str, Any],

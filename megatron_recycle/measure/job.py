@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from statistics import mean
 from typing import Any
 
 from megatron_recycle.measure import Profile, caps, drifted
@@ -12,6 +14,12 @@ from megatron_recycle.measure.hops import Hops
 from megatron_recycle.measure.noise import LONG, RECENT
 from megatron_recycle.membership.names import Process
 from megatron_recycle.plan import Costs, PlanError, Worker
+
+_ACTIONS = ("F", "B", "W", "reduce", "step", "gap")
+"""What a worker tells of its actions; all else that it tells is where its time went (`runtime.activity.part_of`)."""
+
+_TOLD_EVERY = 25
+"""Iterations between two events `spent`."""
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +81,8 @@ class Measurements:
         self._incarnations: dict[str, str] = {}
         self._processes: dict[Worker, str] = {}
         self._heard: set[str] = set()
+        self._spent: dict[str, deque[Mapping[str, float]]] = {}
+        self._rounds = self._told = 0  # times that all have been heard, and those after which `spent` was told
         self._since = 0  # times that all have been heard since `known` has changed
         self._streak = 0  # times in a row that a stage seemed to have changed
 
@@ -96,12 +106,14 @@ class Measurements:
         if self._incarnations.setdefault(name, incarnation) != incarnation:
             self._durations.forget(worker)
             self._memory.pop(name, None)
+            self._spent.pop(name, None)
             self.slow = {other: factor for other, factor in self.slow.items() if other != profile["worker"]}
             self._incarnations[name] = incarnation
         self._processes[worker] = profile["worker"]
         for durations in profile["iterations"]:
-            taken = {kind: durations[kind] for kind in "FBW" if kind in durations}
-            self._durations.add(worker, {**taken, "S": sum(durations.get(part, 0.0) for part in ("reduce", "step"))})
+            self._durations.add(worker, _kinds(durations))
+            self._spent.setdefault(name, deque(maxlen=LONG)).append(
+                {part: seconds for part, seconds in durations.items() if part not in _ACTIONS})
         for told in profile.get("lags", ()):
             self._hops.take(worker, told)
         if "held" in profile:
@@ -110,7 +122,19 @@ class Measurements:
         if not self.live or not self._heard >= self.live:
             return False
         self._heard.clear()
+        self._rounds += 1
         return self._judged()
+
+    def spent(self) -> dict[str, Any] | None:
+        """Fields of the event `spent`, when it is due: where each worker's time went, in seconds of an iteration, with
+        the costs by the same iterations."""
+        if self._heard or self._rounds % _TOLD_EVERY != LONG or self._rounds == self._told:
+            return None
+        self._told = self._rounds
+        live = [Worker.parse(name) for name in self.live]
+        costs = self._durations.costs(live, 1 + max(worker.stage for worker in live), LONG, self._hop())
+        workers = {name: _mean(self._spent[name]) for name in sorted(self.live) if name in self._spent}
+        return None if costs is None else {"costs": costs.to_json(), "seconds": workers}
 
     def _judged(self) -> bool:
         live = [Worker.parse(name) for name in self.live]
@@ -119,9 +143,7 @@ class Measurements:
         found = self._bytes() or (self.known.bytes if self.known is not None else {})
         memory = _memory(found)
         noise, stages = self._durations.noise(live), 1 + max(worker.stage for worker in live)
-        hop = self._hops.seconds()
-        if hop is None:  # as it was: not every iteration has messages that are waited for
-            hop = self.known.costs.hop / 1e6 if self.known is not None else 0.0
+        hop = self._hop()
         self._since += 1
         for window in (RECENT, LONG):
             costs = self._durations.costs(live, stages, LONG if self.known is None else window, hop)
@@ -133,6 +155,13 @@ class Measurements:
                 self.known, self._since, self._streak = known, 0, 0
                 return True
         return False
+
+    def _hop(self) -> float:
+        """Seconds of a transfer."""
+        hop = self._hops.seconds()
+        if hop is None:  # as it was: not every iteration has messages that are waited for
+            hop = self.known.costs.hop / 1e6 if self.known is not None else 0.0
+        return hop
 
     def _drifted(self, planned: Costs, costs: Costs, noise: Mapping[str, float], window: int) -> bool:
         """Whether costs have drifted, for good. A few iterations count for a whole stage only if the next ones, without
@@ -160,6 +189,20 @@ class Measurements:
                  "kept": {str(worker): profile.get("kept") for worker, profile in sorted(live.items())}}
         room = {str(worker): profile.get("room") for worker, profile in sorted(live.items())}
         return found if None in room.values() else {**found, "room": room}
+
+
+def _kinds(durations: Mapping[str, float]) -> dict[str, float]:
+    """Durations by the kinds of `Profile`. A thread that is ahead of its device has no gaps, and what it does besides
+    goes on beside the device's work, but for the step."""
+    found = {kind: durations[kind] for kind in (*"FBW", "gap") if kind in durations}
+    beside = ("own", "script") if "gap" in durations else ("step",)
+    own = sum(durations.get(part, 0.0) for part in beside)
+    return {**found, "S": durations.get("reduce", 0.0), "own": own}
+
+
+def _mean(iterations: Collection[Mapping[str, float]]) -> dict[str, float]:
+    parts = sorted({part for each in iterations for part in each})
+    return {part: round(mean(each.get(part, 0.0) for each in iterations), 6) for part in parts}
 
 
 def _memory(found: Mapping[str, Any]) -> Memory | None:

@@ -33,6 +33,12 @@ COPY = "copy"
 CONNECT = "connect"
 """Building handles together with other workers; it has a limit of its own."""
 
+_PARTS = {**dict.fromkeys(("forward", "full forward", "backward", "weight", "data"), "actions"),
+          "full backward": "full backwards",
+          **dict.fromkeys(("begin", "reduce", "reduced", "step"), "own")}
+_WAITS = {REDUCE: "reduction", "parameters": "reduction", "a verdict": "verdict", "the loss": "verdict",
+          "gradient norms": "verdict", "the last messages": "own"}
+
 _FACTOR, _FACTOR_IN_RECOVERY = 3.0, 10.0  # how much longer than the longest seen
 _WARM_UP = 2  # of each kind: the first ones compile, build communicators, fill caches
 _WINDOW = 64  # latest durations of each kind that count
@@ -54,6 +60,8 @@ class Activity:
         self._seen: dict[str, int] = {}
         self._taken: dict[str, deque[float]] = {}
         self._longest: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
+        self._counted = self._now[3]  # the time up to which `_spent` counts
 
     def work(self, what: str) -> None:
         """From now on the thread works on ``what`` (forward, backward, weight, data, step, ...)."""
@@ -79,6 +87,18 @@ class Activity:
         return {"state": state, "what": what, "number": number, "for_s": round(self._clock() - since, 3),
                 "limit_s": self._limit(state, what)}
 
+    def spent(self) -> dict[str, float]:
+        """Where the thread's time went since the last call: seconds by part (`part_of`), which add up to all of it."""
+        state, what, _, _ = self._now
+        self._count(state, what, self._clock())
+        found, self._spent = self._spent, {}
+        return found
+
+    def _count(self, state: str, what: str, now: float) -> None:
+        part = part_of(state, what)
+        self._spent[part] = self._spent.get(part, 0.0) + now - self._counted
+        self._counted = now
+
     def _limit(self, state: str, what: str) -> float | None:
         if state == WORKING and what in self._longest:
             return round(_FACTOR * self._longest[what] + self._floor, 3)
@@ -94,6 +114,7 @@ class Activity:
         before, doing, number, since = self._now
         now = self._clock()
         self._now = (state, what, number + 1, now)
+        self._count(before, doing, now)
         if whole and doing not in (COPY, CONNECT) and (before == WORKING or doing == REDUCE):
             self._learn(_key(before, doing), now - since)
 
@@ -105,6 +126,21 @@ class Activity:
             taken.append(seconds)
             # The longest of them, which most of the time is the one that it was.
             self._longest[key] = seconds if seconds >= longest else max(taken) if lost >= longest else longest
+
+
+def part_of(state: str, what: str) -> str:
+    """The part of an iteration that a thread in ``state`` ``what`` is in.
+
+    ``actions``: forwards, backwards, weight gradients, with reading data and all that goes on between two of them;
+    ``full backwards`` apart. Waits: for ``messages`` of other stages, for the ``reduction`` of the gradient, for the
+    ``verdict`` on the step with its numbers. ``own``: the step, and all that is done at the end of an iteration and before the next
+    one. ``script``: its own code, and the framework's. ``other``: recoveries, checkpoints, evaluations.
+    """
+    if state == WORKING:
+        return _PARTS.get(what, "other")
+    if state == WAITING:
+        return "messages" if what[:1] in "FB" and what[1:2].isdigit() else _WAITS.get(what, "other")
+    return "script" if state == OUTSIDE else "other"
 
 
 def _key(state: str, what: str) -> str:

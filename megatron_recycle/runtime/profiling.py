@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -27,7 +28,9 @@ class Profiling:
         """``iteration`` is final, which was trained in ``generation``, or before it; ``undo``: bytes of the copy to
         undo a step."""
         self._commits += 1
-        medians = {kind: round(median(seconds), 7) for kind, seconds in site.meters.watch.take().items()}
+        taken = site.meters.watch.take()
+        medians = {kind: round(median(seconds), 7) for kind, seconds in taken.items()}
+        medians.update(_spent(site.phases.activity.spent(), taken, generation.groups.world.backend.host))
         if self._commits > 1:  # the first has much in it that comes once: memory, threads, caches
             self._untold.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:
@@ -41,3 +44,20 @@ class Profiling:
             return
         if generation.plan.problem.live(site.place.me.stage)[0] == site.place.me:
             announce_profile(site.place.me, found)
+
+
+def _spent(parts: Mapping[str, float], taken: Mapping[str, Sequence[float]], host: bool) -> dict[str, float]:
+    """Where the thread's time went, in seconds, and on the ``host`` also ``gap``, the time between two actions.
+
+    Args:
+        parts: `Activity.spent`.
+        taken: durations of the actions themselves.
+        host: whether they compute there; elsewhere the thread only starts them, and is ahead of the device.
+    """
+    found = dict(parts)
+    actions = [seconds for kind in "FBW" for seconds in taken.get(kind, ())]
+    if actions and host:
+        found["between"] = max(0.0, found.get("actions", 0.0) - sum(actions))
+        found["actions"] = found.get("actions", 0.0) - found["between"]
+        found["gap"] = found["between"] / len(actions)
+    return {name: round(seconds, 7) for name, seconds in found.items()}

@@ -78,8 +78,8 @@ class Job:
 
 
 def profiled(path: str | Path) -> Costs:
-    """The costs, in microseconds, that a real run has measured: the last event `profiled` of its events.jsonl, or a
-    file with a plan's ``costs`` object. Raises TraceError."""
+    """The costs, in microseconds, that a real run has measured: the last event `spent` or `profiled` of its
+    events.jsonl, or a file with a plan's ``costs`` object. Raises TraceError."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -92,7 +92,7 @@ def profiled(path: str | Path) -> Costs:
             if number == len(lines) > 1:
                 break  # a running job is just writing it
             raise TraceError(f"{path}, line {number}: not JSON") from None
-        if isinstance(told, dict) and told.get("event") == "profiled":
+        if isinstance(told, dict) and told.get("event") in ("profiled", "spent"):
             found = told["costs"]
         elif isinstance(told, dict) and len(lines) == 1:
             found = told.get("costs", told)

@@ -4,16 +4,18 @@
     python scripts/bench/validate_simulator.py                    # 3x4x6 for 4 minutes
     python scripts/bench/validate_simulator.py --grid 4x4x8 --minutes 8 --unit 0.01
 
-Stages sleep for the costs that the planner knows (20, 22 and 18 units), so that real processes, engines, kills
-(SIGKILL), restarts (`max_restarts`) and rejoins can be timed on few cores; see `emulated.py`. The simulator gets the
-same costs, the stalls of the recovery benchmark (`policies.recycling.Stalls`, or `--recovery`), and as its trace the
+Stages sleep for 20, 22 and 18 units, so that real processes, engines, kills (SIGKILL), restarts (`max_restarts`) and
+rejoins can be timed on few cores; see `emulated.py`. Two jobs are run. The first one has no failures, and trains until
+it has told what its iterations are made of (event `spent`): the costs in it are what `recycle simulate --profile` takes
+of any real job, sleepers that wake late, transfers and time between actions included. The second one is killed at as
+scripted. The simulator gets the costs of the first, the stalls of the recovery benchmark (`policies.recycling.Stalls`, or `--recovery`), and as its trace the
 moments at which workers were killed, in seconds after a commit, and at which their replacements had built their model,
 as the events tell: how long a process starts is a property of the machine. Nothing else is fitted. Both begin with the
 first commit; what counts is when the same iteration is committed. The planner searches for nothing better meanwhile
 (`planner_budget` 0), here as there.
 
-A busy machine wakes sleepers late, which no simulation knows. So the difference is also told with that taken out: by as
-much as iterations before the first kill took longer than planned.
+For comparison the difference is also told with the costs as they are on paper, and with those that make an iteration
+take as long as those before the first kill did: that is what a machine does that is busier in one job than in the other.
 
 Prints both, writes runs/bench/validate_simulator.json, and ends with status 1 beyond 3 %.
 """
@@ -26,6 +28,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -61,17 +64,20 @@ def script(shape: Shape, seconds: float) -> list[tuple[float, str]]:
 
 
 def measure(shape: Shape, unit: float, seconds: float, folder: Path) -> list[Event]:
-    """The events of a job that is killed at as scripted, counted from its first commit. Raises JobFailed."""
+    """The events of a job that is killed at as scripted, counted from its first commit; with 0 ``seconds``, of one
+    without failures, until it has told of its time. Raises JobFailed."""
     arguments = ["--pipelines", shape.pipelines, "--stages", shape.stages, "--microbatches", shape.microbatches,
                  "--seconds", F * unit, B * unit, W * unit, "--iterations", 100_000, "--out", folder.resolve()]
     settings = {"costs": f"{F},{B},{W}", "cap": str(shape.cap), "planner_budget": "0", "heartbeat_timeout": "30",
                 "max_restarts": "5"}
     folder.mkdir(parents=True, exist_ok=True)
-    due, events, began = script(shape, seconds), [], 0.0
+    due, events, began = script(shape, seconds) if seconds else [], [], 0.0
     with Job("bench/emulated_stage.py", [str(value) for value in arguments], folder / "run",
-             shape.pipelines * shape.stages, settings, 300 + 3 * seconds) as job:
+             shape.pipelines * shape.stages, settings, 600 + 3 * seconds) as job:
         for event in job.events():
             events.append(event)
+            if event["event"] == "spent" and not seconds:
+                return events
             if event["event"] != "committed":
                 continue
             began = began or event["t"]
@@ -80,16 +86,15 @@ def measure(shape: Shape, unit: float, seconds: float, folder: Path) -> list[Eve
                 at, worker = due.pop(0)
                 time.sleep(max(0.0, at + began - time.time()))
                 events.append({"event": "killed", "worker": worker, "t": job.kill(worker)})
-            if event["t"] > began + seconds:
+            if seconds and event["t"] > began + seconds:
                 return events
     raise JobFailed(f"the job in {folder} ended before its time")
 
 
-def simulated(shape: Shape, unit: float, events: Sequence[Event], stalls: Stalls) -> Outcome:
+def simulated(shape: Shape, costs: Costs, unit: float, events: Sequence[Event], stalls: Stalls) -> Outcome:
     """What the simulator makes of the same kills: each so many seconds after the same commit as in the real job, each
     replacement ready as long afterwards."""
-    job = Simulated(shape.pipelines, shape.stages, shape.microbatches, Costs.uniform(shape.stages, F, B, W), unit,
-                    cap=shape.cap)
+    job = Simulated(shape.pipelines, shape.stages, shape.microbatches, costs, unit, cap=shape.cap)
     cluster, plans = Cluster(job.size, 1), Plans(job, work=0)
     numbers = {str(worker): place.host for worker, place in cluster.seats(job.pipelines, job.stages).items()}
     commits = [event["t"] for event in events if event["event"] == "committed"]
@@ -111,19 +116,28 @@ def simulated(shape: Shape, unit: float, events: Sequence[Event], stalls: Stalls
     return through(found)
 
 
-def compare(shape: Shape, unit: float, events: Sequence[Event], stalls: Stalls) -> dict[str, Any]:
-    """Both, from the first commit to the last measured one."""
+def calibrated(events: Sequence[Event]) -> Costs:
+    """The costs, in microseconds, that a job without failures has measured, as `recycle simulate --profile` takes
+    them."""
+    told = [event for event in events if event["event"] == "spent"][-1]
+    return replace(Costs.from_json(told["costs"]), speed={})
+
+
+def compare(shape: Shape, unit: float, costs: Costs, events: Sequence[Event], stalls: Stalls) -> dict[str, Any]:
+    """Both, from the first commit to the last measured one; ``costs`` are in microseconds."""
     commits = [event["t"] for event in events if event["event"] == "committed"]
-    outcome = simulated(shape, unit, events, stalls)
+    outcome = simulated(shape, costs, 1e-6, events, stalls)
     last = len(commits) - 1
     measured, expected = commits[last] - commits[0], outcome.commits[last] - outcome.commits[0]
     kill = next(event["t"] for event in events if event["event"] == "killed")
     calm = [later - earlier for earlier, later in pairwise(at for at in commits if at < kill)]
     planned = outcome.commits[1] - outcome.commits[0]
     slow = median(calm) / planned
-    again = simulated(shape, unit * slow, events, stalls)
+    again = simulated(shape, costs, 1e-6 * slow, events, stalls)
+    paper = simulated(shape, Costs.uniform(shape.stages, F, B, W), unit, events, stalls)
     generations = sorted({event["generation"] for event in events if event["event"] == "decided"})
     return {"iterations": last, "measured_s": measured, "simulated_s": expected, "off": expected / measured - 1,
+            "costs": costs.to_json(), "off_on_paper": (paper.commits[last] - paper.commits[0]) / measured - 1,
             "machine": slow, "off_machine_taken_out": (again.commits[last] - again.commits[0]) / measured - 1,
             "pace_measured_s": [round(later - earlier, 3) for earlier, later in pairwise(commits)],
             "pace_simulated_s": [round(later - earlier, 3) for earlier, later in pairwise(outcome.commits[:last + 1])],
@@ -144,8 +158,9 @@ def show(found: dict[str, Any], shape: Shape, unit: float, console: Console) -> 
         table.add_row(name, f"{measured:.2f}", f"{expected:.2f}", f"{100 * (expected / measured - 1):+.2f} %")
     console.print(table)
     slower, off = found["machine"], 100 * found["off_machine_taken_out"]
-    console.print(f"Before the first kill iterations took {slower:.3f} times as long as planned, the machine's part.")
-    console.print(f"With stages slower by that the simulation is {off:+.2f} % off.")
+    console.print(f"Costs as on paper: {100 * found['off_on_paper']:+.2f} % off.")
+    console.print(f"Before the first kill iterations took {slower:.3f} times as long as the first job's costs say; with"
+                  f" that taken out: {off:+.2f} % off.")
 
 
 def main() -> int:
@@ -162,11 +177,13 @@ def main() -> int:
     stalls = Stalls(stalls.exit, stalls.host, stalls.rejoin, start=0.0, save=0.0, save_every=1e9)
     load = os.getloadavg()[0]
     try:
-        events = measure(args.grid, args.unit, 60 * args.minutes, args.output.with_suffix(""))
+        folder = args.output.with_suffix("")
+        costs = calibrated(measure(args.grid, args.unit, 0, folder / "calibration"))
+        events = measure(args.grid, args.unit, 60 * args.minutes, folder)
     except JobFailed as error:
         print(f"validate_simulator.py: {error}", file=sys.stderr)
         return 1
-    found = compare(args.grid, args.unit, events, stalls)
+    found = compare(args.grid, args.unit, costs, events, stalls)
     loads = {"load_before": load, "load_after": os.getloadavg()[0], "processors": os.cpu_count()}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps({"grid": str(args.grid), "unit_seconds": args.unit, **loads, **found}, indent=1)

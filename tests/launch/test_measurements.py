@@ -74,6 +74,23 @@ def test_only_a_notable_change_of_memory_makes_plans_anew():
     assert heard(planning, room=21 * MIB) is None
 
 
+def test_where_the_time_goes_is_told_after_some_iterations_and_then_now_and_then():
+    planning, told = Planning(), []
+    planning.plan(DESCRIPTION, frozenset())
+    for number in range(1, 40):
+        for name in NAMES:
+            one = {"F": 0.02, "B": 0.022, "W": 0.018, "gap": 0.001, "reduce": 0.003, "own": 0.004, "script": 0.005,
+                   "messages": 0.1 * number}
+            planning.measured({"worker": name, "iterations": [one], "lags": []})
+            if found := planning.spent():
+                told.append((number, name, found))
+    assert [(number, name) for number, name, _ in told] == [(12, NAMES[-1]), (37, NAMES[-1])]
+    costs, seconds = told[1][2]["costs"], told[1][2]["seconds"]
+    assert costs["forward"] == [21000] * 2 and costs["step"] == [12000] * 2, "with what a plan knows no time for"
+    assert set(seconds) == set(NAMES)
+    assert seconds["1:0"] == {"messages": pytest.approx(3.15), "own": 0.004, "script": 0.005}, "of the latest 12"
+
+
 def test_a_worker_that_was_not_heard_has_its_peers_memory():
     planning = Planning()
     planning.plan(DESCRIPTION, frozenset({"1:1"}))

@@ -49,6 +49,31 @@ def test_the_limit_of_an_action_is_learnt_from_the_longest_one_of_its_kind_once_
     assert limit(activity, WORKING, "forward") == pytest.approx(13.0), "what is long past does not count"
 
 
+def test_the_parts_of_its_time_add_up_to_all_of_it():
+    activity, clock = made()
+    clock.now += 1.0  # the script
+    with activity.during(WORKING, "begin"):
+        clock.now += 2.0
+        activity.work("forward")
+        clock.now += 4.0
+        with activity.during(WAITING, "F0.1"):
+            clock.now += 8.0
+        with activity.during(WORKING, "data"):
+            clock.now += 16.0
+        activity.work("full backward")
+        clock.now += 32.0
+        with activity.during(WAITING, REDUCE):
+            clock.now += 64.0
+            assert activity.spent() == {"script": 1, "own": 2, "actions": 20, "messages": 8, "full backwards": 32,
+                                        "reduction": 64}
+            clock.now += 128.0
+        with activity.during(WAITING, "a verdict"):
+            clock.now += 256.0
+    with activity.during(WAITING, HANDLES):
+        clock.now += 512.0
+    assert sum(activity.spent().values()) == 128 + 256 + 512 and not any(activity.spent().values())
+
+
 def test_waiting_inside_an_action_does_not_count_as_working():
     activity, clock = made()
     for _ in range(5):
