@@ -110,6 +110,32 @@ def test_what_results_depend_on_is_put_back_and_made_again(change):
     assert result() == after
 
 
+class Engine(nn.Module):
+    """As a backend's, which counts for itself."""
+
+    def train_batch(self) -> None:
+        self.seconds = self.__dict__.get("seconds", 0.0) + 1.5
+
+
+Engine.__module__ = "megatron_recycle.backends.deepspeed.engine"
+
+
+def test_an_engine_that_the_loss_function_knows_has_variables_of_the_script_and_of_its_own():
+    """Its own change with every iteration: were they the script's, each step would wait for the verdict on the last."""
+    engine, model = Engine(), Scaled()
+    engine.train_batch()
+    variables = Variables(model, [lambda output: output.sum() * engine.weight * (engine.seconds > 0)])
+    engine.train_batch()
+    assert not variables.changes()
+    engine.weight = 0.5
+    assert [change.name for change in variables.changes()] == ["weight"]
+    variables.keep()
+    engine.weight = 0.7
+    for change in variables.changes():
+        change.undo()
+    assert engine.weight == 0.5
+
+
 def test_what_nothing_is_computed_with_is_not_watched():
     model = Scaled()
     variables = Variables(model, [])

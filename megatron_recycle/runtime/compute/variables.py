@@ -185,6 +185,22 @@ class _Named(_Holder):
             self._space[name] = value
 
 
+class _OfEngine(_Named):
+    """Attributes that a script has given an engine, which a model or a loss function may know. Those that the engine's
+    own code names are its own, and training changes them: they are no variables of the script."""
+
+    def __init__(self, space: Any, names: Set[str], kind: type) -> None:
+        super().__init__(space, names)
+        self._own = {name for each in kind.__mro__ for part in vars(each).values() if isinstance(part, FunctionType)
+                     for name in _names(part.__code__)}
+
+    def read(self) -> dict[Any, Any]:
+        return {name: value for name, value in self._space.items() if name in (self._names or ()) and name not in self._own}
+
+    def things(self) -> Sequence[Any]:
+        return [part for item in self.read().items() for part in item]
+
+
 class _Contents(_Holder):
     """All that a list or a dict contains, in its order."""
 
@@ -323,6 +339,10 @@ def _holders(things: Sequence[Any], names: set[str]) -> list[_Holder]:
 def _look_at(thing: Any, found: list[_Holder], names: set[str]) -> Iterator[Any]:
     """Notes what ``thing`` holds; gives what is to be looked at besides."""
     if isinstance(thing, nn.Module):
+        if type(thing).__module__.startswith("megatron_recycle."):
+            found.append(_OfEngine(vars(thing), names, type(thing)))
+            yield from found[-1].read().values()
+            return
         found += [_Named(vars(thing)), _Contents(thing._buffers)]
         found += [_Hooks(parameter) for parameter in thing._parameters.values() if parameter is not None]
         yield from (*vars(thing).values(), *thing._modules.values(), *thing._buffers.values(), type(thing))
