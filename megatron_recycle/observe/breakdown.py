@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.events import read_events
@@ -98,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
     """Print and return 0. Raises ConfigError."""
     found = breakdowns(args.run)
     if not found:
-        raise ConfigError(f"{args.run}: no event `spent` is in it; a job tells of its time after 16 iterations, and then"
-                          " every 25")
+        raise ConfigError(f"{args.run}: no event `spent` is in it; a job tells of its time after 16 iterations, and "
+                          "then every 25")
     for told in found if args.all else found[-1:]:
         show(told)
     return 0
@@ -121,7 +120,8 @@ def show(told: Breakdown) -> None:
           f"W {_of(costs.backward_weight)}, step {_of(costs.step)}, a transfer {costs.hop / 1000:.1f}")
     if told.planned is not None:
         off = 100 * (told.planned / told.measured - 1)
-        print(f"an iteration takes {told.measured:.3f} s; the plan with these costs {told.planned:.3f} s ({off:+.1f} %)")
+        print(f"an iteration takes {told.measured:.3f} s; the plan with these costs {told.planned:.3f} s "
+              f"({off:+.1f} %)")
 
 
 def _of(row: Sequence[int]) -> str:

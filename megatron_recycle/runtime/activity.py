@@ -133,8 +133,8 @@ def part_of(state: str, what: str) -> str:
 
     ``actions``: forwards, backwards, weight gradients, with reading data and all that goes on between two of them;
     ``full backwards`` apart. Waits: for ``messages`` of other stages, for the ``reduction`` of the gradient, for the
-    ``verdict`` on the step with its numbers. ``own``: the step, and all that is done at the end of an iteration and before the next
-    one. ``script``: its own code, and the framework's. ``other``: recoveries, checkpoints, evaluations.
+    ``verdict`` on the step with its numbers. ``own``: the step, and all that is done at the end of an iteration and
+    before the next one. ``script``: its own code, and the framework's. ``other``: recoveries, checkpoints, evaluations.
     """
     if state == WORKING:
         return _PARTS.get(what, "other")

@@ -195,7 +195,8 @@ class _OfEngine(_Named):
                      for name in _names(part.__code__)}
 
     def read(self) -> dict[Any, Any]:
-        return {name: value for name, value in self._space.items() if name in (self._names or ()) and name not in self._own}
+        names = self._names or ()
+        return {name: value for name, value in self._space.items() if name in names and name not in self._own}
 
     def things(self) -> Sequence[Any]:
         return [part for item in self.read().items() for part in item]
