@@ -9,8 +9,8 @@ rejoins can be timed on few cores; see `emulated.py`. Two jobs are run. The firs
 it has told what its iterations are made of (event `spent`): the costs in it are what `recycle simulate --profile` takes
 of any real job, sleepers that wake late, transfers and time between actions included. The second one is killed at as
 scripted. The simulator gets the costs of the first, the stalls of the recovery benchmark (`policies.recycling.Stalls`,
-or `--recovery`), and as its trace the moments at which workers were killed, in seconds after a commit, and at which their replacements had built their model,
-as the events tell: how long a process starts is a property of the machine. Nothing else is fitted. Both begin with the
+or `--recovery`), and as its trace the moments at which workers were killed, in seconds after a commit, and at which
+their replacements had built their model, as the events tell: how long a process starts is a property of the machine. Nothing else is fitted. Both begin with the
 first commit; what counts is when the same iteration is committed. The planner searches for nothing better meanwhile
 (`planner_budget` 0), here as there.
 

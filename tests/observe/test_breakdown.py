@@ -23,7 +23,8 @@ def run(tmp_path: Path) -> Path:
     events = [{"event": "planned", "digest": plan.digest},
               {"event": "spent", "iteration": 15, "costs": Costs.uniform(2, 9, 9, 9).to_json(), "seconds": seconds},
               {"event": "spent", "iteration": 40,
-               "costs": Costs.uniform(2, 10_000, 10_000, 10_000, 500, 9000).to_json(), "seconds": {**seconds, "0:1": {**seconds["0:1"], "reduction": 0.01}}}]
+               "costs": Costs.uniform(2, 10_000, 10_000, 10_000, 500, 9000).to_json(),
+               "seconds": {**seconds, "0:1": {**seconds["0:1"], "reduction": 0.01}}}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return tmp_path
 
