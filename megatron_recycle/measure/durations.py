@@ -28,8 +28,8 @@ class Profile:
     Kinds are ``F``, ``B``, ``W``, ``S`` (the reduction), ``gap`` (between two actions) and ``own`` (all else that a
     worker does in an iteration: the step, and the script's own code). A median is taken per worker, then over workers,
     so that neither an odd measurement nor one slow worker shifts a stage's cost. A reduction includes waiting for the
-    other workers, and the last one to arrive waits least: the shortest of an iteration counts. A plan knows no time between
-    actions, so each action costs its gap as well; and a step costs what the worker does of its own.
+    other workers, and the last one to arrive waits least: the shortest of an iteration counts. A plan knows no time
+    between actions, so each action costs its gap as well; and a step costs what the worker does of its own.
     """
 
     def __init__(self) -> None:

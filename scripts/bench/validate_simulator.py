@@ -10,9 +10,9 @@ it has told what its iterations are made of (event `spent`): the costs in it are
 of any real job, sleepers that wake late, transfers and time between actions included. The second one is killed at as
 scripted. The simulator gets the costs of the first, the stalls of the recovery benchmark (`policies.recycling.Stalls`,
 or `--recovery`), and as its trace the moments at which workers were killed, in seconds after a commit, and at which
-their replacements had built their model, as the events tell: how long a process starts is a property of the machine. Nothing else is fitted. Both begin with the
-first commit; what counts is when the same iteration is committed. The planner searches for nothing better meanwhile
-(`planner_budget` 0), here as there.
+their replacements had built their model, as the events tell: how long a process starts is a property of the machine.
+Nothing else is fitted. Both begin with the first commit; what counts is when the same iteration is committed. The
+planner searches for nothing better meanwhile (`planner_budget` 0), here as there.
 
 For comparison the difference is also told with the costs as they are on paper, and with those that make an iteration
 take as long as those before the first kill did: a machine may be busier in one job than in the other.

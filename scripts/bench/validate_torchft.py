@@ -127,7 +127,8 @@ def compare(lines: list[Line], kills: list[Line]) -> dict[str, Any]:
     measured = sum(groups for _, groups in times[1:])
     return {"seconds": duration, "iteration_s": pace, "samples_measured": measured,
             "samples_simulated": outcome.samples, "off": outcome.samples / measured - 1,
-            "iterations_measured": len(times) - 1, "iterations_simulated": outcome.iterations, "spent": dict(outcome.spent),
+            "iterations_measured": len(times) - 1, "iterations_simulated": outcome.iterations,
+            "spent": dict(outcome.spent),
             "longest_s": sorted((round(b[0] - a[0], 2) for a, b in pairwise(times)), reverse=True)[:8]}
 
 
