@@ -17,7 +17,7 @@ from megatron_recycle.plan.costs import NOTABLE
 #: measured speeds are rounded to this, so that noise does not make every plan a new one
 SPEED_STEP = 0.05
 
-KINDS = ("F", "B", "W", "S", "gap", "own")
+KINDS = ("F", "B", "W", "S")
 
 _CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # seconds: summed over one micro-batch in each of three iterations
 
@@ -25,11 +25,10 @@ _CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # seconds: summed over one micro-batc
 class Profile:
     """The latest measured durations in seconds, one of each kind per worker and iteration.
 
-    Kinds are ``F``, ``B``, ``W``, ``S`` (the reduction), ``gap`` (between two actions) and ``own`` (all else that a
-    worker does in an iteration: the step, and the script's own code). A median is taken per worker, then over workers,
-    so that neither an odd measurement nor one slow worker shifts a stage's cost. A reduction includes waiting for the
-    other workers, and the last one to arrive waits least: the shortest of an iteration counts. A plan knows no time
-    between actions, so each action costs its gap as well; and a step costs what the worker does of its own.
+    Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step, with all else that comes once an iteration). A median is
+    taken per worker, then over workers, so that neither an odd measurement nor one slow worker shifts a stage's cost.
+    An S includes waiting for the other workers, and the last worker to arrive waits least: of each iteration the
+    shortest counts.
     """
 
     def __init__(self) -> None:
@@ -107,23 +106,22 @@ class Profile:
         """Costs in microseconds over the latest ``window`` iterations, with the speeds that differ notably; None until
         every stage was measured. ``hop``: seconds that a transfer takes."""
         live, speeds = tuple(live), {}
-        table: dict[str, list[float]] = {kind: [] for kind in "FBWS"}
+        table: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for stage in range(stages):
             workers = [worker for worker in live if worker.stage == stage]
             usual = [worker for worker in workers if worker not in self._factors] or workers
             speeds.update({worker: _rounded(self._factors[worker]) for worker in workers if worker not in usual})
-            gap, own = (median(self._medians(usual, kind, window) or [0.0]) for kind in ("gap", "own"))
-            table["S"].append(self._reduction(workers, window) + own)
+            table["S"].append(self._step(workers, window))
             for kind in "FBW":
                 values = self._medians(usual, kind, window)
                 if not values and kind != "W":
                     return None
-                table[kind].append(median(values) + gap if values else 0.0)
+                table[kind].append(median(values or [0.0]))
         whole = {kind: tuple(round(seconds * 1e6) for seconds in row) for kind, row in table.items()}
         return Costs(whole["F"], whole["B"], whole["W"], round(hop * 1e6), whole["S"], speeds)
 
-    def _reduction(self, workers: Iterable[Worker], window: int) -> float:
-        """The usual time of a stage's reduction once all have come to it."""
+    def _step(self, workers: Iterable[Worker], window: int) -> float:
+        """The usual time of a stage's S once all have come to it."""
         latest = [reversed(tuple(self._of(worker, "S"))[-window:]) for worker in workers if self._of(worker, "S")]
         return median([min(row) for row in zip(*latest)] or [0.0])
 

@@ -192,12 +192,13 @@ class Measurements:
 
 
 def _kinds(durations: Mapping[str, float]) -> dict[str, float]:
-    """Durations by the kinds of `Profile`. A thread that is ahead of its device has no gaps, and what it does besides
-    goes on beside the device's work, but for the step."""
-    found = {kind: durations[kind] for kind in (*"FBW", "gap") if kind in durations}
-    beside = ("own", "script") if "gap" in durations else ("step",)
-    own = sum(durations.get(part, 0.0) for part in beside)
-    return {**found, "S": durations.get("reduce", 0.0), "own": own}
+    """Durations by the kinds of `Profile`. A plan knows no time between actions: each has its gap with it, and the step
+    all that a worker does once an iteration. A thread that is ahead of its device has no gaps, and does the rest, but
+    for the step, beside the device's work."""
+    gap = durations.get("gap")
+    parts = ("reduce", "step") if gap is None else ("reduce", "own", "script")
+    found = {kind: durations[kind] + (gap or 0.0) for kind in "FBW" if kind in durations}
+    return {**found, "S": sum(durations.get(part, 0.0) for part in parts)}
 
 
 def _mean(iterations: Collection[Mapping[str, float]]) -> dict[str, float]:

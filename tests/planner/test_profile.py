@@ -55,16 +55,7 @@ def test_of_two_peers_one_is_slow_and_the_other_is_what_is_usual():
     assert costs.speed == {Worker(1, 0): 4.0} and costs.forward == (20,)
 
 
-def test_what_a_plan_knows_no_time_for_is_in_the_costs_of_what_it_knows():
-    """The time between two actions is in each action's; the step, and the script's own code, in the step's."""
-    profile = Profile()
-    for worker in GRID:
-        for _ in range(4):
-            profile.add(worker, {**TAKES, "gap": 3e-6, "own": 40e-6})
-    assert profile.costs(GRID, 2) == Costs.uniform(2, 23, 25, 21, 0, 55)
-
-
-def test_a_reduction_takes_what_it_takes_the_last_one_who_comes_to_it():
+def test_a_step_takes_what_it_takes_the_last_one_who_comes_to_it():
     profile = Profile()
     for one, other in ((5e-6, 90e-6), (80e-6, 6e-6), (7e-6, 70e-6), (1e-6, 99e-6), (60e-6, 6e-6)):
         for worker, seconds in ((Worker(0, 0), one), (Worker(1, 0), other)):
