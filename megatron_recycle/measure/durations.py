@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, median_low
 
 from megatron_recycle.measure.noise import LONG, RECENT, notable, spread
@@ -102,28 +102,34 @@ class Profile:
         clear = abs(math.log(mildest / usual)) > _CLEAR_SPREADS * noise
         return clear or sum(latest) - RECENT * usual > _CLEAR_SECONDS or self._streaks[worker] > RECENT
 
-    def costs(self, live: Iterable[Worker], stages: int, window: int = LONG, hop: float = 0.0) -> Costs | None:
+    def costs(self, live: Iterable[Worker], stages: int, window: int = LONG, hop: float = 0.0,
+              middle: Callable[[Sequence[float]], float] = median) -> Costs | None:
         """Costs in microseconds over the latest ``window`` iterations, with the speeds that differ notably; None until
-        every stage was measured. ``hop``: seconds that a transfer takes."""
+        every stage was measured.
+
+        Args:
+            hop: seconds that a transfer takes.
+            middle: of several measurements; the mean tells what a busy machine adds, too, and is no ground to plan on.
+        """
         live, speeds = tuple(live), {}
         table: dict[str, list[float]] = {kind: [] for kind in KINDS}
         for stage in range(stages):
             workers = [worker for worker in live if worker.stage == stage]
             usual = [worker for worker in workers if worker not in self._factors] or workers
             speeds.update({worker: _rounded(self._factors[worker]) for worker in workers if worker not in usual})
-            table["S"].append(self._step(workers, window))
+            table["S"].append(middle(self._steps(workers, window)))
             for kind in "FBW":
-                values = self._medians(usual, kind, window)
+                values = [middle(latest) for worker in usual if (latest := tuple(self._of(worker, kind))[-window:])]
                 if not values and kind != "W":
                     return None
-                table[kind].append(median(values or [0.0]))
+                table[kind].append(middle(values or [0.0]))
         whole = {kind: tuple(round(seconds * 1e6) for seconds in row) for kind, row in table.items()}
         return Costs(whole["F"], whole["B"], whole["W"], round(hop * 1e6), whole["S"], speeds)
 
-    def _step(self, workers: Iterable[Worker], window: int) -> float:
-        """The usual time of a stage's S once all have come to it."""
+    def _steps(self, workers: Iterable[Worker], window: int) -> list[float]:
+        """The times of a stage's S once all have come to it, of the latest iterations."""
         latest = [reversed(tuple(self._of(worker, "S"))[-window:]) for worker in workers if self._of(worker, "S")]
-        return median([min(row) for row in zip(*latest)] or [0.0])
+        return [min(row) for row in zip(*latest)] or [0.0]
 
     def _ratio(self, worker: Worker, peers: Sequence[Worker], window: int) -> float | None:
         """The worker's work over the median of all ``peers``, itself included; of two peers the faster one counts.

@@ -7,8 +7,8 @@ two workers the clocks cancel. Only lags of the same iteration are compared: clo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from statistics import median
+from collections.abc import Iterator, Mapping
+from statistics import mean, median
 from typing import Any
 
 from megatron_recycle.plan import Worker
@@ -19,11 +19,15 @@ Pair = tuple[Worker, Worker]
 """Two workers of neighbouring stages, the earlier stage first."""
 
 
+_Ends = dict[str, dict[tuple[str, int], tuple[Worker, float]]]
+"""End of a message -> message and the boundary that it crosses -> who was there, and when."""
+
+
 class Hops:
     """Times of the messages of the latest iterations, as workers have reported them."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], dict[str, dict[tuple[str, int], tuple[Worker, float]]]] = {}
+        self._ends: dict[tuple[int, ...], _Ends] = {}
 
     def take(self, worker: Worker, told: Mapping[str, Any]) -> None:
         """Take in one worker's times: the iteration and attempt ("of"), and when messages ("F0.1") were "sent" and
@@ -42,19 +46,34 @@ class Hops:
         found: dict[Pair, float] = {}
         for ends in self._ends.values():
             least: dict[tuple[Pair, str], float] = {}
-            for (message, boundary), (receiver, came) in ends["came"].items():
-                sender, sent = ends["sent"].get((message, boundary), (receiver, came))
-                if sender == receiver:
-                    continue  # the sender has reported nothing
-                pair = (sender, receiver) if message[0] == "F" else (receiver, sender)
-                key = pair, message[0]
-                least[key] = min(least.get(key, came - sent), came - sent)
+            for key, lag in _lags(ends):
+                least[key] = min(least.get(key, lag), lag)
             for pair in {pair for pair, kind in least if kind == "F" and (pair, "B") in least}:
                 seconds = max(0.0, (least[pair, "F"] + least[pair, "B"]) / 2)
                 found[pair] = min(found.get(pair, seconds), seconds)
         return found
 
+    def usual(self) -> float | None:
+        """Seconds from one end to the other with the lateness of the machine, on the average of all messages that were
+        waited for; None: nothing is known."""
+        found = []
+        for ends in self._ends.values():
+            lags: dict[tuple[Pair, str], list[float]] = {}
+            for key, lag in _lags(ends):
+                lags.setdefault(key, []).append(lag)
+            found += [(mean(lags[pair, "F"]) + mean(lags[pair, "B"])) / 2 for pair, kind in lags
+                      if kind == "F" and (pair, "B") in lags]
+        return max(0.0, mean(found)) if found else None
+
     def seconds(self) -> float | None:
         """The median over all pairs, since a plan has one transfer time for all boundaries; None: nothing is known."""
         found = self.pairs()
         return median(found.values()) if found else None
+
+
+def _lags(ends: _Ends) -> Iterator[tuple[tuple[Pair, str], float]]:
+    """The pair of workers and the direction of each message of an iteration, and its lag."""
+    for (message, boundary), (receiver, came) in ends["came"].items():
+        sender, sent = ends["sent"].get((message, boundary), (receiver, came))
+        if sender != receiver:  # else the sender has reported nothing
+            yield ((sender, receiver) if message[0] == "F" else (receiver, sender), message[0]), came - sent

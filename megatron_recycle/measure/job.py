@@ -127,12 +127,13 @@ class Measurements:
 
     def spent(self) -> dict[str, Any] | None:
         """Fields of the event `spent`, when it is due: where each worker's time went, in seconds of an iteration, with
-        the costs by the same iterations."""
+        the costs by the same iterations: means, for whoever wants to know what an iteration takes."""
         if self._heard or self._rounds % _TOLD_EVERY != LONG or self._rounds == self._told:
             return None
         self._told = self._rounds
         live = [Worker.parse(name) for name in self.live]
-        costs = self._durations.costs(live, 1 + max(worker.stage for worker in live), LONG, self._hop())
+        hop, stages = self._hops.usual(), 1 + max(worker.stage for worker in live)
+        costs = self._durations.costs(live, stages, LONG, self._hop() if hop is None else hop, mean)
         workers = {name: _mean(self._spent[name]) for name in sorted(self.live) if name in self._spent}
         return None if costs is None else {"costs": costs.to_json(), "seconds": workers}
 

@@ -12,7 +12,7 @@ scripted. The simulator gets the costs of the first, the stalls of the recovery 
 or `--recovery`), and as its trace the moments at which workers were killed, in seconds after a commit, and at which
 their replacements had built their model, as the events tell: how long a process starts is a property of the machine.
 Nothing else is fitted. Both begin with the first commit; what counts is when the same iteration is committed. The
-planner searches for nothing better meanwhile (`planner_budget` 0), here as there.
+planner searches for nothing better meanwhile (`planner_budget` 0), and plans for the costs on paper, here as there.
 
 For comparison the difference is also told with the costs as they are on paper, and with those that make an iteration
 take as long as those before the first kill did: a machine may be busier in one job than in the other.
@@ -41,11 +41,12 @@ from jobs import Event, Job, JobFailed, exit_on_sigterm
 from rich.console import Console
 from rich.table import Table
 
-from megatron_recycle.plan import Costs
+from megatron_recycle.plan import Costs, Problem
+from megatron_recycle.planner import plan_for, recosted
 from megatron_recycle.simulate.cluster import Cluster
 from megatron_recycle.simulate.cluster import changes as changes_of
 from megatron_recycle.simulate.job import Job as Simulated
-from megatron_recycle.simulate.plans import Plans
+from megatron_recycle.simulate.plans import Figures, Plans
 from megatron_recycle.simulate.policies.base import Setting
 from megatron_recycle.simulate.policies.recycling import Stalls, WithoutMoves
 from megatron_recycle.simulate.run import Outcome, simulate
@@ -91,11 +92,20 @@ def measure(shape: Shape, unit: float, seconds: float, folder: Path) -> list[Eve
     raise JobFailed(f"the job in {folder} ended before its time")
 
 
+class AsGiven(Plans):
+    """The plans of a job that is given its costs, as they take with other ones."""
+
+    def _planned(self, problem: Problem) -> Figures:
+        given = replace(problem, costs=Costs.uniform(problem.grid.stages, F, B, W))
+        plan = recosted(problem, plan_for(given, None, work=0))
+        return Figures(plan.period * self.job.unit, plan.makespan * self.job.unit)
+
+
 def simulated(shape: Shape, costs: Costs, unit: float, events: Sequence[Event], stalls: Stalls) -> Outcome:
     """What the simulator makes of the same kills: each so many seconds after the same commit as in the real job, each
     replacement ready as long afterwards."""
     job = Simulated(shape.pipelines, shape.stages, shape.microbatches, costs, unit, cap=shape.cap)
-    cluster, plans = Cluster(job.size, 1), Plans(job, work=0)
+    cluster, plans = Cluster(job.size, 1), AsGiven(job)
     numbers = {str(worker): place.host for worker, place in cluster.seats(job.pipelines, job.stages).items()}
     commits = [event["t"] for event in events if event["event"] == "committed"]
     duration = 2 * (commits[-1] - commits[0]) + 10 * plans.rerouted(()).makespan
