@@ -10,7 +10,7 @@
 # belong on a network that only you reach, as gloo's and NCCL's do. It runs until it is killed; nothing of it is kept.
 set -euo pipefail
 
-usage() { sed -n '2,6s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+usage() { sed -n '2,7s/^# \{0,1\}//p' "$0" >&2; exit 2; }
 [ $# -ge 2 ] || usage
 IFS=, read -r -a hosts <<<"$1"
 me=$2

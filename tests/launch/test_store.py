@@ -165,6 +165,17 @@ def test_leaders_die_with_their_host_and_without_and_hosts_and_workers_come_back
         assert generations == [*range(1, len(generations) + 1)] and len(generations) >= 5
 
 
+@pytest.mark.parametrize(("hosts", "client", "peer"), [
+    ("h0,h1,h2", "http://h1:2379", "http://h1:2380"), ("h0:1:2,h1:3:4,h2", "http://h1:3", "http://h1:4"),
+    ("[::1],[fd00::1]:3,[::3]", "http://[fd00::1]:3", "http://[fd00::1]:2380"), ("::1,::2,::3", None, None)])
+def test_the_script_for_those_without_an_etcd_reads_addresses(hosts: str, client: str | None, peer: str | None) -> None:
+    done = subprocess.run([ROOT / "scripts/etcd.sh", hosts, "1", "/none"], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "ETCD": "/bin/echo"})
+    assert (done.returncode == 0) == (client is not None), done.stderr
+    assert client is None or (f"--advertise-client-urls {client} " in done.stdout
+                              and f"--initial-advertise-peer-urls {peer} " in done.stdout)
+
+
 @pytest.mark.parametrize(("arguments", "why"), [
     (["--store", "etcd://h"], "needs a token"),
     (["--store", "h:2379", "--token-file", "FILE", "--job", "j"], "not of the form etcd://"),

@@ -41,8 +41,9 @@ def enter(name: str) -> None:
 
 
 @contextmanager
-def hosts(count: int) -> Iterator[Hosts]:
-    """`count` namespaces on a bridge. Skips the test, saying why, where that is not possible."""
+def hosts(count: int, ipv6: bool = False) -> Iterator[Hosts]:
+    """`count` namespaces on a bridge; with ``ipv6`` they have addresses of that kind alone, but for loopback. Skips the
+    test, saying why, where that is not possible."""
     if shutil.which("ip") is None:
         pytest.skip("needs `ip` (iproute2) to make network namespaces")
     if os.geteuid() != 0:
@@ -50,8 +51,10 @@ def hosts(count: int) -> Iterator[Hosts]:
     _sweep()
     me = f"{os.getpid()}{_free_letter()}"
     net = f"10.{64 + os.getpid() % 128}.{(os.getpid() // 128 + 31 * ord(me[-1])) % 256}"
+    between = "." if not ipv6 else "::"
+    net = net if not ipv6 else f"fd00:{net.replace('.', ':')}"
     made = Hosts(tuple(f"rch{me}{number}" for number in range(count)),
-                 tuple(f"{net}.{number + 1}" for number in range(count)), f"{net}.254")
+                 tuple(f"{net}{between}{number + 1}" for number in range(count)), f"{net}{between}254")
     try:
         reason = _build(made, f"rcb{me}")
         if reason is not None:
@@ -63,11 +66,13 @@ def hosts(count: int) -> Iterator[Hosts]:
 
 def _build(made: Hosts, bridge: str) -> str | None:
     """Why it cannot be done; None if it is."""
-    steps = [f"link add {bridge} type bridge", f"address add {made.address}/24 dev {bridge}", f"link set {bridge} up"]
+    mask = "/64 nodad" if ":" in made.address else "/24"
+    steps = [f"link add {bridge} type bridge", f"address add {made.address}{mask} dev {bridge}",
+             f"link set {bridge} up"]
     for name, address in zip(made.names, made.addresses):
         port = name.replace("rch", "rcv")
         steps += [f"netns add {name}", f"link add {port} type veth peer name eth0 netns {name}",
-                  f"link set {port} master {bridge} up", f"-n {name} address add {address}/24 dev eth0",
+                  f"link set {port} master {bridge} up", f"-n {name} address add {address}{mask} dev eth0",
                   f"-n {name} link set eth0 up", f"-n {name} link set lo up"]
     for step in steps:
         done = ip(*step.split())

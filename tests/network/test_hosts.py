@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,22 @@ def test_hosts_train_together_and_their_launchers_all_end_well(net: Hosts, tmp_p
         started = several.job.event("started")
         assert len(set(started["hosts"].values())) == 3
         assert [event["iteration"] for event in several.job.events if event["event"] == "committed"] == [*range(8)]
+
+
+@pytest.mark.night
+def test_hosts_that_have_ipv6_alone_train_over_gloo_and_one_is_lost(tmp_path: Path):
+    script = [str(ROOT / "scripts/gpt_deepspeed.py"), "--stages", "2", "--iterations", "60"]
+    with hosts(2, ipv6=True) as net6:
+        net6 = replace(net6, addresses=(f"[{net6.addresses[0]}]", *net6.addresses[1:]))
+        environ = {"DS_ACCELERATOR": "cpu", **PATIENT}
+        command = ["-m", "megatron_recycle.cli", "run"]
+        with launched_on(net6, tmp_path / "run", command, environ, "--nproc", "2", *script, limit=240.0) as several:
+            several.job.event("committed")
+            several.launchers[1].kill()
+            assert len(several.job.event("decided")["out"]) == 2
+            assert several.statuses() == [0, -signal.SIGKILL], several.where()
+            committed = [event["iteration"] for event in several.job.events if event["event"] == "committed"]
+            assert committed == [*range(60)]
 
 
 @pytest.mark.night
