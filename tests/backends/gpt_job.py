@@ -19,8 +19,10 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
+from megatron_recycle.plan import Plan
 from megatron_recycle.runtime.comm import reduction as reduce
 from megatron_recycle.runtime.compute.accumulate import Accumulators
+from megatron_recycle.runtime.lent import terms
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 
@@ -154,6 +156,16 @@ def change(engine: Any, iteration: int) -> None:
         parameter.requires_grad_(iteration % 5 != 3)
 
 
+def lend() -> None:
+    """Once somebody has failed, plans lend a layer at each boundary, block by block earlier or later."""
+    def crossings(plan: Plan) -> dict[tuple[int, int], tuple[int, ...]]:
+        grid, block = plan.problem.grid, plan.problem.block or 1
+        return {(d, m): ((-1) ** (d + m // block),) * (grid.stages - 1) for d, m in grid.items()
+                if plan.problem.failed}
+
+    terms.crossings_of = crossings
+
+
 def talk(engine: Any, loss: float) -> None:
     """Collectives by which a script would average losses, count and agree; each has the value of the full grid."""
     grid, stages, pipelines = engine.grid, engine.grid.pipe_parallel_size, engine.grid.data_parallel_size
@@ -179,9 +191,11 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), logits: bool = False, annealed: bool = False,
           loader: str = "", ramp: Sequence[int] = (), follows: float = 0.0,
-          raises: int | None = None, watch: Callable[[Any], None] | None = None, talks: bool = False) -> Any:
-    """Train and return {"losses", "parameters", "state", "members", "counters", "full"} of this worker; the last are
-    the micro-batches whose B and W are one backward. Also "evaluated", the losses of evaluations.
+          raises: int | None = None, lends: bool = False, watch: Callable[[Any], None] | None = None,
+          talks: bool = False) -> Any:
+    """Train and return {"losses", "parameters", "state", "members", "counters", "full", "borrowed"} of this worker; the
+    last two are the micro-batches whose B and W are one backward, and how many parameters of other stages it has. Also
+    "evaluated", the losses of evaluations.
 
     Args:
         engine_settings: more of DeepSpeed's JSON.
@@ -206,10 +220,13 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         ramp: micro-batches of a pipeline in each of the first iterations, and later as in the last of these, which the
             script sets as a batch size.
         raises: iteration before which the script fails, on all ranks; with the plugin only.
+        lends: whether layers are lent.
         watch: called with the engine.
     """
     if mistake and mistake not in ("apart", "data"):
         make(mistake)
+    if lends:
+        lend()
     if plugin:
         stage, pipeline = divmod(rank, pipelines)  # DeepSpeed's order of ranks: checked by the engine's own place
         observer = observer_of(f"{pipeline}:{stage}")
@@ -258,8 +275,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         engine.set_dataloader(RepeatingLoader(engine.deepspeed_io(Text(), data_sampler=sampler,
                                                                   num_local_io_workers=0)))
     stage = engine.stage_id
-    next(engine.module.parameters()).register_hook(
-        lambda gradient: gradient * torch.inf if (stage, engine.global_steps) in overflows else gradient)
+    if not lends and (settings or {}).get("lend") != "auto":  # layers with hooks are not lent
+        next(engine.module.parameters()).register_hook(
+            lambda gradient: gradient * torch.inf if (stage, engine.global_steps) in overflows else gradient)
     if load:
         engine.load_checkpoint(load[0], **load[1])
     iterator = None
@@ -321,6 +339,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine.session.worker.live()]
+        result["borrowed"] = len(engine.session.worker.site.trainable.neighbours.parameters)
         program = engine.session.worker.site.current.last.program
         result["full"] = sorted(str(action) for action in program.full if action.kind == "FB")
         if tidy:

@@ -19,6 +19,7 @@ from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from megatron_recycle.backends.deepspeed.lending import PipelineLayers
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.native_adam import NativeAdam
 from megatron_recycle.backends.deepspeed.optimizer import (
@@ -63,7 +64,6 @@ class DeepSpeedStage:
         read_with: the script's, that micro-batches are read with (datasets, functions).
     """
 
-    lending: Lending | None = None
     report_width = 0
     settings: Mapping[str, Any] = {}
 
@@ -86,6 +86,7 @@ class DeepSpeedStage:
         self.passed = 0.0
         """The squared gradient norm of an iteration that the script passes over."""
         self.module: nn.Module = engine.module
+        self.lending: Lending | None = PipelineLayers(engine) if settings.lend == "auto" else None
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self._use(self._found())

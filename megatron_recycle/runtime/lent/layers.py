@@ -189,26 +189,29 @@ def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
 
 
 def packed(layers: Sequence[nn.Module]) -> torch.Tensor:
-    """All that ``layers`` hold, and what they are, as bytes: `unpack` takes it into copies of them."""
+    """All that ``layers`` hold, and checksums of what they are, as bytes: `unpack` takes it into copies of them."""
     tensors = [_bytes(tensor) for tensor in _tensors(layers)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    return torch.cat([_bytes(torch.tensor([likeness(layers)])).to(device), *tensors])
+    return torch.cat([_bytes(torch.tensor(_checksums(layers))).to(device), *tensors])
 
 
 def room(layers: Sequence[nn.Module]) -> torch.Tensor:
     """A tensor that takes what is `packed` of others like ``layers``."""
     tensors = _tensors(layers)
-    return torch.empty(8 + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
+    return torch.empty(_HEADER + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
                        device=tensors[0].device if tensors else None)
 
 
 def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> None:
     """Make ``layers`` copies of what ``data`` was `packed` of. Raises UnsupportedError if they are not alike."""
-    if int(data[:8].cpu().view(torch.int64)) != likeness(layers):
-        raise UnsupportedError("a lent layer is another one where it is at home than where it is built anew: the "
-                               "script has changed it since (its options, its hooks, its parameters). Change it before "
-                               "the model is made, on all ranks alike, or set lend to off")
-    start = 8
+    theirs = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
+    other = [name for name, mine, at_home in zip(_COMPARED, _checksums(layers), theirs, strict=True) if mine != at_home]
+    if other:
+        raise UnsupportedError(f"a lent layer has other {' and '.join(other)} where it is at home than where it is "
+                               f"built anew ({', '.join(type(layer).__name__ for layer in layers)}): the script has "
+                               "changed it since the job began. Change it before, on all ranks alike, or set lend to "
+                               "off")
+    start = _HEADER
     with torch.no_grad():
         for tensor in _tensors(layers):
             end = start + tensor.nbytes
@@ -216,20 +219,31 @@ def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> None:
             start = end
 
 
-def likeness(layers: Sequence[nn.Module]) -> int:
-    """A checksum of what ``layers`` are made of: classes, names, shapes and types, plain attributes, hooks."""
-    return zlib.crc32("\n".join(text for layer in layers for text in _described(layer)).encode())
+def hooked(layer: nn.Module) -> bool:
+    """Whether something of the script's is called when ``layer`` runs, or on its gradients: copies do not have it."""
+    return any(_hooks(module) for module in layer.modules()) or any(
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in layer.parameters())
 
 
-def _described(layer: nn.Module) -> Iterator[str]:
-    for name, module in layer.named_modules():
-        hooks = [1 for key, found in vars(module).items() if key.endswith("_hooks") and found
-                 for hook in found.values() if not isinstance(hook, _Draw)]
-        plain = {key: value for key, value in sorted(vars(module).items())
-                 if not key.startswith("_") and isinstance(value, _PLAIN)}
-        yield f"{name} {type(module).__qualname__} {plain} {len(hooks)}"
-    for name, tensor in (*layer.named_parameters(), *layer.named_buffers()):
-        yield f"{name} {tuple(tensor.shape)} {tensor.dtype} {len(tensor._backward_hooks or ())}"
+_COMPARED = ("modules or options", "hooks", "parameters or buffers")
+_HEADER = 8 * len(_COMPARED)
+"""Bytes."""
+
+
+def _checksums(layers: Sequence[nn.Module]) -> list[int]:
+    """Of what `_COMPARED` names."""
+    options = [[(name, type(module).__qualname__, *((key, value) for key, value in sorted(vars(module).items())
+                                                    if not key.startswith("_") and isinstance(value, _PLAIN)))
+                for name, module in layer.named_modules()] for layer in layers]
+    hooks = [hooked(layer) for layer in layers]
+    tensors = [[(name, tuple(tensor.shape), tensor.dtype)
+                for name, tensor in (*layer.named_parameters(), *layer.named_buffers())] for layer in layers]
+    return [zlib.crc32(repr(each).encode()) for each in (options, hooks, tensors)]
+
+
+def _hooks(module: nn.Module) -> bool:
+    return any(not isinstance(hook, _Draw) for key, found in vars(module).items()
+               if key.endswith("_hooks") and found for hook in found.values())
 
 
 def _tensors(layers: Sequence[nn.Module]) -> list[torch.Tensor]:
