@@ -164,6 +164,7 @@ class RecycleConfig:
         "that dropout does not depend on who runs it. no plan lends layers yet",
         choices=("auto", "off"),
     )
+    lend_layers: int = _option(2, "how many layers of a stage each neighbouring stage may run, at most")
     move_cost: float = _option(1.0, "iterations that one move is taken to cost")
     horizon: float = _option(100.0, "iterations over which moves, and new partners on NCCL, must pay off")
     heartbeat_interval: float = _option(0.5, "time between two signs of life of a worker", unit="s")
@@ -292,7 +293,7 @@ class RecycleConfig:
 
     def _check_ranges(self) -> None:
         least_values = {"block": 1, "cap": 1, "max_restarts": 0, "verify_every": 0, "seed": 0,
-                        "guard_interval": 1, "state_copies": 0}
+                        "guard_interval": 1, "state_copies": 0, "lend_layers": 1}
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:

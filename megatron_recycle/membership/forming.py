@@ -19,7 +19,7 @@ from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.survival import judge
 from megatron_recycle.plan.grid import Grid
 
-OWN = ("model", "full_backward")
+OWN = ("model", "full_backward", "lendable")
 """Keys of a description that need to be equal only among processes that hold the same model."""
 
 

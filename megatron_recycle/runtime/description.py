@@ -8,7 +8,16 @@ import torch
 
 from megatron_recycle.plan import Costs
 from megatron_recycle.runtime.comm.backend import BACKENDS
+from megatron_recycle.runtime.lent.layers import offer
 from megatron_recycle.runtime.site import Site
+
+
+def _lendable(site: Site) -> dict[str, Any] | None:
+    """The layers of this worker's stage that its neighbours may run; None: there are none."""
+    lending = site.stage.lending
+    if lending is None or site.config.lend == "off" or site.config.policy != "reroute":
+        return None
+    return offer(lending, site.config.lend_layers)
 
 
 def description(site: Site) -> dict[str, Any]:
@@ -26,6 +35,7 @@ def description(site: Site) -> dict[str, Any]:
             "planner_budget": config.planner_budget, "slow_factor_out": config.slow_factor_out,
             "heartbeat_interval": config.heartbeat_interval, "heartbeat_timeout": config.heartbeat_timeout,
             "report_timeout": config.report_timeout,
+            "lend": config.lend, "lend_layers": config.lend_layers, "lendable": _lendable(site),
             "seed": config.seed, "max_restarts": config.max_restarts, "moves": config.moves,
             "move_cost": config.move_cost, "horizon": config.horizon,
             "partner_cost": BACKENDS[place.backend].partner_cost,

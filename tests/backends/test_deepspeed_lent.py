@@ -13,6 +13,7 @@ JOB = {"pipelines": 3, "stages": 2, "iterations": 4, "noisy": True, "checkpoint"
        "settings": {"reduction": "exact", "lend": "auto"}}
 
 
+@pytest.mark.night
 @pytest.mark.processes
 def test_whoever_runs_a_layer_the_bits_are_the_same():
     """Every backward of a block runs it again, and it draws random numbers from all kinds of generators."""

@@ -12,7 +12,9 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_recycle.plan import Microbatch, Plan
+from megatron_recycle.control.planning import problem_of
+from megatron_recycle.plan import Costs, Microbatch, Plan, violations
+from megatron_recycle.planner import quick
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.model import SmallStage
 from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw
@@ -112,3 +114,32 @@ def test_random_campaign(seed, lends):
     scene = Draw(seed, SHAPES).scene()
     lends(scene.shape, seed, always=bool(seed % 3))
     scene.run(seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
+    """As its file tells it; the plan of the failure lends nothing. Who comes back ends all loans."""
+    shape, late = replace(DEEP, iterations=11), Moment("0:0", "forward", 1)
+    held = Moment("0:0", "forward", 5)
+    job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late, held], seed=seed)
+    with job:
+        job.wait_held(late)
+        job.wait_event("decided", generation=2)
+        lent = limits(shape)
+        problem = problem_of(job.control.state.description or {}, frozenset({"1:1"}))
+        costs = replace(Costs.uniform(3, 3, 3, 3), layer=((1,) * 3,) * 3)
+        better = quick(replace(problem, layers=(3, 3, 3), costs=costs,
+                               lend=tuple((before[1], behind[0]) for before, behind in pairwise(lent))))
+        assert better.crossings and not violations(better)
+        job.control.call(lambda: job.control.improved(2, better))
+        left = [each.worker for each in job.processes.values() if each.thread.is_alive() and each.worker is not None]
+        job.wait_for(lambda: all(each.site.agent.offer is not None for each in left), "the offer")
+        job.release(late)
+        job.wait_event("adopted", digest=better.digest)
+        job.wait_held(held)
+        assert borrows(job)
+        job.start("1:1", joining=True)
+        job.wait_event("waiting", worker="1:1")
+        job.release(held)
+        check(job, job.wait(), came={"1:1"})
+        assert not borrows(job)

@@ -30,7 +30,7 @@ class PipelineLayers:
         most: layers that each neighbour may run.
     """
 
-    def __init__(self, engine: PipelineEngine, most: int = 2) -> None:
+    def __init__(self, engine: PipelineEngine, most: int) -> None:
         self._engine = engine
         module: PipelineModule = engine.module
         self.first: int = module._local_start

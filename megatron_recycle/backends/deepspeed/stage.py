@@ -86,7 +86,8 @@ class DeepSpeedStage:
         self.passed = 0.0
         """The squared gradient norm of an iteration that the script passes over."""
         self.module: nn.Module = engine.module
-        self.lending: Lending | None = PipelineLayers(engine) if settings.lend == "auto" else None
+        self.lending: Lending | None = (
+            PipelineLayers(engine, settings.lend_layers) if settings.lend == "auto" else None)
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self._use(self._found())

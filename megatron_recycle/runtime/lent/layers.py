@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -62,6 +63,34 @@ def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple
         if not one and not other:
             break
     return head, tail
+
+
+def offer(lending: Lending, most: int) -> dict[str, Any] | None:
+    """What the planner is told of a stage's layers: how many of the first (``head``) and of the last (``tail``) may be
+    lent, and of one of them the ``share`` of the stage's time and its ``bytes``; ``layers``: how many there are of
+    these. None: nothing may be lent."""
+    head, tail = (min(count, most) for count in lending.lendable)
+    if not head and not tail:
+        return None
+    own = lending.layers
+    lent = [layer for layer in (*own[:head], *own[len(own) - tail:]) if isinstance(layer, nn.Module)]
+    one = max(_work(layer) for layer in lent)
+    like = [layer for layer in own if isinstance(layer, nn.Module) and type(layer) is type(lent[0])]
+    return {"head": head, "tail": tail, "layers": len(like), "share": one / max(one, sum(map(_work, own))),
+            "bytes": max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent)}
+
+
+def _work(layer: Any) -> int:
+    """A layer's multiplications for each of its inputs' vectors, as its matrices tell; a table takes none."""
+    if isinstance(layer, functools.partial):  # a tied layer with a function of its own, most likely a product
+        return sum(parameter.numel() for each in layer.args if isinstance(each, nn.Module)
+                   for parameter in each.parameters())
+    if not isinstance(layer, nn.Module):
+        return 0
+    tables = {id(parameter) for module in layer.modules() if isinstance(module, nn.Embedding)
+              for parameter in module.parameters(recurse=False)}
+    return sum(parameter.numel() for parameter in layer.parameters()
+               if parameter.dim() > 1 and id(parameter) not in tables)
 
 
 class Neighbours:
