@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.moves import moves_of
 from megatron_recycle.measure.job import Measured, Measurements
 from megatron_recycle.membership.policies import WHOLE
-from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, overfull, pairs
-from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, plan_for, recosted
+from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, borrowings, overfull, pairs
+from megatron_recycle.planner import Cache, PartnerPrice, ahead, improve, lent, plan_for, recosted, worth
 from megatron_recycle.planner.baselines import drop
+
+log = logging.getLogger(__name__)
 
 WORTHWHILE = 0.02
 """A plan in use is replaced by one that takes less time by more than this share."""
@@ -156,37 +161,63 @@ class Planning:
 
         A plan that holds more than there is memory for is replaced by one that does not, budget or none. Plans for what
         may fail next are made afterwards, until ``cancelled``.
+
+        Only here may layers be lent, where that gains more in the horizon than the copies cost: a job goes on at once
+        with its own layers, and a worker that is back takes lending back.
         """
         budget = float(description.get("planner_budget") or 0)
         if cancelled.is_set() or plan["source"] == "drop":
             return None
         problem = problem_of(description, failed, self._measurements.known)
         seed = int(description.get("seed") or 0)
-        incumbent = recosted(problem, Plan.from_json(dict(plan)))
+        used, plain = Plan.from_json(dict(plan)), problem
+        if lent.helps(lending := with_lending(problem, description, self._measurements.known)):
+            problem = lending
+        incumbent = recosted(problem, used) if problem.lends or not used.crossings else plan_for(plain, work=0)
         replaced, before = None, float(incumbent.objective_value)
         if overfull(incumbent):
             # Memory has turned out shorter than the plan in use takes it to be.
-            replaced = incumbent = plan_for(problem, self._cache, work=0, seed=seed)
+            replaced = plan_for(plain, self._cache, work=0, seed=seed)
+            incumbent = recosted(problem, replaced)
         better = replaced
         if budget > 0:
-            better = improve(problem, incumbent, budget, seed, cancelled.is_set) or replaced
+            better = self._searched(problem, incumbent, budget, seed, cancelled) or replaced
+        if better is not None and better.crossings:
+            price = copy_price(description, self._measurements.known)
+            decision = worth(incumbent, better, price, borrowings(incumbent))
+            log.info("recycle: %s", decision.line)
+            better = replace(better, stats={**better.stats, "lending": decision.line})
+            if not decision.pays:
+                self._cache.put(problem, better)
+                better = replaced
+                if not incumbent.crossings and not cancelled.is_set():
+                    better = improve(plain, recosted(plain, used), budget, seed, cancelled.is_set) or replaced
         if budget > 0 and not cancelled.is_set():
             self.ahead = threading.Thread(
-                target=self._plan_ahead, args=(problem, budget, seed, cancelled), name="recycle-ahead", daemon=True
+                target=self._plan_ahead, args=(plain, budget, seed, cancelled), name="recycle-ahead", daemon=True
             )
             self.ahead.start()
         if better is None:
             return None
         measured = not description.get("costs") and self._measurements.known is not None
-        price = partner_price(description, self._measurements.known)
-        new_partners = price.of(better, pairs(incumbent))
-        pays = not new_partners or (before - better.objective_value) * price.horizon > new_partners
-        worth = replaced is not None or not measured or (
+        partners = partner_price(description, self._measurements.known)
+        new_partners = partners.of(better, pairs(incumbent))
+        pays = not new_partners or (before - better.objective_value) * partners.horizon > new_partners
+        taken = replaced is not None or not measured or (
             better.objective_value < (1 - WORTHWHILE) * before and pays)
-        with self._lock:
-            self._best[failed] = better
-        self._cache.put(problem, better)
-        return self._hand_out(better) if worth else None
+        if not better.crossings:
+            with self._lock:
+                self._best[failed] = better
+        self._cache.put(better.problem, better)
+        return self._hand_out(better) if taken else None
+
+    def _searched(self, problem: Problem, incumbent: Plan, budget: float, seed: int,
+                  cancelled: threading.Event) -> Plan | None:
+        """A better plan than the ``incumbent``: one that is remembered, or one that a search finds from there on."""
+        known = self._cache.get(problem) if problem.lends else None
+        if known is None or known.objective_value >= incumbent.objective_value:
+            return improve(problem, incumbent, budget, seed, cancelled.is_set)
+        return improve(problem, known, budget, seed, cancelled.is_set) or known
 
     def moves(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, str]:
         """Members and the empty positions of other stages that they had better take."""

@@ -10,5 +10,5 @@ from megatron_recycle.planner import quick
 
 def resized(plan: Plan, grid: Grid, block: int) -> Plan:
     """The planner's quick plan for ``plan``'s workers, costs and rules, but for ``grid``, whose exact reduction has
-    blocks of ``block``."""
-    return quick(replace(plan.problem, grid=grid, block=block))
+    blocks of ``block``. No layer is lent: that begins with a later plan of the coordinator's, if it pays."""
+    return quick(replace(plan.problem, grid=grid, block=block, lend=()))

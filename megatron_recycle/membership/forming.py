@@ -10,6 +10,7 @@ from megatron_recycle.membership import closing, commands, guarding, messages, p
 from megatron_recycle.membership.decisions import Emit, MakePlan, Step
 from megatron_recycle.membership.failure_kinds import describe_status
 from megatron_recycle.membership.inputs import Exited, Ready
+from megatron_recycle.membership.lending import lending
 from megatron_recycle.membership.names import Process, in_order
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.persistent_map import put
@@ -90,6 +91,8 @@ def _form(state: State, now: float) -> Step:
              if not told.get("full_backward")}
     if full := [stage for stage in range(stages) if stage not in split]:
         description["full_backward"] = full  # the planner's: stages, all of whose processes may run B and W in one
+    if lent := lending(state.descriptions, stages):
+        description["lending"] = lent
     grid = Grid(stages, tuple(description["grid"]["microbatches"]))
     parts = description.get("parts", 1)
     wanted = {str(Process(worker, part)) for worker in grid.workers()

@@ -35,6 +35,7 @@ def planned_event(state: State, plan: Mapping[str, Any], plan_ms: float, now: fl
         "ms": state.ms(now),
         "plan_ms": round(plan_ms, 3),
         **{key: plan.get(key) for key in ("source", "digest", "period", "makespan", "lower_bound")},
+        **({"lending": plan["stats"]["lending"]} if plan.get("stats", {}).get("lending") else {}),
     }
 
 

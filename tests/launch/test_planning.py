@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_recycle.control.lending import with_lending
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning, problem_of
-from megatron_recycle.plan import Plan, PlanError, Worker, violations
+from megatron_recycle.measure.job import Measured, Memory
+from megatron_recycle.membership.lending import lending
+from megatron_recycle.plan import Costs, Plan, PlanError, Worker, violations
 
 DESCRIPTION = {
     "grid": {"stages": 2, "microbatches": [4, 4, 4]},
@@ -115,3 +118,65 @@ def test_measured_durations_replace_equal_costs_and_a_slow_worker_gets_less_work
     assert slow is not None and slow.costs.speed[Worker(2, 0)] > 3
     given = {**DESCRIPTION, "costs": equal.problem.costs.to_json()}
     assert problem_of(given, frozenset(), slow).costs == equal.problem.costs, "what the user says comes first"
+
+
+LENDING = {
+    **DESCRIPTION,
+    "block": 0,
+    "planner_budget": 0.5,
+    "costs": {"forward": [80, 80], "backward_input": [88, 88], "backward_weight": [72, 72], "hop": 0, "step": [0, 0],
+              "speed": {}},
+    "lending": {"layers": [4, 4], "lend": [[2, 2]], "share": [0.25, 0.25], "bytes": [1 << 20, 1 << 20]},
+}
+
+
+def test_a_job_goes_on_with_its_own_layers_and_lends_them_when_that_is_found_to_pay() -> None:
+    planning, one, cancelled = Planning(), frozenset({"1:1"}), threading.Event()
+    at_once = planning.plan(LENDING, one)
+    assert "crossings" not in at_once or not at_once["crossings"]
+    told = planning.improve(LENDING, one, at_once, cancelled)
+    assert told is not None
+    lends = Plan.from_json(told)
+    assert violations(lends) == [] and lends.crossings and lends.period < at_once["period"]
+    assert lends.stats["lending"].startswith(("lends 1 layer at", "lends 2 layers at boundary 0-1"))
+    assert "; copies" in lends.stats["lending"]
+    assert not planning.plan(LENDING, one).get("crossings"), "the next time it goes on with its own layers at once, too"
+    assert planning.improve(LENDING, one, at_once, cancelled) == told or planning.improve(
+        LENDING, one, at_once, cancelled)["period"] <= told["period"], "what was found is remembered"
+    assert not planning.plan(LENDING, frozenset()).get("crossings"), "a rejoin takes lending back"
+    cancelled.set()
+
+
+def test_a_job_does_not_lend_where_the_copies_cost_more_than_that_gains(caplog) -> None:
+    dear = {**LENDING, "horizon": 1.0, "lending": {**LENDING["lending"], "bytes": [1 << 40] * 2}}
+    planning, cancelled = Planning(), threading.Event()
+    at_once = planning.plan(dear, frozenset({"1:1"}))
+    with caplog.at_level("INFO", "megatron_recycle.control.planning"):
+        told = planning.improve(dear, frozenset({"1:1"}), at_once, cancelled)
+    cancelled.set()
+    assert told is None or not told.get("crossings")
+    assert "does not lend" in caplog.text and "copying" in caplog.text
+
+
+def test_nothing_is_lent_before_costs_are_known_or_where_the_user_does_not_want_it() -> None:
+    unknown = {**LENDING, "costs": None}
+    assert not with_lending(problem_of(unknown, frozenset({"1:1"})), unknown, None).lends
+    one = {"lendable": {"head": 2, "tail": 3, "layers": 4, "share": 0.2, "bytes": 9}, "lend": "auto"}
+    told = {f"{d}:{s}": one for d in range(2) for s in range(3)}
+    assert lending(told, 3) == {"lend": [[2, 2], [2, 2]], "layers": [4] * 3, "share": [0.2] * 3, "bytes": [9] * 3}
+    assert lending({**told, "1:1": {**one, "lendable": None}}, 3) is None
+    assert lending({**told, "1:2": {**one, "lendable": None}}, 3)["lend"] == [[2, 2], [0, 0]]
+    assert lending({name: {**each, "lend_layers": 1} for name, each in told.items()}, 3)["lend"] == [[1, 1]] * 2
+    assert lending({name: {**each, "lend": "off"} for name, each in told.items()}, 3) is None
+    assert lending({"0:0": one}, 1) is None
+
+
+def test_a_helper_keeps_room_for_what_it_borrows() -> None:
+    """A micro-batch of 800 bytes is 8 units of memory: a layer's 150 bytes of parameters and their gradients are 3."""
+    measured = Measured(Costs.uniform(2, 80, 88, 72, 5), Memory({}, (8, 8), (4, 4), (1, 1)),
+                        {"held": {"before_b": [800, 800], "after_b": [400, 400], "message": [100, 100]}})
+    description = {**LENDING, "costs": None, "lending": {**LENDING["lending"], "bytes": [150, 150]}}
+    problem = with_lending(problem_of(description, frozenset({"1:1"}), measured), description, measured)
+    assert problem.layer_parameters == (3, 3) and problem.layer_held == ((2, 1), (2, 1))
+    assert problem.costs.layer == ((20, 22, 18),) * 2
+    assert problem.costs.lent == (15, 15)  # 300 bytes, at 100 in 5 microseconds

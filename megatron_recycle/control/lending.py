@@ -1,0 +1,71 @@
+"""Lent layers as the coordinator plans them: the problem in which layers may be lent, and the price of copies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megatron_recycle.measure.job import Measured
+from megatron_recycle.plan import Problem
+from megatron_recycle.planner import CopyPrice
+
+_UNITS = 8
+"""Units of memory in a micro-batch where its bytes are not known, so that a layer's share of it can be said."""
+_BANDWIDTH = 1e9
+"""Bytes per second where no message has been timed."""
+
+
+def with_lending(problem: Problem, description: Mapping[str, Any], measured: Measured | None) -> Problem:
+    """The problem, where the job's layers may be lent besides. As it is while the costs of a stage are not known.
+
+    The description's ``lending`` is `membership.lending`'s. A layer takes its share of its stage's time and memory. Its
+    parameters weigh on a helper's memory with as much again for their gradients.
+    """
+    told = description.get("lending")
+    if not told or (measured is None and not description.get("costs")):
+        return problem
+    shares = [float(share) for share in told["share"]]
+    costs = problem.costs
+    layer = tuple((round(f * share), round(b * share), round(w * share)) for f, b, w, share in zip(
+        costs.forward, costs.backward_input, costs.backward_weight, shares))
+    before, after, cap, message = problem.before_b, problem.after_b, problem.cap, problem.message
+    parameters: tuple[int, ...] = ()
+    if measured is not None and measured.memory is not None and not description.get("cap"):
+        held = measured.bytes["held"]
+        unit = max(1, -(-max(*held["before_b"], *held["after_b"]) // _UNITS))  # as measure.caps has it
+        parameters = tuple(-(-2 * size // unit) for size in told["bytes"])
+    else:
+        before, after, message = (tuple(units * _UNITS for units in each) for each in (before, after, message))
+        cap = {worker: units * _UNITS for worker, units in cap.items()}
+    lag = _lag(told, measured)
+    return replace(
+        problem, costs=replace(costs, layer=layer, lent=(lag, lag)), before_b=before, after_b=after, cap=cap,
+        message=message, layers=tuple(map(int, told["layers"])),
+        lend=tuple((int(earlier), int(later)) for earlier, later in told["lend"]),
+        layer_held=tuple((math.ceil(b * share), math.ceil(a * share)) for b, a, share in zip(before, after, shares)),
+        layer_parameters=parameters)
+
+
+def copy_price(description: Mapping[str, Any], measured: Measured | None) -> CopyPrice:
+    """What copies of lent layers cost in this job."""
+    told = description.get("lending") or {}
+    return CopyPrice([int(size) for size in told.get("bytes", ())], _bandwidth(measured) or _BANDWIDTH,
+                     float(description.get("horizon", 100.0)))
+
+
+def _bandwidth(measured: Measured | None) -> float | None:
+    """Bytes per second of a transfer; None if none has been timed."""
+    size = max(measured.bytes.get("held", {}).get("message", ()), default=0) if measured is not None else 0
+    return 1e6 * size / measured.costs.hop if measured is not None and size and measured.costs.hop else None
+
+
+def _lag(told: Mapping[str, Any], measured: Measured | None) -> int:
+    """Microseconds that the parameters of the layers lent at one boundary take to a helper, or their gradients back."""
+    most = max((max(earlier * own, later * other) for (earlier, later), own, other in zip(
+        told["lend"], told["bytes"], told["bytes"][1:])), default=0)
+    bandwidth = _bandwidth(measured)
+    if measured is None or bandwidth is None:
+        return 0
+    return max(measured.costs.hop, round(1e6 * most / bandwidth))

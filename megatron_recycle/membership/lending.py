@@ -1,0 +1,40 @@
+"""Which layers a job may lend: what all processes of the stages say of theirs, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_recycle.membership.names import Process
+
+
+def lending(told: Mapping[str, Mapping[str, Any]], stages: int) -> dict[str, Any] | None:
+    """For the planner, by stage: ``layers`` that are alike, the ``share`` of a stage's work that one of them takes, its
+    ``bytes`` of parameters; by boundary how many may be lent (to the later stage, to the earlier one). None if nothing
+    may be lent.
+
+    Args:
+        told: the processes' descriptions. ``lend`` is "auto" where the user wants it; ``lend_layers``: most layers at a
+            boundary; ``lendable``: {"head", "tail": how many first and last layers of the stage may be lent, "layers",
+            "share", "bytes"}, or None for a process that can neither lend nor borrow.
+    """
+    if stages < 2 or any(each.get("lend") != "auto" for each in told.values()):
+        return None
+    of: list[list[Mapping[str, Any]]] = [[] for _ in range(stages)]
+    for name, each in told.items():
+        of[Process.parse(name).worker.stage].append(each.get("lendable") or {})
+    most = min((int(each.get("lend_layers", 2)) for each in told.values()), default=0)
+
+    def least(stage: int, key: str) -> int:
+        return min((int(each.get(key, 0)) for each in of[stage]), default=0)
+
+    able = [all(row) for row in of]
+    lend = [[min(most, least(stage, "tail")), min(most, least(stage + 1, "head"))] if able[stage] and able[stage + 1]
+            else [0, 0] for stage in range(stages - 1)]
+    if not any(map(any, lend)):
+        return None
+    # One layer at least stays with its own stage; it need not be like the others.
+    return {"lend": lend,
+            "layers": [max(least(stage, key) for key in ("layers", "head", "tail")) for stage in range(stages)],
+            "share": [max((float(each.get("share", 0.0)) for each in row), default=0.0) for row in of],
+            "bytes": [max((int(each.get("bytes", 0)) for each in row), default=0) for row in of]}
