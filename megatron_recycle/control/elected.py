@@ -31,6 +31,9 @@ LEASE_S = 3
 _PIECE = 512 * 1024
 """Bytes of a value; etcd takes 1.5 MiB in a request."""
 _NOTE_S = 0.25
+_SLOW_S = LEASE_S / 4
+"""Seconds for an answer with which nobody could lead for long: what a decision takes is several of them."""
+_TRIES = 5
 
 log = logging.getLogger(__name__)
 
@@ -111,14 +114,33 @@ class Candidate:
         """Say where this one will listen, in a job that has not begun yet.
 
         Raises:
-            JournalError: a job of this name has been there before.
+            JournalError: a job of this name is there, or has been; or the store is too slow.
             StoreUnreachable.
         """
-        if not self._announced and self._keys.read("journal/"):
-            raise JournalError(f"a job has been run under {self._keys.folder} in this store: choose another --job, or "
-                               f"remove it (etcdctl del --prefix {self._keys.folder})")
+        if not self._announced:
+            self._check_new()
         self._announced = True  # it may be done although the answer is lost, and then the others begin
-        self._say({})
+        took: list[float] = []
+        while not took or (took[-1] > _SLOW_S and len(took) < _TRIES):
+            begun = self._clock()
+            self._say({})
+            took.append(self._clock() - begun)
+        if took[-1] > _SLOW_S:
+            raise JournalError(f"the store takes {min(took):.1f} s and more to write a key, and who leads must do so "
+                               f"several times in {LEASE_S} s: give etcd faster disks, or a network and machines that "
+                               "have time for it")
+
+    def _check_new(self) -> None:
+        """Raises JournalError, and StoreUnreachable."""
+        if not self._keys.read("journal/"):
+            return
+        if self._keys.read("leader"):
+            hosts = ",".join(one["control"] for _, (one, _) in sorted(self._keys.read("candidate/").items()))
+            raise JournalError(f"the job {self._keys.folder} runs already, and goes on without this host: bring it in "
+                               f"again with `recycle run --join {hosts}`, the job's token, --nproc, script and "
+                               "arguments; a new job needs another --job")
+        raise JournalError(f"a job has been run under {self._keys.folder} in this store: choose another --job, or "
+                           f"remove it (etcdctl del --prefix {self._keys.folder})")
 
     def meet(self, hosts: int) -> list[str]:
         """Where those of hosts "0", "1", ... will listen, once each has seen all others; empty until then. What an
@@ -172,6 +194,10 @@ class Candidate:
         terms = [name for name in sorted(read) if name.startswith("term/")]
         if not terms or read[terms[-1]][0]["nonce"] != self._content["nonce"]:
             return None
+        now = self._clock()
+        if not self._keys.store.keep(self._lease):  # all of this has taken too long
+            return None
+        self._kept = now
         return ElectedJournal(self._keys, revision, int(terms[-1].partition("/")[2]), self._lease, read, self._kept,
                               self._clock)
 

@@ -17,9 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_recycle.control.etcd_access import USER, Access, hint
 from megatron_recycle.errors import ConfigError
 
 PORT = 2379
+_STALE = ("invalid auth token", "revision of auth store is old")
+"""What is said to a client that was let in, and has to ask to be so again."""
 _MEMBER = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:@\[\]/]+))(?::(\d{1,5}))?")
 """A name or an address, that of IPv6 in brackets, and perhaps a port."""
 _SCHEMES = {"etcd": "http", "etcds": "https"}
@@ -69,11 +72,18 @@ class Etcd:
     """A client; any thread may use it.
 
     Args:
+        access: how the members let this client in.
         limit: seconds that a request may take, whichever members answer.
+
+    Each request may raise StoreUnreachable, or StoreRefused.
     """
 
-    def __init__(self, place: Place, limit: float = 2.0) -> None:
+    def __init__(self, place: Place, access: Access | None = None, limit: float = 2.0) -> None:
         self._place = place
+        self._access = Access() if access is None else access
+        self._context = self._access.context() if place.scheme == "https" else None
+        self._token = ""
+        self._answered = False
         self._limit = limit
         self._lock = threading.Lock()
         self._first = 0
@@ -112,7 +122,7 @@ class Etcd:
         self._post("/v3/lease/revoke", {"ID": str(lease)})
 
     def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        until, why = time.monotonic() + self._limit, "not tried"
+        until, why, hopeless = time.monotonic() + self._limit, "not tried", set[bool]()
         with self._lock:
             for turn in range(2 * len(self._place.members)):
                 left = until - time.monotonic()
@@ -126,30 +136,52 @@ class Etcd:
                 except (OSError, http.client.HTTPException, ValueError) as error:
                     stale = self._connection is not None and turn == 0
                     self._close()
-                    why = f"{host}:{port}: {str(error) or type(error).__name__}"
+                    text, never = ("", False) if self._answered else hint(error, self._access)
+                    why = f"{host}:{port}: {text or str(error) or type(error).__name__}"
+                    hopeless.add(never)
                     if not stale:  # a connection that was kept may have been closed meanwhile
                         self._first += 1
+        if hopeless == {True}:
+            raise StoreRefused(f"etcd at {why}")
         raise StoreUnreachable(f"etcd does not answer ({why})")
 
     def _ask(self, host: str, port: int, path: str, body: bytes, left: float) -> dict[str, Any]:
         share = max(0.2, left if len(self._place.members) == 1 else left / 2)
         if self._connection is None:
-            kind = http.client.HTTPSConnection if self._place.scheme == "https" else http.client.HTTPConnection
-            self._connection = kind(host, port, timeout=share)
+            self._connection = (http.client.HTTPConnection(host, port, timeout=share) if self._context is None else
+                                http.client.HTTPSConnection(host, port, timeout=share, context=self._context))
         elif self._connection.sock is not None:
             self._connection.sock.settimeout(share)
-        self._connection.request("POST", path, body, {"Content-Type": "application/json"})
+        if self._access.user and not self._token:
+            name, _, password = self._access.user.partition(":")
+            user = json.dumps({"name": name, "password": password}).encode()
+            self._token = self._exchange("/v3/auth/authenticate", user, f"{host}:{port}")["token"]
+        told = self._exchange(path, body, f"{host}:{port}")
+        self._answered = True
+        return told
+
+    def _exchange(self, path: str, body: bytes, where: str) -> dict[str, Any]:
+        assert self._connection is not None
+        headers = {"Content-Type": "application/json"} | ({"Authorization": self._token} if self._token else {})
+        self._connection.request("POST", path, body, headers)
         answer = self._connection.getresponse()
         data = answer.read()
+        if answer.status == 400 and b"CommonName of client" in data:
+            raise StoreRefused(f"etcd at {where} has users, and takes no client's certificate with a CommonName beside "
+                               "them: give one without")
         told = json.loads(data)
-        if answer.status != 200:
-            text = told.get("message") or told.get("error") or data[:200]
-            if "lease not found" in str(text):
-                return {}
-            if 400 <= answer.status < 500:
-                raise StoreRefused(f"etcd at {host}:{port}: {text!s:.200}")
-            raise ValueError(f"{answer.status} {text!s:.200}")
-        return dict(told)
+        if answer.status == 200:
+            return dict(told)
+        text = str(told.get("message") or told.get("error") or data[:200])
+        if "lease not found" in text:
+            return {}
+        if self._token and any(stale in text for stale in _STALE):
+            self._token = ""
+        elif 400 <= answer.status < 500:
+            denied = not self._access.user and ("user name is empty" in text or "permission denied" in text)
+            wants = f": it wants a user, in {USER} as NAME:PASSWORD" if denied else ""
+            raise StoreRefused(f"etcd at {where}: {text:.200}{wants}")
+        raise ValueError(f"{answer.status} {text:.200}")
 
     def _close(self) -> None:
         if self._connection is not None:

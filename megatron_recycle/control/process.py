@@ -27,6 +27,7 @@ from megatron_recycle.config import RecycleConfig, options, variable
 from megatron_recycle.control import Coordinator, Journal, JournalError, Timeouts, tokens
 from megatron_recycle.control.elected import Candidate, ElectedJournal, LeadLost, Sealed
 from megatron_recycle.control.etcd import Etcd, Place, StoreRefused, StoreUnreachable
+from megatron_recycle.control.etcd_access import Access
 from megatron_recycle.control.measured import Profiles
 from megatron_recycle.control.memory import Records
 from megatron_recycle.control.plan_folder import PlanFolder
@@ -113,17 +114,19 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
     will."""
     listener = reserve(args.interface, args.port)
     control = joined(*listener.getsockname()[:2])
-    starter.write(json.dumps({"control": control}) + "\n")
-    starter.flush()
-    candidate = Candidate(Sealed(Etcd(Place.parse(args.store)), args.job, token), args.node, control)
+    store = Etcd(Place.parse(args.store), Access.read(os.environ))
+    candidate = Candidate(Sealed(store, args.job, token), args.node, control)
+
+    def tell(**said: str) -> None:
+        if not starter.closed:
+            starter.write(json.dumps(said) + "\n")
+            starter.flush()
 
     def meet() -> None:
-        until_answered(candidate.announce)
-        while not (found := until_answered(lambda: candidate.meet(args.hosts))):
+        until_answered(candidate.announce, say=lambda why: tell(waits=why))
+        while not (found := until_answered(lambda: candidate.meet(args.hosts), say=lambda why: tell(waits=why))):
             time.sleep(_PAUSE)
-        if not starter.closed:
-            starter.write(json.dumps({"all": ",".join(found)}) + "\n")
-            starter.flush()
+        tell(all=",".join(found))
 
     def lead() -> ElectedJournal:
         while (journal := until_answered(candidate.try_lead, bears=True)) is None:
@@ -133,6 +136,7 @@ async def _stand_by(args: argparse.Namespace, token: str, starter: IO[str]) -> t
                                f"{RESTART}")
         return journal
 
+    tell(control=control)
     if not args.resume:
         await asyncio.to_thread(meet)
     return listener, await asyncio.to_thread(lead)
@@ -226,8 +230,10 @@ def _in_loop(loop: asyncio.AbstractEventLoop, what: Callable[[str], None], why: 
         loop.call_soon_threadsafe(what, why)
 
 
-def until_answered(ask: Callable[[], Answer], bears: bool = False) -> Answer:
-    """The answer of a store that may be out of reach for a while; with ``bears`` it may have no room, too."""
+def until_answered(ask: Callable[[], Answer], bears: bool = False, say: Callable[[str], None] = lambda why: None
+                   ) -> Answer:
+    """The answer of a store that may be out of reach for a while; with ``bears`` it may have no room, too. ``say`` gets
+    why it is waited for."""
     said = ""
     while True:
         try:
@@ -238,6 +244,7 @@ def until_answered(ask: Callable[[], Answer], bears: bool = False) -> Answer:
             if str(error) != said:
                 said = str(error)
                 logger.warning("recycle: %s", said)
+                say(said)
             time.sleep(_PAUSE)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 
 from megatron_recycle.control.etcd import Place
+from megatron_recycle.control.etcd_access import Access
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.launch import coordinator_process as service
 from megatron_recycle.launch.network import own_address
@@ -16,7 +19,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 def check_store(store: str, job: str) -> None:
     """Raises ConfigError."""
-    Place.parse(store)
+    if Place.parse(store).scheme == "https":
+        Access.read(os.environ).context()
     if not _NAME.fullmatch(job):
         raise ConfigError(f"--job {job!r} names no job: with --store give a name that no other job has there (letters, "
                           "digits, dots, dashes), the same on each host")
@@ -36,10 +40,15 @@ def start(spec: service.CoordinatorSpec, limit: float, say: Callable[[str], None
     made = service.start(spec)
     made.standby = True
     say(f"recycle: this host's coordinator is at {made.control} when it leads; waiting for those of {spec.hosts} hosts")
-    line = service.next_line(made.child, limit)
-    said: Mapping[str, str] = json.loads(line or b"{}")
+    said, until, why = {"waits": ""}, time.monotonic() + limit, ""
+    while "waits" in said:
+        if said["waits"]:
+            why = f" ({said['waits']})"
+            say(f"recycle: still waiting: {said['waits']}")
+        said = json.loads(service.next_line(made.child, until - time.monotonic()) or b"{}")
     if "all" not in said:
         made.kill()
-        late = f"not all of {spec.hosts} hosts have come to {spec.store} within {limit:.0f} s; see {made.child.log}"
+        late = (f"not all of {spec.hosts} hosts have come to {spec.store} within {limit:.0f} s{why}; see "
+                f"{made.child.log}")
         raise RecycleError(f"the coordinator did not start: {said['error']}" if "error" in said else late)
     return made, said["all"]

@@ -122,7 +122,7 @@ class Hosts:
 @pytest.mark.skipif(not Path(ETCD).exists(), reason="there is no etcd: scripts/setup.sh could not get Debian's package")
 def test_leaders_die_with_their_host_and_without_and_hosts_and_workers_come_back_and_no_iteration_is_lost(
         tmp_path: Path) -> None:
-    """The host that leads, and a member of etcd; then the coordinator that leads by then, alone."""
+    """The host that leads, and a member of etcd; then the coordinator that leads by then, alone; then etcd's majority."""
     orders = {"iterations": 10, "pause": {str(rank): 2 for rank in range(6)}, "full": 4, "learnt": True,
               "description": {"heartbeat_timeout": HEARTBEAT_TIMEOUT, "max_restarts": 1}}
     with ExitStack() as stack:
@@ -146,17 +146,22 @@ def test_leaders_die_with_their_host_and_without_and_hosts_and_workers_come_back
                          str(tmp_path / f"host{second}" / "join.token"))
         job.pause(3, *lost)
 
-        # Another leader, which hears of one more death, and lets that worker's next process in.
+        # Another leader, and then none while etcd has no majority: one more death waits for the next one.
         os.kill(job.coordinator(second), signal.SIGKILL)
         third = job.leads(3)
+        job.etcds[1].send_signal(signal.SIGSTOP)
+        log = tmp_path / f"host{third}" / f"node-{third}" / "coordinator.log"
+        job.wait(lambda: "leads no more (term 3)" in log.read_text(), "end of the third term")
         back = 2 * ({0, 1, 2} - {first}).pop()
         os.kill(pids[back], signal.SIGKILL)
-        job.wait(lambda: [event for event in job.events(third, "decided") if "exit" in event["out"].values()],
-                 "decision of the third leader")
+        job.etcds[1].send_signal(signal.SIGCONT)
+        fourth = job.leads(4)
+        job.wait(lambda: [event for event in job.events(fourth, "decided") if "exit" in event["out"].values()],
+                 "decision of the fourth leader")
         job.go_on()
         left = [process.wait(LIMIT) for process in (*(job.hosts[host] for host in range(3) if host != first), joins)]
         assert left == [0, 0, 0], job.where()
-        joined = {event["worker"] for event in job.events(third, "joined")}
+        joined = {event["worker"] for event in job.events(fourth, "joined")}
         assert f"{back % 3}:{back // 3}" in joined, job.where()
         done = {event["iteration"] for host in range(3) for event in job.events(host, "committed")}
         assert done == set(range(10)), job.where()

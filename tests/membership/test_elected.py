@@ -264,6 +264,25 @@ def test_a_leader_whose_store_is_full_leads_on_and_one_that_stands_by_waits_for_
     assert taken is not None and taken.term == 2
 
 
+@pytest.mark.parametrize(("seconds", "leads"), [(0.3, True), (0.7, True), (1.5, False), (4.0, False)])
+def test_a_slow_store_is_borne_or_refused_by_name(seconds: float, leads: bool) -> None:
+    store = Paper(random.Random(0))
+    candidate = Candidate(Sealed(store, "job", TOKEN), "0", "h:1", store.clock)
+    store.meanwhile = lambda: store.pass_time(seconds)
+    if not leads:
+        with pytest.raises(JournalError, match=f"takes {seconds} s and more to write a key"):
+            candidate.announce()
+        return
+    candidate.announce()
+    journal = candidate.try_lead()
+    assert journal is not None and journal.leads()
+    for number in range(40):  # as `keep_lead` does, with a decision between two signs of life
+        store.pass_time(0.25)
+        journal.beat()
+        journal.append({"kind": "decided", "generation": number})
+    assert journal.term == 1 and len(journal.records) == 40
+
+
 def test_what_was_written_without_the_token_is_not_believed() -> None:
     store = Paper(random.Random(0))
     leading(store).append({"kind": "decided"})
@@ -287,9 +306,16 @@ def test_a_journal_that_was_emptied_is_not_taken_for_a_new_one() -> None:
 
 def test_a_new_job_does_not_go_on_with_an_old_ones_journal() -> None:
     store = Paper(random.Random(0))
-    leading(store).append({"kind": "decided"})
-    candidate = Candidate(Sealed(store, "job", TOKEN), "1", "h:1", store.clock)
-    with pytest.raises(JournalError, match="choose another --job"):
+    first = Candidate(Sealed(store, "job", TOKEN), "0", "h:1", store.clock)
+    first.announce()
+    journal = first.try_lead()
+    assert journal is not None
+    journal.append({"kind": "decided"})
+    candidate = Candidate(Sealed(store, "job", TOKEN), "1", "h:2", store.clock)
+    with pytest.raises(JournalError, match="runs already.* --join h:1"):
+        candidate.announce()
+    store.pass_time(LEASE_S + 1.0)
+    with pytest.raises(JournalError, match="has been run .* choose another --job"):
         candidate.announce()
 
 
