@@ -122,7 +122,7 @@ class Hosts:
 @pytest.mark.skipif(not Path(ETCD).exists(), reason="there is no etcd: scripts/setup.sh could not get Debian's package")
 def test_leaders_die_with_their_host_and_without_and_hosts_and_workers_come_back_and_no_iteration_is_lost(
         tmp_path: Path) -> None:
-    """The host that leads, and a member of etcd; then the coordinator that leads by then, alone; then etcd's majority."""
+    """The host that leads, with a member of etcd; the coordinator that leads by then, alone; etcd's majority."""
     orders = {"iterations": 10, "pause": {str(rank): 2 for rank in range(6)}, "full": 4, "learnt": True,
               "description": {"heartbeat_timeout": HEARTBEAT_TIMEOUT, "max_restarts": 1}}
     with ExitStack() as stack:
