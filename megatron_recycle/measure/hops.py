@@ -8,7 +8,7 @@ two workers the clocks cancel. Only lags of the same iteration are compared: clo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from megatron_recycle.plan import Worker
@@ -54,16 +54,16 @@ class Hops:
         return found
 
     def usual(self) -> float | None:
-        """Seconds from one end to the other with the lateness of the machine, on the average of all messages that were
-        waited for; None: nothing is known."""
+        """Seconds from one end to the other with the usual lateness of the machine, of all messages that were waited
+        for; None: nothing is known. The first ones of a job take far longer: medians."""
         found = []
         for ends in self._ends.values():
             lags: dict[tuple[Pair, str], list[float]] = {}
             for key, lag in _lags(ends):
                 lags.setdefault(key, []).append(lag)
-            found += [(mean(lags[pair, "F"]) + mean(lags[pair, "B"])) / 2 for pair, kind in lags
+            found += [(median(lags[pair, "F"]) + median(lags[pair, "B"])) / 2 for pair, kind in lags
                       if kind == "F" and (pair, "B") in lags]
-        return max(0.0, mean(found)) if found else None
+        return max(0.0, median(found)) if found else None
 
     def seconds(self) -> float | None:
         """The median over all pairs, since a plan has one transfer time for all boundaries; None: nothing is known."""

@@ -66,6 +66,12 @@ class Job:
         """Activations that a worker may hold."""
         return 2 * self.stages if self.cap is None else self.cap
 
+    @property
+    def longest_action(self) -> float:
+        """Seconds of the longest action, which nothing interrupts."""
+        costs = self.costs
+        return self.unit * max(*costs.forward, *costs.backward_input, *costs.backward_weight)
+
     def dealt(self, pipelines: int) -> tuple[int, ...]:
         """The same global batch over so many pipelines."""
         each, more = divmod(self.pipelines * self.microbatches, pipelines)

@@ -121,7 +121,8 @@ class Recycling:
         self._come_in()
         if self.crowd.state.generation == before:
             return self._and(Answer())
-        stall = self.stalls.host if change.whole_host else self.stalls.exit
+        # Survivors stop between two actions, and hear of a process's end at once.
+        stall = self.stalls.host if change.whole_host else self.stalls.exit + self.setting.job.longest_action
         return self._and(Answer(self._course(), ((RECOVERY, stall),), again=self.anew, survived=1))
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
