@@ -55,7 +55,7 @@ def test_a_worker_comes_back_at_the_end_of_an_iteration():
     alone, all_ = PLANS.rerouted([Worker(0, 0)]), PLANS.rerouted(())
     outcome = run(Recycling(stalls), trace(Outage(0.001, 20.0, "host0"), duration=100), commits=True)
     promised = next(index for index, end in enumerate(outcome.commits) if end > 25.0)
-    boundary = 0.001 + alone.makespan + (promised + 1) * alone.period
+    boundary = 0.001 + JOB.longest_action + alone.makespan + (promised + 1) * alone.period
     assert outcome.commits[promised + 1] == pytest.approx(boundary)
     assert outcome.commits[promised + 2] == pytest.approx(boundary + 3.0 + all_.makespan)
     assert outcome.commits[promised + 3] == pytest.approx(boundary + 3.0 + all_.makespan + all_.period)
