@@ -21,6 +21,30 @@ from megatron_recycle.runtime.comm.rendezvous import meet
 from tests.membership.test_shelf import TOKEN, serving
 
 LONG = timedelta(seconds=60)
+SHORT = timedelta(milliseconds=10)
+CALLS = [
+    ("set", "a", "1"), ("get", "a"), ("get", b"a"), ("set", "bytes", b"\x00\xff"), ("get", "bytes"), ("set", "", b""),
+    ("get", ""), ("set", "\xfc", "\xf6"), ("get", "\xfc"), ("append", "a", "2"), ("append", "new", "1"), ("get", "a"),
+    ("add", "n", 3), ("add", "n", -4), ("add", "n", 0), ("add", "n", True), ("get", "n"), ("add", "zero", 0),
+    ("get", "zero"), ("check", ["a", "n"]), ("check", ["a", "none"]), ("check", []), ("wait", ["a"]), ("wait", []),
+    ("wait", ["none"], SHORT), ("compare_set", "a", "12", "13"), ("compare_set", "a", "12", "14"),
+    ("compare_set", "first", "", "x"), ("compare_set", "none", "x", "y"), ("check", ["none"]),
+    ("multi_set", ["b", "c"], ["x", "y"]), ("multi_get", ["c", "b"]), ("multi_set", [], []), ("multi_get", []),
+    ("multi_set", ["b"], ["x", "y"]), ("delete_key", "b"), ("delete_key", "b"), ("has_extended_api",),
+    ("barrier", "all", 1), ("barrier", "nobody", 2, SHORT), ("set_timeout", SHORT), ("timeout",), ("get", "none"),
+    ("set_timeout", LONG)]
+"""What a script may ask a store for; ``timeout`` is no call."""
+LACKS = ("queue_push", "queue_len", "queue_pop", "num_keys", "libuvBackend")
+"""No queues; of keys there are the plugin's, too; and no server of torch's."""
+
+
+def called(store, name, arguments):
+    """The answer, or that there is none."""
+    try:
+        found = getattr(store, name)
+        return found(*arguments) if callable(found) else found
+    except RuntimeError:
+        return RuntimeError
 
 
 def test_two_members_make_a_group_of_it_and_a_generation_that_is_over_waits_for_nobody():
@@ -76,19 +100,18 @@ def test_a_store_behaves_as_torchs_own(monkeypatch):
         assert isinstance(jobs, job_store.JobStore) and isinstance(own, dist.TCPStore)
         assert isinstance(dist.TCPStore(host_name="localhost", port=int(port)), job_store.JobStore)
         assert isinstance(jobs, dist.TCPStore) and not isinstance(own, job_store.JobStore)
-        found = []
-        for store in (dist.PrefixStore("p", own), dist.PrefixStore("p", jobs)):
-            store.set("a", "1")
-            store.append("a", "2")
-            store.multi_set(["b", "c"], ["x", "y"])
-            with pytest.raises(dist.DistStoreError):
-                store.wait(["missing"], timedelta(milliseconds=10))
-            found.append([store.get("a"), store.add("n", 3), store.add("n", -1), store.check(["a", "d"]),
-                          store.compare_set("a", "12", "13"), store.compare_set("a", "12", "14"),
-                          store.compare_set("new", "", "n"), store.compare_set("none", "x", "n"),
-                          store.multi_get(["b", "c"]), store.delete_key("b"), store.delete_key("b"),
-                          store.get("n")])
-        assert found[0] == found[1]
+        for of in (lambda store: store, lambda store: dist.PrefixStore("p", store)):
+            for name, *arguments in CALLS:
+                found = [called(of(store), name, arguments) for store in (own, jobs)]
+                assert found[0] == found[1], (name, arguments)
+        names = [{key for key in store.list_keys() if "/" not in key} for store in (own, jobs)]
+        assert names[0] - {"all", "nobody"} == names[1]  # where torch's barriers count
+        assert (jobs.host, jobs.port) == (host, int(port)) and isinstance(jobs.clone(), job_store.JobStore)
+        named = {name for name in dir(dist.TCPStore) if not name.startswith("_")}
+        assert named == {name for name, *_ in CALLS} | {"list_keys", "host", "port", "clone"} | {*LACKS}
+        for name, *arguments in (("queue_push", "q", "v"), ("queue_len", "q"), ("queue_pop", "q")):
+            with pytest.raises(NotImplementedError, match="not implemented"):
+                getattr(jobs, name)(*arguments)
         with pytest.raises(RuntimeError, match="3145728 bytes"):
             jobs.set("large", b"x" * (3 << 20))
         dist.init_process_group("gloo")

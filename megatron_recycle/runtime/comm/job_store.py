@@ -38,7 +38,12 @@ def _never() -> bool:
 
 class JobStore(dist.Store):
     """The store of this job, or the part of it under ``prefix``. Every ask, of any thread, ends with RuntimeError
-    (torch's DistStoreError where its time is over), or with GenerationOver once ``given_up()`` is true."""
+    (torch's DistStoreError where its time is over), or with GenerationOver once ``given_up()`` is true.
+
+    Attributes:
+        host, port: those that a TCPStore would be opened with, MASTER_ADDR and MASTER_PORT. Where several coordinators
+            stand by for each other that is the first host's, whoever leads.
+    """
 
     def __init__(self, client: ShelfClient, said: Said, timeout: timedelta, prefix: str = "",
                  given_up: Callable[[], bool] = _never, place: tuple[str, int] = ("", 0)) -> None:
@@ -55,8 +60,8 @@ class JobStore(dist.Store):
              timeout: timedelta | None = None) -> Answer:
         limit = (self.timeout if timeout is None else timeout).total_seconds()
         try:
-            return self._client.ask(op, [self._prefix + key for key in keys], [_bytes(value) for value in values],
-                                    number=number, timeout=limit, given_up=self._given_up, said=self._said)
+            return self._client.ask(op, [self._prefix + _text(key) for key in keys], [*map(_bytes, values)],
+                                    number=int(number), timeout=limit, given_up=self._given_up, said=self._said)
         except NotThere as error:
             raise dist.DistStoreError(f"wait timeout after {limit * 1000:.0f}ms: {error}") from None
         except GivenUp:
@@ -223,6 +228,10 @@ def _addresses(host: Any) -> set[str]:
         return {str(found[4][0]) for found in socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)}
     except (OSError, UnicodeError):
         return set()
+
+
+def _text(key: bytes | str) -> str:
+    return key if isinstance(key, str) else bytes(key).decode()
 
 
 def _bytes(value: bytes | str) -> bytes:
