@@ -130,6 +130,7 @@ class Attempt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self._site.trainable.neighbours.options.end()
         if kind is not None:
             self._stepper.standing.give_up()
             self._site.trainable.drop_gradients()

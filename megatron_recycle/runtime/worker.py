@@ -15,6 +15,7 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
 from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, UnsupportedError
 from megatron_recycle.membership import THE_END, Process, Standing, StepMode
+from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
@@ -30,7 +31,7 @@ from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.history import History
-from megatron_recycle.runtime.lent.layers import Neighbours
+from megatron_recycle.runtime.lent.layers import Neighbours, said
 from megatron_recycle.runtime.loop import Loop
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phases
@@ -94,6 +95,9 @@ class StageWorker:
             with self.site.phases.waiting(RECOVERY), self.site.framework.generators.kept(), self._loop.telling():
                 generation = recovery.join(self.site, self.stepper)
             announce(self.site, generation.plan)
+            if self.site.config.lend == "auto" and self.site.place.me.pipeline == 0 and self.site.place.part == 0:
+                get_logger().info("megatron-recycle: stage %d: %s", self.site.place.me.stage,
+                                  said(self.site.stage.lending, self.site.config.lend_layers))
 
     def has_done(self, iteration: int) -> bool:
         """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""

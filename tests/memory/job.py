@@ -42,7 +42,7 @@ from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.collecting import Ring, collect
 from tests.memory.control import Control
-from tests.memory.model import Data, SmallStage
+from tests.memory.model import Block, Data, SmallStage
 from tests.memory.wires import Asked, Deaths, FirstPairs, Wires
 from tests.moments import Arrivals, Moment
 
@@ -81,6 +81,8 @@ class Shape:
     """Iterations after which the script has collectives of its own."""
     edit: tuple[int, ...] = ()
     """Iterations after which it halves the optimizer's first moments, once the step is final."""
+    drops: tuple[int, ...] = ()
+    """Iterations after which it drops out more."""
     send: tuple[int, ...] = ()
     """Iterations after which it sends messages from rank to rank."""
     folder: str = ""
@@ -335,6 +337,9 @@ class Job:
                 made.settle()
                 for state in stage.optimizer.state.values():
                     state["exp_avg"].mul_(0.5)
+            for layer in stage.module if iteration in shape.drops else ():
+                if isinstance(layer, Block):
+                    layer.dropout += 0.25
             if iteration in shape.collect:
                 result.collected.append(collect(made, place, iteration, result.losses[-1]))
             if iteration in shape.send:

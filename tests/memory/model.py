@@ -40,10 +40,10 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.draw = torch.Generator()
+        self.draw, self.dropout = torch.Generator(), DROPOUT
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = torch.rand(x.shape, generator=self.draw) > DROPOUT
+        kept = torch.rand(x.shape, generator=self.draw) > self.dropout
         return x + functional.gelu(self.linear(self.norm(x))) * kept
 
 
@@ -58,7 +58,7 @@ class Part(Block):
         self.siblings: Comm | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept = torch.rand(x.shape, generator=self.draw) > DROPOUT
+        kept = torch.rand(x.shape, generator=self.draw) > self.dropout
         own = self.linear(_Sum.apply(self.norm(x), self.siblings, False)[..., self.columns])
         return x + functional.gelu(_Sum.apply(own, self.siblings, True) + self.bias) * kept
 

@@ -73,7 +73,7 @@ def play(shape: Shape, seed: int, *kills: Moment, within: float = 0.0, slow: flo
         assert borrows(job)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, DEEP], ids=["3x2", "3x3"])
+@pytest.mark.parametrize("shape", [SHAPE, DEEP, SHAPES["long blocks"]], ids=["3x2", "3x3", "three blocks"])
 @pytest.mark.parametrize("step", ["staggered", "barrier"])
 @pytest.mark.parametrize("seed", range(2))
 def test_without_failures_it_makes_no_difference_who_runs_a_layer(shape, step, seed, lends):
@@ -106,6 +106,14 @@ def test_parts_of_a_worker_borrow_the_equal_parts_of_a_layer(seed, lends):
     with job:
         check(job, job.wait(), {f"1:{seed}.0", f"1:{seed}.1"})
         assert borrows(job)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_the_script_sets_in_a_layer_its_copies_get_too(seed, lends):
+    """Before the failure, and after it; in the iteration that is made again as well."""
+    shape = replace(SHAPE, drops=(0, 1), iterations=4)
+    lends(shape, seed)
+    play(shape, seed, Moment("1:1", "backward", 1, 1))
 
 
 @pytest.mark.parametrize("seed", seeds(30))

@@ -114,12 +114,3 @@ def _why_not(engine: PipelineEngine) -> str:
     if len(kinds) > 1:
         return f"the stage's parameters are of several types ({', '.join(sorted(map(str, kinds)))})"
     return ""
-
-
-def description(layers: PipelineLayers) -> str:
-    """One line."""
-    head, tail = layers.lendable
-    if head or tail:
-        return f"{head} layers at the head and {tail} at the tail of this stage can be lent to its neighbours"
-    return f"no layers are lent: {layers.why}"
-

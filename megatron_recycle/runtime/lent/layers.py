@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.lent.options import Options, put
 from megatron_recycle.runtime.lent.terms import HOME, Span
-
-_PLAIN = (bool, int, float, str, type(None), torch.dtype)
 
 
 class Lending(Protocol):
@@ -80,6 +79,16 @@ def offer(lending: Lending, most: int) -> dict[str, Any] | None:
             "bytes": max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent)}
 
 
+def said(lending: Lending | None, most: int) -> str:
+    """One line of what a stage lends, for the log."""
+    if lending is None:
+        return "lends no layers: this framework's stages cannot run each other's yet"
+    if offered := offer(lending, most):
+        return (f"can lend its first {offered['head']} and its last {offered['tail']} layers, "
+                f"{offered['bytes'] / 2**20:.1f} MiB each")
+    return f"lends no layers: {lending.why}"
+
+
 def _work(layer: Any) -> int:
     """A layer's multiplications for each of its inputs' vectors, as its matrices tell; a table takes none."""
     if isinstance(layer, functools.partial):  # a tied layer with a function of its own, most likely a product
@@ -104,6 +113,7 @@ class Neighbours:
 
     Attributes:
         draws: whether each layer draws random numbers of its own, so that they do not depend on who runs it.
+        options: of the stage's own layers.
     """
 
     def __init__(self, lending: Lending | None, adopt: Callable[[nn.Module], None], draws: bool) -> None:
@@ -113,6 +123,8 @@ class Neighbours:
         """The last layers of the stage before, in order."""
         self._behind: list[nn.Module] = []
         self._seed: Callable[[int], None] | None = None
+        self.options = Options({number: layer for number, layer in enumerate(lending.layers, lending.first)
+                                if isinstance(layer, nn.Module)} if self.draws and lending is not None else {})
 
     @property
     def lending(self) -> Lending:
@@ -158,11 +170,18 @@ class Neighbours:
                                    f"lends {self.lending.lendable[not head]}: set lend to off")
         return [each for each in found if isinstance(each, nn.Module)]
 
-    def train(self) -> None:
-        """The copies are in the mode that the stage's own layers are in."""
-        modes = {module.training for module in self.lending.layers if isinstance(module, nn.Module)}
-        for module in (*self._before, *self._behind):
-            module.train(modes != {False})
+    def give(self, head: bool, count: int) -> torch.Tensor:
+        """So many of the stage's own layers at this end, `packed`. Raises UnsupportedError."""
+        first, end = self.lending.first, self.lending.first + len(self.lending.layers)
+        numbers = (first, first + count) if head else (end - count, end)
+        return packed(self.own(head, count), self.options.told(*numbers))
+
+    def take(self, head: bool, data: torch.Tensor) -> None:
+        """Make the copies at this end what ``data`` was packed of. Raises UnsupportedError."""
+        layers, first = self.borrowed(head), self.lending.first
+        told = unpack(layers, data)
+        start = first + len(self.lending.layers) if head else first - len(layers)
+        put(told, dict(enumerate(layers, start)))
 
     @contextmanager
     def running(self, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
@@ -217,35 +236,43 @@ def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
     return [parameter for layer in layers for parameter in layer.parameters()]
 
 
-def packed(layers: Sequence[nn.Module]) -> torch.Tensor:
-    """All that ``layers`` hold, and checksums of what they are, as bytes: `unpack` takes it into copies of them."""
+def packed(layers: Sequence[nn.Module], told: bytes) -> torch.Tensor:
+    """All that ``layers`` hold, checksums of what they are, and what is ``told`` of their options, as bytes: `unpack`
+    takes it into copies of them. Raises UnsupportedError."""
+    if len(told) > _TOLD:
+        raise UnsupportedError(f"the script has set so much in a lent layer that it takes {len(told)} bytes to tell, "
+                               f"of {_TOLD}: set lend to off")
     tensors = [_bytes(tensor) for tensor in _tensors(layers)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    return torch.cat([_bytes(torch.tensor(_checksums(layers))).to(device), *tensors])
+    header = torch.tensor([*_checksums(layers), len(told)])
+    text = torch.frombuffer(bytearray(told.ljust(_TOLD)), dtype=torch.uint8)
+    return torch.cat([_bytes(header).to(device), text.to(device), *tensors])
 
 
 def room(layers: Sequence[nn.Module]) -> torch.Tensor:
     """A tensor that takes what is `packed` of others like ``layers``."""
     tensors = _tensors(layers)
-    return torch.empty(_HEADER + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
+    return torch.empty(_HEADER + _TOLD + sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8,
                        device=tensors[0].device if tensors else None)
 
 
-def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> None:
-    """Make ``layers`` copies of what ``data`` was `packed` of. Raises UnsupportedError if they are not alike."""
-    theirs = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
+def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> bytes:
+    """Make ``layers`` copies of what ``data`` was `packed` of; returns what was told. Raises UnsupportedError if they
+    are not alike."""
+    *theirs, length = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
     other = [name for name, mine, at_home in zip(_COMPARED, _checksums(layers), theirs, strict=True) if mine != at_home]
     if other:
         raise UnsupportedError(f"a lent layer has other {' and '.join(other)} where it is at home than where it is "
                                f"built anew ({', '.join(type(layer).__name__ for layer in layers)}): the script has "
                                "changed it since the job began. Change it before, on all ranks alike, or set lend to "
                                "off")
-    start = _HEADER
+    start = _HEADER + _TOLD
     with torch.no_grad():
         for tensor in _tensors(layers):
             end = start + tensor.nbytes
             tensor.copy_(data[start:end].clone().view(tensor.dtype).view(tensor.shape))
             start = end
+    return data[_HEADER:_HEADER + length].cpu().numpy().tobytes()
 
 
 def hooked(layer: nn.Module) -> bool:
@@ -254,20 +281,19 @@ def hooked(layer: nn.Module) -> bool:
         parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in layer.parameters())
 
 
-_COMPARED = ("modules or options", "hooks", "parameters or buffers")
-_HEADER = 8 * len(_COMPARED)
-"""Bytes."""
+_COMPARED = ("modules", "hooks", "parameters or buffers")
+_HEADER = 8 * (len(_COMPARED) + 1)
+_TOLD = 4096
+"""Bytes, and of options."""
 
 
 def _checksums(layers: Sequence[nn.Module]) -> list[int]:
     """Of what `_COMPARED` names."""
-    options = [[(name, type(module).__qualname__, *((key, value) for key, value in sorted(vars(module).items())
-                                                    if not key.startswith("_") and isinstance(value, _PLAIN)))
-                for name, module in layer.named_modules()] for layer in layers]
+    modules = [[(name, type(module).__qualname__) for name, module in layer.named_modules()] for layer in layers]
     hooks = [hooked(layer) for layer in layers]
     tensors = [[(name, tuple(tensor.shape), tensor.dtype)
                 for name, tensor in (*layer.named_parameters(), *layer.named_buffers())] for layer in layers]
-    return [zlib.crc32(repr(each).encode()) for each in (options, hooks, tensors)]
+    return [zlib.crc32(repr(each).encode()) for each in (modules, hooks, tensors)]
 
 
 def _hooks(module: nn.Module) -> bool:

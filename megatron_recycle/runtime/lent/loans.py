@@ -21,7 +21,7 @@ from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import LENT_COPIES, LENT_SUMS
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
-from megatron_recycle.runtime.lent.layers import Neighbours, packed, parameters_of, room, unpack
+from megatron_recycle.runtime.lent.layers import Neighbours, parameters_of, room
 from megatron_recycle.runtime.lent.sums import LentAccumulators, Place
 from megatron_recycle.runtime.lent.terms import Span, Terms
 
@@ -43,14 +43,13 @@ class Loans:
         neighbours.hold(*terms.borrowed(groups.me))
 
     def begin(self) -> None:
-        """Copies of what the stages hold now are on their way. Raises GenerationOver."""
+        """Copies of what the stages hold now are on their way. Raises GenerationOver, UnsupportedError."""
+        self._neighbours.options.begin()
         world, me = self._groups.world, self._groups.me
         mine = [(number, loan) for number, loan in enumerate(self._terms.copies) if me in (loan.principal, loan.helper)]
         if not mine:
             return
-        self._neighbours.train()
-        packs = {number: packed(self._neighbours.own(loan.head, loan.layers)) for number, loan in mine
-                 if loan.principal == me}
+        packs = {number: self._neighbours.give(loan.head, loan.layers) for number, loan in mine if loan.principal == me}
         rooms = {number: room(self._neighbours.borrowed(loan.head)) for number, loan in mine if loan.helper == me}
         with world.batch():
             for number, loan in mine:
@@ -72,7 +71,7 @@ class Loans:
                 coming.wait()
                 del self._coming[head]
                 self._groups.world.backend.arrived(coming.tensor)
-                unpack(self._neighbours.borrowed(head), coming.tensor)
+                self._neighbours.take(head, coming.tensor)
 
     def running(self, span: Span, seed: Callable[[int], None]) -> AbstractContextManager[None]:
         """As `Neighbours.running`."""
