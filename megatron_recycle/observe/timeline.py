@@ -67,6 +67,7 @@ def boxes(plan: Plan, timeline: Timeline) -> tuple[Box, ...]:
         for action, (start, end) in zip(timeline.actions[worker], timeline.times[worker]):
             guest = action.kind != "S" and action.pipeline != worker.pipeline
             number = f"{action.pipeline}.{action.microbatch}" if guest else f"{action.microbatch}"
+            number += f"/{action.chunk}" if action.chunk else ""
             found.append(Box(worker, action.kind, start, end, guest, "" if action.kind == "S" else number))
     return tuple(found)
 

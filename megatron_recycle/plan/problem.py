@@ -230,8 +230,9 @@ class Problem:
                 raise PlanError(f"stage {stage}: no live worker's cap holds one micro-batch; raise the cap")
 
     def weight(self, stage: int) -> int:
-        """Most units one micro-batch holds in any chunk of ``stage`` at any time."""
-        return max(max(self.held(chunk)) for chunk in self.chunks_of[stage])
+        """Most units one micro-batch holds at ``stage`` at any time, in all of its chunks: an earlier chunk's are held
+        until it has come back from the later ones."""
+        return sum(max(self.held(chunk)) for chunk in self.chunks_of[stage])
 
     def message_weight(self, stage: int) -> int:
         """Units that a posted receive of ``stage`` weighs at most."""
@@ -239,10 +240,10 @@ class Problem:
 
     def receives(self, stage: int) -> int:
         """Receives that a worker of ``stage`` usually has posted: AHEAD for activations and AHEAD for gradients, as far
-        as a chunk before or after its own is on another stage."""
-        mine = self.chunks_of[stage]
-        return AHEAD * sum(any(0 <= chunk + way < self.chunks and self.stage_of(chunk + way) != stage for chunk in mine)
-                           for way in (-1, 1))
+        as a chunk before or after its own may be with another worker."""
+        return AHEAD * sum(any(0 <= chunk + way < self.chunks and (self.stage_of(chunk + way) != stage
+                                                                   or self.grid.pipelines > 1)
+                               for chunk in self.chunks_of[stage]) for way in (-1, 1))
 
     def fits(self, worker: Worker) -> bool:
         """Whether the worker's cap lets it hold one micro-batch."""

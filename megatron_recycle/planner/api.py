@@ -18,7 +18,7 @@ from .cache import Cache
 from .canonical import canonical
 from .greedy import schedule as listed
 from .instance import Instance, Schedule, build, crossings_of, plan_of, schedule_of, spanned
-from .portfolio import TEMPLATES, Found, filled, goal, one_by_one, search
+from .portfolio import CHUNK_TEMPLATES, Found, Template, filled, goal, one_by_one, search, templates
 
 #: plans of at most so many actions are scheduled by two templates, and the better one is taken
 TWICE = 30_000
@@ -38,7 +38,7 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
     while any(problem.message) and overfull(plan):
         # Some messages are sent before they are needed: memory is kept for these, or nothing is done ahead at all.
         more = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **surplus(plan)}.items()}
-        hopeless = more == kept or any(problem.cap[worker] - count * problem.message[worker.stage]
+        hopeless = more == kept or any(problem.cap[worker] - count * problem.message_weight(worker.stage)
                                        < problem.weight(worker.stage) for worker, count in more.items()
                                        if worker in problem.cap)
         if hopeless:
@@ -59,9 +59,10 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
     instance = build(problem, kept)
     alignment = aligned(instance)
     table = route(instance, alignment)
-    guests = table != [home[d] for home in alignment.home for d in alignment.label]
+    guests = table != [alignment.home[problem.stage_of(chunk)][d] for chunk in range(problem.chunks)
+                       for d in alignment.label]
     best: Schedule | None = None
-    for template in TEMPLATES[:2 if guests and instance.actions <= TWICE else 1]:
+    for template in _first(instance, guests):
         trace = listed(instance, table, filled(instance, alignment, table, template))
         if best is None:
             first = time.perf_counter() - begin
@@ -73,6 +74,14 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
         lending = lent.first(instance, LENDING).best
         best = lending if lending is not None and goal(problem, lending) < goal(problem, best) else best
     return _quick_plan(instance, adjoined(instance, best), first, seed)
+
+
+def _first(instance: Instance, guests: bool) -> tuple[Template, ...]:
+    """The templates that a first plan tries."""
+    known = templates(instance.problem)
+    if instance.actions > TWICE:
+        return known[:1]
+    return known[:len(CHUNK_TEMPLATES)] if instance.problem.placement else known[:2 if guests else 1]
 
 
 def _quick_plan(instance: Instance, schedule: Schedule, first: float, seed: int) -> Plan:
@@ -121,7 +130,7 @@ def recosted(problem: Problem, plan: Plan) -> Plan:
 def _received(instance: Instance, found: dict[str, Any]) -> Schedule | None:
     """A schedule that came from another process, or None if its numbers do not even name actions and workers."""
     table, trace, crossings = found.get("route"), found.get("trace"), found.get("crossings") or ()
-    nodes, boundaries = instance.stages * len(instance.jobs), instance.problem.chunks - 1
+    nodes, boundaries = instance.chunks * len(instance.jobs), instance.problem.chunks - 1
     if (not isinstance(table, list) or len(table) != nodes or sorted(trace or ()) != list(range(instance.actions))
             or not all(isinstance(w, int) and 0 <= w < len(instance.workers) for w in table)
             or (crossings and (not instance.problem.lends or len(crossings) != boundaries))

@@ -12,7 +12,7 @@ from .adjoin import adjoined
 from .api import improve, quick
 from .greedy import Rules
 from .instance import Instance, Schedule, build, plan_of
-from .portfolio import TEMPLATES, Template, goal, one_by_one, run
+from .portfolio import Template, goal, one_by_one, run, templates
 
 TECHNIQUES = ("none", "adaptive", "decoupled", "staggered", "drop")
 
@@ -45,7 +45,7 @@ def drop(problem: Problem) -> Plan:
     instance = build(problem)
     alignment = dropped(instance)
     best: Schedule | None = None
-    for template in TEMPLATES[:8]:  # the baseline is scheduled as well as our own plans are
+    for template in templates(problem)[:8]:  # the baseline is scheduled as well as our own plans are
         found = run(instance, template, alignment)
         if best is None or goal(problem, found) < goal(problem, best):
             best = found

@@ -24,6 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     grid.add_argument("--pipelines", type=int, metavar="D", help="number of pipelines")
     grid.add_argument("--stages", type=int, metavar="S", help="stages of each pipeline")
     grid.add_argument("--microbatches", metavar="M", help="micro-batches, one number or one per pipeline: 6 or 6,6,4")
+    grid.add_argument("--chunks", type=int, choices=(1, 2), default=1,
+                      help="chunks of layers per stage; 2: V-shaped, first down the stages and then up again, each"
+                           " chunk half a stage (default 1)")
     grid.add_argument("--failed", action="extend", nargs="+", default=[], metavar="D:S",
                       help="failed workers, as pipeline:stage: 0:0 1:0, or separated by commas")
     grid.add_argument("--costs", default="1,1,1", metavar="F,B,W",
@@ -148,9 +151,21 @@ def _problem(args: argparse.Namespace) -> Problem:
     step = _numbers(args.step_cost, "--step-cost", args.stages, "stage")
     hop, = _numbers(args.hop_cost, "--hop-cost", 1, "grid", spread=False)
     forward, backward_input, backward_weight = zip(*triples)
+    cap, placement = _caps(args, grid), ()
+    if args.chunks == 2:
+        if args.technique == "none":
+            raise PlanError("--technique none is 1F1B, which has one chunk per stage: leave out --chunks")
+        placement = (*range(args.stages), *reversed(range(args.stages)))
+        forward, backward_input, backward_weight = map(_halves, (forward, backward_input, backward_weight))
+        cap = {worker: 2 * count for worker, count in cap.items()}
     costs = Costs(forward, backward_input, backward_weight, hop, step, _speeds(args.speed))
-    return Problem(grid, costs, tuple(Worker.parse(w) for w in _list(args.failed)), cap=_caps(args, grid),
-                   block=args.block, full_backward=(0,) if args.full_backward else ())
+    return Problem(grid, costs, tuple(Worker.parse(w) for w in _list(args.failed)), cap=cap,
+                   block=args.block, full_backward=(0,) if args.full_backward else (), placement=placement)
+
+
+def _halves(costs: tuple[int, ...]) -> tuple[int, ...]:
+    """Costs of stages, each split over its two chunks."""
+    return (*(cost - cost // 2 for cost in costs), *(cost // 2 for cost in reversed(costs)))
 
 
 def _caps(args: argparse.Namespace, grid: Grid) -> dict[Worker, int]:

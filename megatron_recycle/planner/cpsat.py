@@ -99,7 +99,7 @@ class _Model:
         self.lengths, self.held = instance.lengths(route), instance.held(route)
         problem = instance.problem
         self.count = len(instance.jobs)
-        self.nodes = self.count * instance.stages
+        self.nodes, self.lag = self.count * instance.chunks, instance.lags(route)
         self.period = problem.objective == "period"
         makespan = makespan_of(instance, route, hint)
         if self.period:
@@ -139,13 +139,12 @@ class _Model:
             self.model.add_hint(self.starts[code], self.ends[code] - self.length(code))
 
     def _flow(self) -> None:
-        hop = self.instance.problem.costs.hop
-        nodes, count = self.nodes, self.count
+        lag, nodes, count = self.lag, self.nodes, self.count
         for node in range(nodes):
             if node >= count:
-                self.model.add(self.starts[node] >= self.end(node - count) + hop)
+                self.model.add(self.starts[node] >= self.end(node - count) + lag[node])
             if node + count < nodes:
-                self.model.add(self.starts[nodes + node] >= self.end(nodes + node + count) + hop)
+                self.model.add(self.starts[nodes + node] >= self.end(nodes + node + count) + lag[node + count])
             else:
                 self.model.add(self.starts[nodes + node] >= self.end(node))
             if 2 in self.kinds:
@@ -158,14 +157,14 @@ class _Model:
         last: dict[tuple[int, ...], int] = {}
         crossings = instance.spans.crossings if instance.spans else ()
         for j in range(count):
-            way = *(self.route[s * count + j] for s in range(instance.stages)), *(row[j] for row in crossings)
+            way = *(self.route[s * count + j] for s in range(instance.chunks)), *(row[j] for row in crossings)
             if way in last:
-                pairs |= {(s * count + last[way], s * count + j) for s in range(instance.stages)}
+                pairs |= {(s * count + last[way], s * count + j) for s in range(instance.chunks)}
             last[way] = j
         if instance.ordered:
-            latest: dict[tuple[int, int], int] = {}
+            latest: dict[tuple[int, int, int], int] = {}
             for node, w in enumerate(self.route):
-                key = (w, instance.jobs[node % count][0])
+                key = (w, node // count, instance.jobs[node % count][0])
                 if key in latest:
                     pairs.add((latest[key], node))
                 latest[key] = node
@@ -239,7 +238,8 @@ class _Model:
             model.add_hint(variable, self._ready(g))
         release = self.kinds[-1]
         for node in range(nodes):
-            model.add(ready[instance.group[node // self.count]] >= self.end(release * nodes + node))
+            group = instance.group[instance.problem.stage_of(node // self.count)]
+            model.add(ready[group] >= self.end(release * nodes + node))
         gates, (given, summed) = instance.spans.gates if instance.spans else {}, instance.problem.costs.lent
         for node, groups in gates.items():
             for g in groups:

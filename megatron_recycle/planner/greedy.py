@@ -40,7 +40,7 @@ def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
     simulation is run again with every worker's forwards in one global order, in which nothing can block. With
     ``strict`` it is run in that order only.
     """
-    plain = list(range(len(route)))
+    plain = leading(instance, set(), 0)
     trace = [] if strict else _simulate(instance, route, rules, keys or (plain, plain), strict=False)
     if len(trace) < instance.actions:
         trace = _simulate(instance, route, rules, (plain, plain), strict=True)
@@ -50,14 +50,16 @@ def schedule(instance: Instance, route: list[int], rules: Sequence[Rules],
 def guests(instance: Instance, alignment: Alignment, route: list[int]) -> set[int]:
     """Jobs that visit a worker other than their logical pipeline's at some stage."""
     count, label = len(instance.jobs), alignment.label
-    return {j for s, home in enumerate(alignment.home) for j in range(count) if route[s * count + j] != home[label[j]]}
+    homes = [alignment.home[instance.problem.stage_of(chunk)] for chunk in range(instance.chunks)]
+    return {j for chunk, home in enumerate(homes) for j in range(count) if route[chunk * count + j] != home[label[j]]}
 
 
 def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
-    """Sort keys of a ready queue, one per node: ``jobs`` come ``lead`` micro-batches earlier than the others."""
+    """Sort keys of a ready queue, one per node: ``jobs`` come ``lead`` micro-batches earlier than the others. Where
+    stages have several chunks the earlier micro-batch comes first, whichever chunk it is in."""
     count = len(instance.jobs)
-    nodes = count * instance.stages
-    if lead == 0 or not jobs:
+    nodes = count * instance.chunks
+    if (lead == 0 or not jobs) and not instance.problem.placement:
         return list(range(nodes))
     place = sorted(range(count), key=lambda j: (instance.jobs[j][1] - (lead if j in jobs else 0), j))
     rank = [0] * count
@@ -70,13 +72,15 @@ def leading(instance: Instance, jobs: set[int], lead: int) -> list[int]:
 def _chains(instance: Instance, route: list[int], strict: bool) -> tuple[list[int], list[int]]:
     """The successor of every node, once by F and once by B: it waits for the node on their worker. -1: none."""
     count, pipelines = len(instance.jobs), instance.problem.grid.pipelines
-    nodes = count * instance.stages
+    nodes = count * instance.chunks
     after_f, after_b = [-1] * nodes, [-1] * nodes
     last_f: dict[int, int] = {}
     last_b: dict[int, int] = {}
     for node, w in enumerate(route):
-        own = w * pipelines + instance.jobs[node % count][0]
-        key = w if strict else own
+        chunk, j = divmod(node, count)
+        key = w * instance.chunks + chunk
+        own = key * pipelines + instance.jobs[j][0]
+        key = key if strict else own
         if key in last_f:
             after_f[last_f[key]] = node
         last_f[key] = node
@@ -98,8 +102,15 @@ class _Board:
                  keys: tuple[list[int], list[int]], strict: bool) -> None:
         workers, nodes = len(instance.workers), len(route)
         mine = [rules[s] for s in instance.stage]
-        self.left = [max(cap - rule.reserve, hold)
-                     for cap, hold, rule in zip(instance.cap, instance.hold, mine)]
+        self.hold, self.keep = instance.weights(route)
+        self.need, self.usual = self.hold, instance.hold
+        if instance.problem.placement:
+            self.need = _needs(instance, self.hold)
+        if instance.problem.placement or instance.spans:
+            self.usual = [0] * workers
+            for w, units in zip(route, self.need):
+                self.usual[w] = max(self.usual[w], units)
+        self.left = [max(cap - rule.reserve, hold) for cap, hold, rule in zip(instance.cap, self.usual, mine)]
         self.gated = instance.ordered or strict
         self.after_f, self.after_b = _chains(instance, route, strict) if self.gated else ([], [])
         self.shut_f, self.shut_b = _shut(self.after_f, nodes), _shut(self.after_b, nodes)
@@ -167,12 +178,12 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
     board = _Board(instance, route, rules, keys, strict)
     count, nodes = len(instance.jobs), len(route)
     edge, workers = nodes - count, len(instance.workers)
-    hop, split = instance.problem.costs.hop, instance.problem.split_backward
+    lag, split, again = instance.lags(route), instance.problem.split_backward, bool(instance.problem.placement)
     d_forward, d_backward, d_weight = instance.lengths(route)
-    (hold, keep), left = instance.weights(route), board.left
+    hold, keep, need, usual, left = board.hold, board.keep, board.need, board.usual, board.left
     shift, bits = workers.bit_length(), nodes.bit_length()
     mask, job_mask = (1 << shift) - 1, (1 << bits) - 1
-    (key_f, key_b), gated, ahead, usual = keys, board.gated, board.ahead, instance.hold
+    (key_f, key_b), gated, ahead = keys, board.gated, board.ahead
     soon_f, soon_b, f_queue, b_queue = board.soon_f, board.soon_b, board.f_queue, board.b_queue
     choose, b_done = board.choose, board.b_done
     w_queue: list[list[int]] = [[] for _ in range(workers)]
@@ -190,7 +201,9 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             _arrive(coming_b, bs, key_b, board.shut_b, board.early, nodes, limit, job_mask)
         if coming_f and coming_f[0] < limit:
             _arrive(coming_f, fs, key_f, board.shut_f, board.early, 0, limit, job_mask)
-        room = left[w] >= (hold[fs[0] & job_mask] if fs else usual[w])
+        room = left[w] >= (need[fs[0] & job_mask] if fs else usual[w])
+        if again and fs and not room:
+            room = _fitting(fs, left[w], need, job_mask)
         kind = choose(w, t, len(w_queue[w]) - w_next[w], room, bits)
         if kind == 3:
             if coming_b or coming_f:
@@ -208,7 +221,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             ahead[w] -= 1
             trace.append(node)
             if node < edge:
-                to, entry, box, arrival = route[node + count], node + count, soon_f, end + hop
+                to, entry, box, arrival = route[node + count], node + count, soon_f, end + lag[node + count]
             else:
                 to, entry, box = w, node, soon_b
             if gated:
@@ -222,7 +235,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             if split:
                 w_queue[w].append(node)
             if node >= count:
-                to, entry, box, arrival = route[node - count], node - count, soon_b, end + hop
+                to, entry, box, arrival = route[node - count], node - count, soon_b, end + lag[node]
             if gated:
                 _release(board.after_b[node], bs, key_b, board.shut_b, board.early, nodes)
         else:
@@ -238,6 +251,28 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             if to != w and busy[to] <= t:
                 heappush(agenda, (arrival << shift) | to)
     return trace
+
+
+def _needs(instance: Instance, hold: list[int]) -> list[int]:
+    """What every node's F has to find free: its own units, and those of one micro-batch in each later chunk of its
+    stage. So micro-batches that come by again find room, and nothing can get stuck."""
+    problem, count = instance.problem, len(instance.jobs)
+    most = [max(hold[chunk * count:(chunk + 1) * count]) for chunk in range(instance.chunks)]
+    need: list[int] = []
+    for chunk in range(instance.chunks):
+        later = sum(most[other] for other in problem.chunks_of[problem.stage_of(chunk)] if other > chunk)
+        need += [units + later for units in hold[chunk * count:(chunk + 1) * count]]
+    return need
+
+
+def _fitting(queue: list[int], left: int, need: list[int], mask: int) -> bool:
+    """Put the first micro-batch that fits at the head of the queue, if there is one: one that comes by again."""
+    for place, key in enumerate(sorted(queue)):
+        if left >= need[key & mask]:
+            queue.sort()
+            queue.insert(0, queue.pop(place) & mask)  # below every other key, so that the rest stays a heap
+            return True
+    return False
 
 
 def _arrive(coming: list[int], queue: list[int], key: list[int], shut: bytearray, early: set[int], offset: int,

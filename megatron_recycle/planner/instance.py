@@ -35,7 +35,8 @@ class Instance:
     """A problem by numbers: of jobs, nodes and workers.
 
     ``jobs[j]`` is a (pipeline, micro-batch), in the order in which they enter the pipelines. A *node*
-    ``stage * len(jobs) + j`` is a job at a stage. Lists about workers are indexed by their numbers."""
+    ``chunk * len(jobs) + j`` is a job in a chunk. Lists about workers are indexed by their numbers; what they say of
+    a micro-batch is the sum over the worker's chunks."""
 
     problem: Problem
     jobs: list[tuple[int, int]]
@@ -61,21 +62,50 @@ class Instance:
         return self.problem.grid.stages
 
     @property
+    def chunks(self) -> int:
+        """Number of chunks."""
+        return self.problem.chunks
+
+    @property
     def actions(self) -> int:
         """Number of F, B and W actions of a plan."""
-        return self.stages * len(self.jobs) * (3 if self.problem.split_backward else 2)
+        return self.chunks * len(self.jobs) * (3 if self.problem.split_backward else 2)
 
     def lengths(self, route: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
         """Times of F, B and W of every node."""
         if self.spans:
             return self.spans.forward, self.spans.backward, self.spans.weight
+        if self.problem.placement:
+            forward, backward, weight = (self._of(kind, route) for kind in KINDS)
+            return forward, backward, weight
         return ([self.forward[w] for w in route], [self.backward[w] for w in route], [self.weight[w] for w in route])
+
+    def _of(self, kind: str, route: Sequence[int]) -> list[int]:
+        """The time of one kind of every node, where stages have several chunks."""
+        problem, count, found = self.problem, len(self.jobs), []
+        for chunk in range(self.chunks):
+            crew = route[chunk * count:(chunk + 1) * count]
+            each = {w: problem.duration(kind, self.workers[w], problem.place_of[chunk]) for w in set(crew)}
+            found += [each[w] for w in crew]
+        return found
+
+    def lags(self, route: Sequence[int]) -> list[int]:
+        """For every node the latency of its activation, and of its gradient on the way back: none between two chunks
+        of one worker."""
+        hop, count = self.problem.costs.hop, len(self.jobs)
+        if not self.problem.placement:
+            return [hop] * len(route)
+        return [0] * count + [0 if one == other else hop for one, other in zip(route, route[count:])]
 
     def held(self, route: Sequence[int]) -> tuple[list[int], list[int]]:
         """Units that every node holds from F's start to B's end, and from there to W's end."""
         if self.spans:
             return self.spans.before, self.spans.keep
-        before = self.problem.before_b
+        before, count = self.problem.before_b, len(self.jobs)
+        if self.problem.placement:
+            both = [self.problem.held(chunk) for chunk in range(self.chunks)]
+            first, then = ([units for units in row for _ in range(count)] for row in zip(*both))
+            return first, then
         return [before[self.stage[w]] for w in route], [self.keep[w] for w in route]
 
     def weights(self, route: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -114,15 +144,17 @@ def build(problem: Problem, surplus: Mapping[Worker, int] | None = None) -> Inst
     for g, stages in enumerate(groups):
         for s in stages:
             group[s] = g
-    split = problem.split_backward
+    split, places = problem.split_backward, [range(len(chunks)) for chunks in problem.chunks_of]
+
+    def durations(kind: str) -> list[int]:
+        return [sum(problem.duration(kind, worker, place) for place in places[worker.stage]) for worker in workers]
+
     return Instance(
         problem=problem, jobs=jobs, workers=workers, stage=stage,
-        forward=[problem.duration("F", worker) for worker in workers],
-        backward=[problem.duration("B", worker) for worker in workers],
-        weight=[problem.duration("W", worker) for worker in workers],
+        forward=durations("F"), backward=durations("B"), weight=durations("W"),
         cap=[_room(problem, worker, (surplus or {}).get(worker, 0)) for worker in workers],
         hold=[problem.weight(s) for s in stage],
-        keep=[problem.after_b[s] if split else 0 for s in stage],
+        keep=[sum(problem.after_b[chunk] for chunk in problem.chunks_of[s]) if split else 0 for s in stage],
         at=at, home=home, group=group, groups=len(groups),
         # a job in which nobody is a guest keeps the stock engine's order, and with it its bits
         ordered=problem.block > 0 or not (problem.failed or problem.costs.speed
@@ -184,7 +216,7 @@ def _room(problem: Problem, worker: Worker, surplus: int) -> int:
     """Units that a worker has for micro-batches."""
     if worker not in problem.cap:
         return NO_CAP
-    return problem.cap[worker] - problem.message[worker.stage] * surplus
+    return problem.cap[worker] - problem.message_weight(worker.stage) * surplus
 
 
 @dataclass(frozen=True)
@@ -210,28 +242,31 @@ def plan_of(instance: Instance, schedule: Schedule, bound: float, source: str,
 
 def orders_of(instance: Instance, route: list[int], trace: list[int]) -> dict[Worker, tuple[Action, ...]]:
     """Per worker the actions of a trace, in order, with full backwards where they may be, and ``S``."""
-    count = len(instance.jobs)
-    nodes = count * instance.stages
-    named = [[Action(kind, d, m) for d, m in instance.jobs] for kind in KINDS]
+    count, place_of = len(instance.jobs), instance.problem.place_of
+    nodes = count * instance.chunks
+    places = [[[Action(kind, d, m, place) for d, m in instance.jobs] for kind in KINDS]
+              for place in range(max(place_of) + 1)]
+    named = [places[place] for place in place_of]
     listed: list[list[Action]] = [[] for _ in instance.workers]
     for code in trace:
         kind, node = divmod(code, nodes)
-        listed[route[node]].append(named[kind][node % count])
+        listed[route[node]].append(named[node // count][kind][node % count])
     return {worker: (*merged(instance.problem, worker, listed[w]), STEP) for w, worker in enumerate(instance.workers)}
 
 
 def schedule_of(instance: Instance, plan: Plan) -> tuple[list[int], list[int]]:
     """Route and trace of a legal plan for the same problem."""
     count = len(instance.jobs)
-    nodes = count * instance.stages
+    nodes = count * instance.chunks
     job = {item: j for j, item in enumerate(instance.jobs)}
     route = [-1] * nodes
     queue: list[list[int]] = []
     for w, worker in enumerate(instance.workers):
         codes = []
-        for kind, d, m, _ in plan.workers[worker]:
+        chunks = instance.problem.chunks_of[worker.stage]
+        for kind, d, m, place in plan.workers[worker]:
             if kind != "S":
-                node = instance.stage[w] * count + job[d, m]
+                node = chunks[place] * count + job[d, m]
                 route[node] = w
                 codes += [number * nodes + node for number in _NUMBERS[kind]]
         queue.append(codes)
@@ -246,8 +281,8 @@ def crossings_of(instance: Instance, plan: Plan) -> Crossings:
 
 def merge(instance: Instance, queue: list[list[int]]) -> list[int]:
     """One trace from the orders of all workers; shorter than their sum if they deadlock."""
-    count, stages = len(instance.jobs), instance.stages
-    nodes = count * stages
+    count = len(instance.jobs)
+    nodes = count * instance.chunks
     trace: list[int] = []
     done = bytearray(3 * nodes)
     waiting: dict[int, int] = {}

@@ -17,12 +17,12 @@ def merged(problem: Problem, worker: Worker, actions: Sequence[Action]) -> tuple
 
     Unchanged where the problem does not let the worker's stage run full backwards.
     """
-    if worker.stage != 0 or worker.stage not in problem.full_backward:
+    if worker.stage != problem.stage_of(0) or 0 not in problem.full_backward:
         return tuple(actions)
     found: list[Action] = []
     split = False  # a micro-batch of this worker: its sums are there then, and B and W are measured apart
     for action in actions:
-        if action.kind == "W" and split and found[-1] == action._replace(kind="B"):
+        if action.kind == "W" and split and action.chunk == 0 and found[-1] == action._replace(kind="B"):
             found[-1] = action._replace(kind="FB")
         else:
             found.append(action)

@@ -60,7 +60,8 @@ def load(problem: Problem, stage: int, workers: int) -> float:
     if workers < 1:
         return float("inf")
     costs = problem.costs
-    each = costs.forward[stage] + costs.backward_input[stage] + costs.backward_weight[stage]
+    each = sum(costs.forward[chunk] + costs.backward_input[chunk] + costs.backward_weight[chunk]
+               for chunk in problem.chunks_of[stage])
     return -(-problem.grid.total // workers) * each + costs.step[stage]
 
 

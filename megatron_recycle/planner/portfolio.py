@@ -51,6 +51,13 @@ TEMPLATES = (
     Template(Rules(drain=1)),
     Template(Rules(give_way=100, ways=1)),
 )
+#: rules that do well where a stage has several chunks: then forwards of later chunks are what everybody waits for
+CHUNK_TEMPLATES = (
+    Template(Rules(forward_first=1, drain=1, wait_b=50, wait_f=50)),
+    Template(Rules(forward_first=1, drain=1)),
+    Template(Rules(forward_first=1, wait_b=50, wait_f=50, backlog=2)),
+    Template(Rules(forward_first=1, wait_b=100, wait_f=50, backlog=2)),
+)
 DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("forward_first", (0, 1)), ("drain", (0, 1)), ("wait_b", (0, 50, 100)), ("wait_f", (0, 50, 100)),
     ("give_way", (0, 50, 75, 100)), ("ways", (1, 2, 3, 1000)), ("backlog", (0, 1, 2, 3, 4, 6, 8)),
@@ -63,6 +70,11 @@ LEADS = (-4, -2, -1, 0, 1, 2, 4, 8)
 LEVELS, MOST_PER_LEVEL = 3, 50_000
 #: True when the search should end now (the clock's safety net, or a newer membership)
 Cancelled = Callable[[], bool]
+
+
+def templates(problem: Problem) -> tuple[Template, ...]:
+    """The templates for a problem, best first."""
+    return (*CHUNK_TEMPLATES, *TEMPLATES) if problem.placement else TEMPLATES
 
 
 @dataclass(frozen=True)
@@ -110,7 +122,7 @@ def search(instance: Instance, work: int, seed: int = 0, cancelled: Cancelled = 
     for level in levels(instance):
         if best is not None and (target <= floor or _floor(instance.problem, level) >= target):
             continue
-        climb = _Climb(level, max(len(TEMPLATES), work // instance.actions), seed, floor)
+        climb = _Climb(level, max(len(templates(instance.problem)), work // instance.actions), seed, floor)
         for choice_value, found in climb.run():
             if cancelled():
                 cut = True
@@ -185,7 +197,7 @@ class _Climb:
 
     def _choices(self) -> Iterator[Choice]:
         """The starting points, a fixed list whose length the limit may cut."""
-        for template in TEMPLATES:
+        for template in templates(self.instance.problem):
             for deal in DEALS[:2]:
                 for fewer in (0, 1, 2) if self.uneven else (0,):
                     for alignment in range(len(self.alignments)):
@@ -246,7 +258,8 @@ def filled(instance: Instance, alignment: Alignment, table: list[int], template:
     rules = []
     for s, home in enumerate(alignment.home):
         homes = [home[d] for d in alignment.label]
-        if not template.hot or table[s * count:(s + 1) * count] == homes:
+        if not template.hot or all(table[chunk * count:(chunk + 1) * count] == homes
+                                   for chunk in instance.problem.chunks_of[s]):
             rules.append(template.base)
             continue
         cap = min(instance.cap[w] // max(1, instance.hold[w]) for w in alignment.at[s])
@@ -267,5 +280,20 @@ def one_by_one(instance: Instance, alignment: Alignment | None = None) -> Schedu
     """No worker holds more than one micro-batch at a time, and all take them in the same order: none is sent early, so
     that every cap that holds a micro-batch suffices."""
     table = route(instance, alignment or aligned(instance))
-    trace = schedule(instance, table, [Rules(reserve=NO_CAP)] * instance.stages, strict=True)
+    if instance.problem.placement:
+        trace = _in_turn(instance)
+    else:
+        trace = schedule(instance, table, [Rules(reserve=NO_CAP)] * instance.stages, strict=True)
     return Schedule(table, trace, period_of(instance, table, trace), makespan_of(instance, table, trace))
+
+
+def _in_turn(instance: Instance) -> list[int]:
+    """Each job through all chunks and back before the next one: a stage's chunks come by in the same order for all."""
+    count = len(instance.jobs)
+    nodes = count * instance.chunks
+    trace: list[int] = []
+    for j in range(count):
+        trace += range(j, nodes, count)
+        for node in range(nodes - count + j, -1, -count):
+            trace += [nodes + node, 2 * nodes + node] if instance.problem.split_backward else [nodes + node]
+    return trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 
 from megatron_recycle.planner.alignment import Alignment, Unit
 
@@ -18,18 +19,20 @@ def route(instance: Instance, alignment: Alignment, deal: str = "spread", fewer:
           pick: str = "even") -> list[int]:
     """The worker of every node. ``fewer``: so many micro-batches fewer than possible stay on a slower worker."""
     count = len(instance.jobs)
-    table = [-1] * (count * instance.stages)
+    table = [-1] * (count * instance.chunks)
     sizes = [sum(len(unit.jobs) for unit in crew) for crew in alignment.crews]
-    for s in range(instance.stages):
-        base = s * count
+    loads: dict[int, int] = {}  # of earlier chunks
+    for chunk in range(instance.chunks):
+        s, base = instance.problem.stage_of(chunk), chunk * count
         if _even(instance, alignment, s, sizes):
             homes = alignment.home[s]
             for j, d in enumerate(alignment.label):
                 table[base + j] = homes[d]
             continue
-        for unit, w in _stage(instance, alignment, s, sizes, deal, fewer, pick):
+        for unit, w in _stage(instance, alignment, s, sizes, deal, fewer, pick, loads):
             for j in unit.jobs:
                 table[base + j] = w
+            loads[w] = loads.get(w, 0) + len(unit.jobs)
     return table
 
 
@@ -48,7 +51,7 @@ def _even(instance: Instance, alignment: Alignment, s: int, sizes: list[int]) ->
 
 
 def _stage(instance: Instance, alignment: Alignment, s: int, sizes: list[int], deal: str,
-           fewer: int, pick: str) -> list[tuple[Unit, int]]:
+           fewer: int, pick: str, before: Mapping[int, int]) -> list[tuple[Unit, int]]:
     """Units of a stage with their workers: homes keep what the best possible slowest load allows."""
     keep = _targets(instance, alignment, s, fewer)
     placed: list[tuple[Unit, int]] = []
@@ -68,7 +71,8 @@ def _stage(instance: Instance, alignment: Alignment, s: int, sizes: list[int], d
                 placed.append((unit, w))
                 load[w] += len(unit.jobs)
     guests.sort(key=lambda unit: unit.jobs[0])
-    placed.extend(_deal(instance, guests, load, deal))
+    level = min((before.get(w, 0) for w in load), default=0)  # who had more of an earlier chunk has less of this one
+    placed.extend(_deal(instance, guests, {w: n + before.get(w, 0) - level for w, n in load.items()}, deal))
     return placed
 
 

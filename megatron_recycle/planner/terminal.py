@@ -17,6 +17,8 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
     stages, told = range(plan.problem.grid.stages), plan.stats.get("moves")
     moves = told if isinstance(told, dict) else {}  # a file of unknown origin may say anything there
     peaks = ", ".join(f"{s}: {max((timeline.peak[w] for w in plan.live(s)), default=0)}" for s in stages)
+    if plan.problem.placement:
+        peaks += ", those of each chunk counted apart"
     rows = {
         "period": _number(plan.period),
         "makespan": _number(plan.makespan),
@@ -39,13 +41,14 @@ def bubbles(plan: Plan) -> float:
     length = plan.period if problem.objective == "period" else plan.makespan
     if not length or not plan.workers:
         return 0.0
-    busy = sum(problem.duration(a.kind, w) for w, actions in plan.workers.items() for a in actions)
+    busy = sum(plan.duration(w, a) for w, actions in plan.workers.items() for a in actions)
     return max(0.0, 1 - busy / (length * len(plan.workers)))
 
 
 def guest_count(plan: Plan) -> int:
     """Micro-batch visits to a worker whose home is another pipeline or stage."""
-    return sum(1 for (d, _, s), worker in plan.route().items() if worker != Worker(d, s))
+    stage_of = plan.problem.stage_of
+    return sum(1 for (d, _, chunk), worker in plan.route().items() if worker != Worker(d, stage_of(chunk)))
 
 
 def drawing(plan: Plan, width: int, colour: bool) -> str | None:

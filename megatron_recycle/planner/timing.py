@@ -13,13 +13,12 @@ def times(instance: Instance, route: list[int], trace: list[int], release: Seque
     """End of every action (by code) and of every stage's work, with stage ``s`` free from ``release[s]`` on.
 
     ``cold``: helpers have the parameters of lent layers from the beginning, not some time after a step."""
-    count, last = len(instance.jobs), instance.stages - 1
-    nodes = count * instance.stages
-    two, edge = 2 * nodes, last * count
-    hop = instance.problem.costs.hop * scale
+    count, nodes = len(instance.jobs), len(route)
+    two, edge = 2 * nodes, nodes - count
+    lag = instance.lags(route)
     forward, backward, weight = instance.lengths(route)
     if scale != 1:
-        forward, backward, weight = ([x * scale for x in each] for each in (forward, backward, weight))
+        forward, backward, weight, lag = ([x * scale for x in each] for each in (forward, backward, weight, lag))
     gates, (given, summed) = instance.spans.gates if instance.spans else {}, instance.problem.costs.lent
     given = 0 if cold else given
     opens = {node: max(release[s] for s, g in enumerate(instance.group) if g in groups) + given * scale
@@ -31,7 +30,7 @@ def times(instance: Instance, route: list[int], trace: list[int], release: Seque
             w = route[code]
             t = free[w]
             if code >= count:
-                u = end[code - count] + hop
+                u = end[code - count] + lag[code]
                 if u > t:
                     t = u
             if code in opens and opens[code] > t:
@@ -41,7 +40,7 @@ def times(instance: Instance, route: list[int], trace: list[int], release: Seque
             node = code - nodes
             w = route[node]
             t = free[w]
-            u = end[code + count] + hop if node < edge else end[node]
+            u = end[code + count] + lag[node + count] if node < edge else end[node]
             if u > t:
                 t = u
             t += backward[node]
