@@ -68,17 +68,23 @@ class Door:
             try:
                 connection, address = self._listener.accept()
             except OSError as error:
+                if error.errno in _FULL and self._outside:
+                    self._turn_away()
+                    continue
                 if error.errno in _FULL:
                     self._loop.remove_reader(self._listener)
                     self._loop.call_later(_PAUSE, self._watch)
                 break  # nobody any more; or one that has gone again
             self._outside.append((connection, str(address[0])))
             if len(self._outside) > self._room:
-                oldest, source = self._outside.popleft()
-                oldest.close()
-                self._turned_away(source)
+                self._turn_away()
         if first and self._outside:
             self._let_in()
+
+    def _turn_away(self) -> None:
+        oldest, source = self._outside.popleft()
+        oldest.close()
+        self._turned_away(source)
 
     def _let_in(self) -> None:
         for _ in range(min(_AT_ONCE, len(self._outside))):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import time
 from typing import Protocol
@@ -24,10 +25,20 @@ _SPARE_STRANGERS = 1000
 """Connections without a hello, beside one for each worker. With thousands of them each second one with the token needs
 this many to have the time to say it; each costs a descriptor, and 64 KiB at most."""
 
+_OWN_EACH, _OWN, _LEAST = 4, 128, 16
+"""Descriptors for each worker and for the coordinator itself; connections that there is room for in any case."""
 _NOTHING: Message = {"keys": [], "values": [], "stamps": [], "number": 0, "stamp": 0, "marks": {}}
 """Of an ask or an answer, what has nothing to say."""
 
 log = logging.getLogger(__name__)
+
+
+def _room(size: int) -> int:
+    """How many may be in without a hello, and how many may wait at the door: no more than there are descriptors for,
+    beside those of the job's own."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    left = size + _SPARE_STRANGERS if limit == resource.RLIM_INFINITY else (limit - _OWN_EACH * size - _OWN) // 2
+    return max(_LEAST, min(size + _SPARE_STRANGERS, left))
 
 
 class Hearer(Protocol):
@@ -65,7 +76,7 @@ class Server:
         self.hello_timeout = hello_timeout
         self.workers: dict[str, Connection] = {}
         self.launchers: set[Connection] = set()
-        self.strangers: Strangers[Connection] = Strangers(size + _SPARE_STRANGERS)
+        self.strangers: Strangers[Connection] = Strangers(_room(size))
         self.shelf = Shelf() if shelf is None else shelf
         self._guests = Guests()
         self._size = size
@@ -78,7 +89,7 @@ class Server:
     async def start(self, listener: socket.socket | None) -> str:
         """Listen, without a ``listener`` on any free port of 127.0.0.1; returns "host:port"."""
         listener = listener or socket.create_server(("127.0.0.1", 0))
-        self._door = Door(listener, self._size + _SPARE_STRANGERS, lambda: Connection(self), self._turned_away)
+        self._door = Door(listener, _room(self._size), lambda: Connection(self), self._turned_away)
         self._door.open()
         host, port = listener.getsockname()[:2]
         return joined(host, port)
