@@ -28,7 +28,7 @@ LABEL org.opencontainers.image.title="megatron-recycle (CUDA)" \
 COPY --from=apex /wheels /wheels
 WORKDIR /opt/megatron-recycle
 COPY setup.py pyproject.toml README.md LICENSE ./
-COPY scripts/gpt_deepspeed.py scripts/pretrain_gpt_megatron.py scripts/quickstart.py scripts/jobs.py scripts/
+COPY scripts/gpt_deepspeed.py scripts/pretrain_gpt_megatron.py scripts/quickstart.py scripts/jobs.py scripts/megatron_cpu.py scripts/
 COPY megatron_recycle megatron_recycle
 # The base's constraints keep its own torch: without them PyPI's would replace it. The imports need no GPU.
 RUN pip install --no-cache-dir --no-deps --force-reinstall /wheels/*.whl \
@@ -81,7 +81,7 @@ LABEL org.opencontainers.image.title="megatron-recycle (CPU)" \
       org.opencontainers.image.licenses="Apache-2.0"
 COPY --from=build /opt/venv /opt/venv
 COPY LICENSE README.md /opt/megatron-recycle/
-COPY scripts/gpt_deepspeed.py scripts/pretrain_gpt_megatron.py scripts/quickstart.py scripts/jobs.py \
+COPY scripts/gpt_deepspeed.py scripts/pretrain_gpt_megatron.py scripts/quickstart.py scripts/jobs.py scripts/megatron_cpu.py \
      /opt/megatron-recycle/scripts/
 # One thread per worker is recycle run's own default; DeepSpeed would look for a GPU first. HOME is for any user
 # (docker run --user).

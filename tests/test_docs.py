@@ -75,3 +75,13 @@ def test_docstrings_name_modules_that_are_there():
 def test_the_table_of_slow_workers_is_the_one_of_the_code():
     made = runpy.run_path(str(ROOT / "scripts" / "bench" / "slowness.py"))["table"]()
     assert made in (ROOT / "docs" / "slowness.md").read_text(), "paste the output of python scripts/bench/slowness.py"
+
+
+def test_the_images_have_all_that_their_scripts_import() -> None:
+    for line in re.findall(r"^COPY (scripts/\S+\.py .*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE):
+        copied = {Path(word).stem for word in line.split() if word.endswith(".py")}
+        for name in copied:
+            tree = ast.parse((ROOT / "scripts" / f"{name}.py").read_text())
+            imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+            imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+            assert {one for one in imported if (ROOT / "scripts" / f"{one}.py").exists()} <= copied, name
