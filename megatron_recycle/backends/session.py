@@ -94,9 +94,6 @@ class Session:
         self._groups: ScriptGroups | None = None
         if self.rank == 0:
             get_logger().info(settings.describe())
-            if settings.lend == "auto":
-                get_logger().warning("megatron-recycle: lend auto: no plan lends layers yet; each layer draws random "
-                                     "numbers of its own all the same")
             if settings.policy in _GIVES_UP:
                 get_logger().warning("megatron-recycle: policy %s: %s", settings.policy, _GIVES_UP[settings.policy])
         if settings.policy == "restart" and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
