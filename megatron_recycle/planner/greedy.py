@@ -103,9 +103,7 @@ class _Board:
         workers, nodes = len(instance.workers), len(route)
         mine = [rules[s] for s in instance.stage]
         self.hold, self.keep = instance.weights(route)
-        self.need, self.usual = self.hold, instance.hold
-        if instance.problem.placement:
-            self.need = _needs(instance, self.hold)
+        self.need, self.usual = instance.needs(self.hold), instance.hold
         if instance.problem.placement or instance.spans:
             self.usual = [0] * workers
             for w, units in zip(route, self.need):
@@ -251,18 +249,6 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
             if to != w and busy[to] <= t:
                 heappush(agenda, (arrival << shift) | to)
     return trace
-
-
-def _needs(instance: Instance, hold: list[int]) -> list[int]:
-    """What every node's F has to find free: its own units, and those of one micro-batch in each later chunk of its
-    stage. So micro-batches that come by again find room, and nothing can get stuck."""
-    problem, count = instance.problem, len(instance.jobs)
-    most = [max(hold[chunk * count:(chunk + 1) * count]) for chunk in range(instance.chunks)]
-    need: list[int] = []
-    for chunk in range(instance.chunks):
-        later = sum(most[other] for other in problem.chunks_of[problem.stage_of(chunk)] if other > chunk)
-        need += [units + later for units in hold[chunk * count:(chunk + 1) * count]]
-    return need
 
 
 def _fitting(queue: list[int], left: int, need: list[int], mask: int) -> bool:

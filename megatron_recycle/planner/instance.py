@@ -108,6 +108,19 @@ class Instance:
             return first, then
         return [before[self.stage[w]] for w in route], [self.keep[w] for w in route]
 
+    def needs(self, hold: list[int]) -> list[int]:
+        """What every node's F has to find free: its own units (``hold``), and those of one micro-batch in each later
+        chunk of its stage. So micro-batches that come by again find room, and nothing can get stuck."""
+        problem, count = self.problem, len(self.jobs)
+        if not problem.placement:
+            return hold
+        most = [max(hold[chunk * count:(chunk + 1) * count]) for chunk in range(self.chunks)]
+        need: list[int] = []
+        for chunk in range(self.chunks):
+            later = sum(most[other] for other in problem.chunks_of[problem.stage_of(chunk)] if other > chunk)
+            need += [units + later for units in hold[chunk * count:(chunk + 1) * count]]
+        return need
+
     def weights(self, route: Sequence[int]) -> tuple[list[int], list[int]]:
         """As `held`, with enough from F's start on that no later action needs more."""
         before, keep = self.held(route)
@@ -208,8 +221,8 @@ def _span(problem: Problem, worker: Worker, chunk: int, first: int, last: int) -
 
 
 def roomy(instance: Instance, route: Sequence[int]) -> bool:
-    """Whether every worker has memory for each of its nodes, one at a time."""
-    return all(units <= instance.cap[w] for units, w in zip(instance.weights(route)[0], route))
+    """Whether every worker has memory for each of its nodes, one micro-batch at a time."""
+    return all(units <= instance.cap[w] for units, w in zip(instance.needs(instance.weights(route)[0]), route))
 
 
 def _room(problem: Problem, worker: Worker, surplus: int) -> int:

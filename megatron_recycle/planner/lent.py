@@ -21,7 +21,7 @@ from megatron_recycle.planner.timing import makespan_of, period_of
 from ..plan import Problem
 from .greedy import Rules, guests, leading, schedule
 from .instance import NO_CAP, Instance, Schedule, roomy, spanned
-from .portfolio import DOMAIN, LEADS, TEMPLATES, Cancelled, Found, filled, value
+from .portfolio import CHUNK_TEMPLATES, DOMAIN, LEADS, TEMPLATES, Cancelled, Found, filled, value
 
 #: shares of fill and drain that count as load, and by how much the target is above the least period
 _TARGETS = ((0.5, 0.0), (1.0, 0.0), (1.0, 0.02), (0.5, 0.02), (0.0, 0.0), (0.5, 0.04), (1.0, 0.04), (0.0, 0.02),
@@ -174,7 +174,7 @@ class _Search:
         """Try so many starting points; the best ones, one for each crossings."""
         found: dict[Crossings, tuple[float, Choice]] = {}
         points = ((table, crossings, template) for table, crossings in candidates(self.instance, self.alignment)
-                  for template in _FIRST[:2])
+                  for template in (CHUNK_TEMPLATES if self.instance.problem.placement else _FIRST)[:2])
         for table, crossings, template in islice(points, limit):
             choice = Choice(tuple(table), crossings, filled(self.instance, self.alignment, table, template))
             outcome = self._try(choice)
