@@ -57,6 +57,8 @@ def breakdowns(run: Path) -> list[Breakdown]:
         events = read_events(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}: give the folder of a run, or its events") from None
+    except ValueError as error:
+        raise ConfigError(f"{error}: give the folder of a run, or its events") from None
     found, digest = [], ""
     for event in events:
         if event["event"] in ("planned", "adopted"):
