@@ -12,6 +12,8 @@ from megatron_recycle.runtime.shards import put_back
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper
 
+_HABIT, _NAMED = 5, 3
+
 
 class Between:
     """The script's own code between two iterations of ``stepper``'s."""
@@ -21,6 +23,7 @@ class Between:
         self._modes = Modes(site.stage.module)
         self._edits = Edits(site.stage)
         self._again = True
+        self._in_a_row = 0  # iterations before which the script has changed something
         self.find_generators()
 
     def find_generators(self) -> None:
@@ -42,12 +45,26 @@ class Between:
         # A copy to go back to is from before any change, final or not.
         final = self._stepper.confirmed and not trainable.guard.returns
         if edited := changed or self._edits.found(final):
+            self._tell_habit()
             settle()
+        else:
+            self._in_a_row = 0
         if looked := stage.look() or changed:
             trainable.lay_out()
         if edited or looked:
             self._void()
         self._modes.remember()
+
+    def _tell_habit(self) -> None:
+        """A script that changes something before every iteration waits every time: say so, once."""
+        self._in_a_row += 1
+        if self._in_a_row == _HABIT and self._site.place.me.pipeline == 0:
+            named = self._edits.named()
+            what = ", ".join(named[:_NAMED]) + (" and more" if named[_NAMED:] else "") or "something"
+            get_logger().warning(
+                "megatron-recycle: before every iteration the script changes %s, which the model, the loss or the data "
+                "can be seen to use: each iteration waits for the commit of the last, as with step: barrier. Keep what "
+                "is only counted out of their reach (docs/between-iterations.md)", what)
 
     def trained(self) -> bool:
         """An iteration is trained. Returns whether generators are to be looked for again: after the first one, since

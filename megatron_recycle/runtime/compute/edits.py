@@ -96,6 +96,14 @@ class Edits:
             and same(_of_now(left.counters), _of_now(self._stage.counters()))
             and not left.variables.changes() and not self._written(left) and not self._written_shards(left))
 
+    def named(self) -> list[str]:
+        """Names of what the script has changed, of variables and tensors that have one."""
+        left = self._left
+        if left is None:
+            return []
+        changed = {str(change.name) for change in left.variables.changes() if change.name}
+        return sorted(changed | set(self._written(left)))
+
     @contextmanager
     def apart(self, iteration: int, remake: Callable[[], None]) -> Iterator[None]:
         """Inside the block, which makes the step of ``iteration`` final, everything is as training left it; afterwards
