@@ -161,7 +161,8 @@ class RecycleConfig:
         "off",
         "whether workers next to a hit stage run some of its layers, for micro-batches that the plan picks; off: only "
         "its own workers do. With auto each layer draws random numbers of its own, also while nobody has failed, so "
-        "that dropout does not depend on who runs it. no plan lends layers yet",
+        "that dropout does not depend on who runs it. A job goes on with its own layers at once, and lends some where "
+        "the search of `planner_budget` seconds finds that this pays within the `horizon`",
         choices=("auto", "off"),
     )
     lend_layers: int = _option(2, "how many layers of a stage each neighbouring stage may run, at most")

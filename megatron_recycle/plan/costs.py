@@ -31,8 +31,8 @@ class Costs:
 
     ``step`` is the time of a stage's reduce-and-step, one entry per stage. It is a collective, so it is not scaled by
     ``speed``. ``layer``: by chunk, (F, B, W) of one layer that may be lent; () where none is. ``lent``: how long after
-    a step a helper has the new parameters of the layers lent to it, and how long before one it must have summed up
-    their gradients.
+    a step a helper has the new parameters of the layers lent to it, and how long before one it must have run all its
+    actions, after which it sends the sums of their gradients.
     """
 
     forward: tuple[int, ...]

@@ -56,7 +56,7 @@ class _Network:
     lag: list[int]  # hop on that edge
     duration: list[int]  # -1 for S
     awaits: dict[int, list[int]]  # of a F: groups whose step its lent layers come from
-    summed: dict[int, list[int]]  # for a group the last actions of the lent layers whose gradients it sums
+    summed: dict[int, list[int]]  # for a group the last actions of the helpers whose gradients it sums
 
 
 def replay(plan: Plan) -> Timeline:
@@ -205,7 +205,8 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
             long = usual[w][place][kind] if (d, m) not in plan.crossings else plan.duration(names[w], action)
             _append(network, w, pointer, needs, lag, long)
             work.extend(waiting.pop(own, ()))
-    _lendings(plan, network, node, {name.stage: g for name, g in zip(names, group)})
+    _lendings(plan, network, node, {name.stage: g for name, g in zip(names, group)},
+              {names[w]: i for i, w in enumerate(network.owner)})
     size, at_step = Counter(group), Counter(
         g for w, g in enumerate(group) if pointer[w] < len(orders[w]) and orders[w][pointer[w]].kind == "S")
     for w, order in enumerate(orders):  # steps come last
@@ -218,17 +219,17 @@ def _order(plan: Plan, names: Sequence[Worker], group: Sequence[int]) -> _Networ
 
 
 def _lendings(plan: Plan, network: _Network, node: Mapping[tuple[str, int, int, int], int],
-              group_of: Mapping[int, int]) -> None:
-    """A helper has the parameters of lent layers some time after their own stage's step, and their gradients are there
-    some time before the next one."""
+              group_of: Mapping[int, int], last: Mapping[Worker, int]) -> None:
+    """A helper has the parameters of lent layers some time after their own stage's step, and the sums of their
+    gradients are there some time before the next one: they leave when the helper has run its ``last`` action."""
     for each in lent(plan):
         g = group_of[plan.problem.stage_of(each.chunk)]
         item = each.pipeline, each.microbatch, each.by
-        begin, done = node.get(("F", *item)), node.get(("W", *item), node.get(("B", *item)))
+        begin = node.get(("F", *item))
         if begin is not None:
             network.awaits.setdefault(begin, []).append(g)
-        if done is not None:
-            network.summed.setdefault(g, []).append(done)
+        if each.helper in last:
+            network.summed.setdefault(g, []).append(last[each.helper])
 
 
 def _append(network: _Network, w: int, pointer: list[int], needs: int, lag: int, duration: int) -> None:

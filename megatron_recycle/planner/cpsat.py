@@ -241,8 +241,8 @@ class _Model:
             group = instance.group[instance.problem.stage_of(node // self.count)]
             model.add(ready[group] >= self.end(release * nodes + node))
         gates, (given, summed) = instance.spans.gates if instance.spans else {}, instance.problem.costs.lent
-        for node, groups in gates.items():
-            for g in groups:
+        for w, g in sorted({(self.route[node], g) for node, groups in gates.items() for g in groups}):
+            for node in self.mine[w]:  # a helper's sums leave after all its actions
                 model.add(ready[g] >= self.end(release * nodes + node) + summed)
         if not self.period:
             for s, g in enumerate(instance.group):

@@ -19,7 +19,7 @@ NO_CAP = 1 << 60
 @dataclass(frozen=True)
 class Spans:
     """What lent layers change, by node: times and memory of its F, B and W (their spans are not whole chunks), and in
-    ``gates`` the groups of stages whose layers a node borrows: its F waits for their step, and they for its W."""
+    ``gates`` the groups of stages whose layers a node borrows: its F waits for their step, and they for its worker."""
 
     crossings: Crossings
     forward: list[int]

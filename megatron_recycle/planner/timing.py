@@ -53,9 +53,8 @@ def times(instance: Instance, route: list[int], trace: list[int], release: Seque
     for w, s in enumerate(instance.stage):
         if free[w] > done[s]:
             done[s] = free[w]
-    last = two if instance.problem.split_backward else nodes
     for node, groups in gates.items():
-        ready = end[last + node] + summed * scale
+        ready = free[route[node]] + summed * scale  # a helper's sums leave after all its actions
         for s, g in enumerate(instance.group):
             if g in groups and ready > done[s]:
                 done[s] = ready

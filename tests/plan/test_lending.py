@@ -71,10 +71,10 @@ def test_who_helps_whom():
     assert pieces(plan, 0) == {ABOVE: ((0, 0, 0),)}
 
 
-def test_a_helper_has_parameters_after_the_step_and_is_done_with_gradients_before_it():
+def test_a_helper_has_parameters_after_the_step_and_is_done_with_its_actions_before_it():
     plan = timed(lending(), ORDERS, {(0, 0): (2,)})
     timeline = replay(plan)
-    done = timeline.end(ABOVE, Action("W", 0, 0))
+    done = timeline.start(ABOVE, Action("S"))  # its sums leave when it has run everything
     end = timeline.end(BELOW, Action("W", 0, 1))
     assert timeline.start(BELOW, Action("S")) == max(done + 9, end)
     # Steady state: stage 1's step is 6 long, and its parameters are 7 later with the helper, which begins with F0.0.
