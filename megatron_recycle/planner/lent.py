@@ -30,7 +30,7 @@ _TARGETS = ((0.5, 0.0), (1.0, 0.0), (1.0, 0.02), (0.5, 0.02), (0.0, 0.0), (0.5, 
 _PICKS = (("middle", True), ("even", True), ("middle", False), ("even", False), ("late", True), ("early", True))
 _DEALS = ("spread", "runs")
 #: rules that do well with spans
-_FIRST = (TEMPLATES[5], TEMPLATES[0], TEMPLATES[3])
+_FIRST = (TEMPLATES[5], TEMPLATES[0])
 #: the least number of trials, however large the plan
 LEAST = 1
 #: of a search's trials the share that goes to starting points, and from how many of these it climbs
@@ -87,8 +87,9 @@ def lendable(instance: Instance, table: Sequence[int]) -> Lendable:
 def _room(instance: Instance, w: int) -> int:
     """Layers that a worker has memory to borrow at either side, with one micro-batch under way."""
     problem, cap = instance.problem, instance.cap[w]
+    sides = 2 * len(problem.chunks_of[instance.stage[w]])
     each = max(max(held) + own for held, own in zip(problem.layer_held, problem.layer_parameters))
-    return NO_CAP if cap >= NO_CAP or not each else (cap - problem.weight(instance.stage[w])) // (2 * each)
+    return NO_CAP if cap >= NO_CAP or not each else (cap - problem.weight(instance.stage[w])) // (sides * each)
 
 
 def allowance(instance: Instance, period: float, share: float) -> list[float]:
@@ -174,7 +175,7 @@ class _Search:
         """Try so many starting points; the best ones, one for each crossings."""
         found: dict[Crossings, tuple[float, Choice]] = {}
         points = ((table, crossings, template) for table, crossings in candidates(self.instance, self.alignment)
-                  for template in (CHUNK_TEMPLATES if self.instance.problem.placement else _FIRST)[:2])
+                  for template in (CHUNK_TEMPLATES[:2] if self.instance.problem.placement else _FIRST))
         for table, crossings, template in islice(points, limit):
             choice = Choice(tuple(table), crossings, filled(self.instance, self.alignment, table, template))
             outcome = self._try(choice)

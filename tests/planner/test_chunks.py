@@ -39,8 +39,7 @@ def slow(plan: Plan, iterations: int = 1) -> dict[tuple[int, Worker, int], tuple
             yield from ((0, w, last[w] - 1, 0) if last[w] else (1, w, last[w], 0) for w in peers)
             for x in helps:
                 if problem.stage_of(x.chunk) in group[worker.stage]:
-                    item = x.pipeline, x.microbatch, x.by
-                    yield 0, *place.get(("W", *item), place[("B", *item)]), summed
+                    yield 0, x.helper, last[x.helper] - 1, summed
             return
         d, m, chunk = action.pipeline, action.microbatch, plan.chunk(worker, action)
         if action.kind == "F":
