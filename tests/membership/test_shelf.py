@@ -176,6 +176,7 @@ def test_a_coordinator_that_is_stopped_is_left_for_the_one_that_leads(monkeypatc
 def test_a_wait_ends_with_its_time_or_its_purpose_and_its_connection_with_it() -> None:
     with serving() as (address, _):
         client = ShelfClient(address, TOKEN)
+        assert client.ask("count", [], timeout=60).number == 0  # there is a connection
         with pytest.raises(NotThere, match="k: not there in time"):
             client.ask("wait", ["k"], timeout=0.01)
         with pytest.raises(GivenUp):
