@@ -23,6 +23,9 @@ from megatron_recycle.plan.grid import Grid
 OWN = ("model", "full_backward", "lendable")
 """Keys of a description that need to be equal only among processes that hold the same model."""
 
+MADE = ("lending",)
+"""Keys of a job's description that no process tells: they are made of what all have told."""
+
 
 def hello(state: State, member: Member, now: float) -> Step:
     """A process presents itself for the first time, or again after it lost its connection."""

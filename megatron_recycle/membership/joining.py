@@ -57,7 +57,7 @@ def ready(state: State, happened: Ready, now: float) -> Step:
     member = waiting(state, happened.incarnation) or stranded(state, happened.incarnation)
     if member is None:
         return state, ()
-    difference = forming.difference(_description(state, member), happened.description)
+    difference = forming.difference(_description(state, member), happened.description, *forming.MADE)
     if difference is None and member.incarnation in state.prepared:
         return state, ()
     if difference is None:
