@@ -84,6 +84,8 @@ class Distributed:
         for name in ("model_float16_groups", "model_fp32_groups", "shard_float16_groups", "shard_fp32_groups",
                      "shard_fp32_from_float16_groups"):
             setattr(stock, name, [[] for _ in getattr(stock, name)])
+        for begun in stock.opt_group_ranges:  # what its torch optimizer was made of: the masters are in there once more
+            begun["orig_group"]["params"] = []
         return tensors, numbers
 
     # ---- checkpoints
