@@ -2,8 +2,8 @@
 
 To let somebody in costs some tenths of a millisecond. A crowd that comes at once and is let in as a whole holds up all
 who are in already, and each who comes after it for seconds. So whoever comes waits outside, at next to no cost; the
-event loop lets a few in, hears those that are in, and lets in the next. If too many wait outside, the oldest is turned
-away: a process of the job's comes again at once, and is the latest then.
+event loop lets a few in, hears those that are in, and lets in the next. If too many wait outside, or one waits too
+long, the oldest is turned away: a process of the job's comes again at once, and is the latest then.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ _BACKLOG = 4096
 """Connections that wait to be accepted: one that finds no room is tried again by its kernel after a second."""
 _AT_ONCE = 32
 """How many are let in before those that are in are heard again."""
+_LONGEST_S = 0.3
+"""Seconds that one waits outside, where there are more than can be let in."""
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE = 1.0
 """Seconds without any accepted, when there is no descriptor or memory for one."""
@@ -40,7 +42,7 @@ class Door:
         self._room = room
         self._host = host
         self._turned_away = turned_away
-        self._outside: deque[tuple[socket.socket, str]] = deque()
+        self._outside: deque[tuple[socket.socket, str, float]] = deque()
         self._entering: set[asyncio.Task[object]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -75,23 +77,26 @@ class Door:
                     self._loop.remove_reader(self._listener)
                     self._loop.call_later(_PAUSE, self._watch)
                 break  # nobody any more; or one that has gone again
-            self._outside.append((connection, str(address[0])))
+            self._outside.append((connection, str(address[0]), self._loop.time()))
             if len(self._outside) > self._room:
                 self._turn_away()
         if first and self._outside:
             self._let_in()
 
     def _turn_away(self) -> None:
-        oldest, source = self._outside.popleft()
+        oldest, source, _ = self._outside.popleft()
         oldest.close()
         self._turned_away(source)
 
     def _let_in(self) -> None:
         for _ in range(min(_AT_ONCE, len(self._outside))):
-            connection, _ = self._outside.pop()
+            connection, _, _ = self._outside.pop()
             entering = self._loop.create_task(self._enter(connection))
             self._entering.add(entering)
             entering.add_done_callback(self._entering.discard)
+        late = self._loop.time() - _LONGEST_S
+        while len(self._outside) > _AT_ONCE and self._outside[0][2] < late:
+            self._turn_away()
         if self._outside:
             self._loop.call_soon(self._let_in)
 

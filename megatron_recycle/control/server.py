@@ -27,6 +27,8 @@ this many to have the time to say it; each costs a descriptor, and 64 KiB at mos
 
 _OWN_EACH, _OWN, _LEAST = 4, 128, 16
 """Descriptors for each worker and for the coordinator itself; connections that there is room for in any case."""
+_TOLD = 100
+"""Addresses whose refusal is told in a minute: a line costs as much as ten connections."""
 _NOTHING: Message = {"keys": [], "values": [], "stamps": [], "number": 0, "stamp": 0, "marks": {}}
 """Of an ask or an answer, what has nothing to say."""
 
@@ -82,7 +84,7 @@ class Server:
         self._size = size
         self._hearer = hearer
         self._connections: set[Connection] = set()
-        self._refusals: RateLimit[str] = RateLimit(60.0)
+        self._refusals: RateLimit[str] = RateLimit(60.0, _TOLD)
         self._quiet = asyncio.Event()
         self._door: Door | None = None
 

@@ -252,7 +252,8 @@ class HangUps(Generic[Key]):
 
 
 class RateLimit(Generic[Key]):
-    """True at most once per `period` seconds for each key, so that a stranger cannot fill the log."""
+    """True at most once per `period` seconds for each key, and for so many `keys`, so that a stranger cannot fill the
+    log. Times only grow."""
 
     def __init__(self, period: float, keys: int = 1024) -> None:
         self._period = period
@@ -260,11 +261,9 @@ class RateLimit(Generic[Key]):
         self._last: dict[Key, float] = {}
 
     def allows(self, key: Key, now: float) -> bool:
-        last = self._last.get(key)
-        if last is not None and now - last < self._period:
-            return False
-        self._last = {other: at for other, at in self._last.items() if now - at < self._period}
-        if len(self._last) >= self._keys:
+        while self._last and now - next(iter(self._last.values())) >= self._period:  # the first one is the oldest
+            del self._last[next(iter(self._last))]
+        if key in self._last or len(self._last) >= self._keys:
             return False
         self._last[key] = now
         return True
