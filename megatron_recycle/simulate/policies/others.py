@@ -98,8 +98,9 @@ class TorchFT:
 
     The others throw the iteration in flight away, agree on a new quorum and go on with their own micro-batches: the
     batch is smaller meanwhile. ``stall``: 1.07 s, measured with torchft 0.2.0 (`scripts/bench/others.py`: its
-    lighthouse gives a group up after 1 s there, after 5 s by default). A group that is whole again copies the state
-    from a peer while the others wait. Without any whole group training goes back to the last checkpoint.
+    lighthouse gives a group up after 1 s there, after 5 s by default; `scripts/bench/validate_torchft.py` compares). A
+    group that is whole again copies the state from a peer while the others wait. Without any whole group training goes
+    back to the last checkpoint.
     """
 
     name: ClassVar[str] = "torchft"
