@@ -11,6 +11,7 @@ micro-batches. Throughput is relative to our own plan of the same grid without a
   the best of the plans found. Without the copies of optimizer state that this takes.
 * lent h: at most h layers of each boundary are also held by the neighbours, and each micro-batch crosses where the plan
   says. "at once" is the plan of the first moment, with its time.
+* V lent h: the same with two chunks on each worker, down the stages and up again (h of the most that was asked for).
 * limit: the same work on the workers that are left, without any bubble.
 * share: throughput without a failure, times the share of workers that are left.
 
@@ -66,6 +67,17 @@ class Shape:
             before_b=sizes, after_b=sizes, layers=sizes,
             lend=tuple((min(lend, a), min(lend, b)) for a, b in pairwise(sizes)),
             layer_held=((1, 1),) * self.stages)
+
+    def vee(self, failed: Sequence[Worker], lend: int) -> Problem:
+        """The problem with two chunks of half a stage's layers on each worker, down the stages and up again."""
+        half, chunks = self.layers // 2, 2 * self.stages
+        placement = (*range(self.stages), *reversed(range(self.stages)))
+        plain = self.problem(failed)
+        costs = Costs(*((unit * half,) * chunks for unit in UNITS), layer=(UNITS,) * chunks)
+        return Problem(
+            plain.grid, costs, plain.failed, cap=plain.cap, before_b=(half,) * chunks, after_b=(half,) * chunks,
+            placement=placement, layers=(half,) * chunks, layer_held=((1, 1),) * chunks,
+            lend=tuple((0, 0) if one == other else (min(lend, half),) * 2 for one, other in pairwise(placement)))
 
     def limit(self, failed: Sequence[Worker]) -> float:
         """The period of the same work without a bubble, on the workers that are left."""
@@ -159,6 +171,11 @@ def measure(shape: Shape, name: str, failed: tuple[Worker, ...], whole: Plan, le
         plan = searched(problem, rerouted, work)
         note(f"lent {lend}", plan)
         row[f"lent {lend} crossing"] = round(len(plan.crossings) / shape.problem().grid.total, 3)
+    if shape.layers % 2 == 0:
+        problem = shape.vee(failed, max(lends))
+        at_once = quick(problem)
+        note(f"V at once {max(lends)}", at_once)
+        note(f"V lent {max(lends)}", searched(problem, at_once, work))
     row["limit"] = round(whole.period / shape.limit(failed), 4)
     row["share"] = round(1 - len(failed) / (shape.pipelines * shape.stages), 4)
     return row
@@ -176,7 +193,8 @@ def main() -> int:
     args = parser.parse_args()
     print("planned, not measured; throughput relative to our own plan without a failure\n")
     lent_columns = "".join(f"{f'at once {h}':>18} {f'lent {h}':>16}" for h in args.lend)
-    print(f"{'grid':>8} {'L':>2} {'failures':>12} {'gone':>4} {'route':>16} {'moved':>16} {lent_columns}  limit  share")
+    print(f"{'grid':>8} {'L':>2} {'failures':>12} {'gone':>4} {'route':>16} {'moved':>16} {lent_columns}"
+          f" {f'V lent {max(args.lend)}':>16}  limit  share")
     table: list[Row] = []
     for grid in args.grids:
         for layers in args.layers:
@@ -190,6 +208,7 @@ def main() -> int:
                 columns = [cell(row, "route", 16), cell(row, "moved", 16)]
                 for lend in args.lend:
                     columns += [cell(row, f"at once {lend}", 18), cell(row, f"lent {lend}", 16)]
+                columns.append(cell(row, f"V lent {max(args.lend)}", 16) if layers % 2 == 0 else " " * 16)
                 print(f"{grid:>8} {layers:>2} {name:>12} {len(failed):>4} {' '.join(columns)}  {row['limit']:.3f}"
                       f"  {row['share']:.3f}", flush=True)
                 args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -25,6 +25,11 @@ SHAPE = Shape(8, 8, 16, 8)
 LOST = (0, 1, 2, 3, 4, 6, 8, 10)
 DRAWS, WORK, LEND = 3, 150_000, 2
 NAMES = ("re-routing (ReCycle)", "layers moved for good", "lent layers, 2 a boundary", "limit: no bubble")
+ASSUMED = (
+    "planned, not measured: periods of legal plans, relative to our own plan without failures",
+    "stages of 20, 22 and 18 units, no hop, no step; a worker may hold 1.5 S micro-batches",
+    "no stalls, and no copies of state (moved layers) or of parameters (lent layers)",
+)
 
 
 def main() -> None:
@@ -44,8 +49,8 @@ def main() -> None:
             series[name].append((count, round(statistics.mean(periods[name]), 4)))
         results.append({"lost": count, **{name: series[name][-1][1] for name in NAMES}})
         CONSOLE.print(results[-1])
-    write("lent_layers", {"planned": "periods of plans, not measured", "grid": "8x8x16", "layers": SHAPE.layers,
-                          "draws": DRAWS, "results": results})
+    write("lent_layers", {"assumptions": ASSUMED, "grid": "8x8x16", "layers": SHAPE.layers, "draws": DRAWS,
+                          "results": results})
     lines(series, picture("lent_layers"), "Throughput over workers lost, of 64 (planned, not measured)", "workers lost",
           "throughput, of our plan without failures")
 
