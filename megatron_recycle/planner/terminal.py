@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..plan import Plan, Timeline, Worker, replay
+from .worth import lent_layers
 
 _LETTERS = {"FB": "D"}
 _COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "D": "46;30", "S": "45;97"}
@@ -28,6 +29,8 @@ def table(plan: Plan, timeline: Timeline, extra: Mapping[str, str]) -> str:
         "peak activations": f"per stage {peaks}",
         "guests": str(guest_count(plan)),
         "moves": ", ".join(f"{mover} takes the place of {to}" for mover, to in moves.items()) or "none",
+        **({"lent": f"{lent_layers(plan)}, for {len(plan.crossings)} of {plan.problem.grid.total} micro-batches"}
+           if plan.crossings else {}),
         "source": plan.source,
         **extra,
     }

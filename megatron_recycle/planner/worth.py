@@ -50,9 +50,9 @@ def worth(rerouted: Plan, lent: Plan, price: CopyPrice, held: Held | None = None
         return Worth(False, 0.0, 0, 0.0, f"does not lend: {why}")
     if gain * price.horizon <= copying:
         return Worth(False, gain, copied, copying,
-                     f"does not lend {_what(lent)}: {times} gains {max(0.0, gain * price.horizon):.2f} s in"
+                     f"does not lend {lent_layers(lent)}: {times} gains {max(0.0, gain * price.horizon):.2f} s in"
                      f" {price.horizon:.0f} iterations, copying {_size(copied)} takes {copying:.2f} s")
-    return Worth(True, gain, copied, copying, f"lends {_what(lent)}: {times}; copies {_size(copied)}")
+    return Worth(True, gain, copied, copying, f"lends {lent_layers(lent)}: {times}; copies {_size(copied)}")
 
 
 def _copies(plan: Plan, price: CopyPrice, held: Held) -> tuple[int, float]:
@@ -74,8 +74,8 @@ def _copies(plan: Plan, price: CopyPrice, held: Held) -> tuple[int, float]:
     return total, longest
 
 
-def _what(plan: Plan) -> str:
-    """Which layers are lent where."""
+def lent_layers(plan: Plan) -> str:
+    """Which layers a plan with crossings lends where, for people."""
     most: dict[int, int] = {}
     for crossing in plan.crossings.values():
         for boundary, by in enumerate(crossing):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_recycle.plan import Worker, borrowings
+from megatron_recycle.plan import Worker, borrowings, replay
 from megatron_recycle.planner import quick
+from megatron_recycle.planner.terminal import table
 from megatron_recycle.planner.worth import CopyPrice, worth
 from tests.planner.test_lending import job
 
@@ -48,3 +49,8 @@ def test_the_peers_of_a_hurt_stage_share_the_sending():
     of_it = sum(count for held in borrowings(plan).values() for (chunk, _), count in held.items() if chunk == 2)
     assert found.pays and found.copying >= of_it * (8 << 20) / 1e9  # one worker sends all copies of stage 2
     assert Worker(2, 2) in plan.workers
+
+
+def test_the_table_of_a_plan_says_what_it_lends():
+    assert "up to 2 layers at boundaries 1-2 and 2-3, for" in table(LENT, replay(LENT), {})
+    assert "boundaries" not in table(REROUTED, replay(REROUTED), {})
