@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -40,6 +41,9 @@ from megatron_recycle.membership.vacancies import Offered, Reservations, free_pl
 Measure = Callable[[State, Member, Mapping[str, Any]], "Conclusions | None"]
 """(state, member, measured message) -> what follows from it; called in the event loop."""
 
+_GLANCE = 0.1
+"""Seconds between looks at whether this coordinator still leads."""
+
 log = logging.getLogger(__name__)
 
 
@@ -63,6 +67,7 @@ class Coordinator:
         restarts: whether the script is started again if the grid cannot go on.
         shelf: the content of torch's store.
         follows: whether another coordinator has led the job before, to which its processes may have told something.
+        leads: whether nobody else can lead by now; what happens meanwhile is decided when that is known again.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class Coordinator:
         restarts: bool = False,
         shelf: Shelf | None = None,
         follows: bool = False,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         timeouts = timeouts or Timeouts()
         state = (State(size=size) if state is None else state).with_(host=host, shape=shape)
@@ -104,6 +110,8 @@ class Coordinator:
                                         restarts)
         self._leader = Leader(state, memory, self._executor)
         self._follows = follows
+        self._leads = leads
+        self._undecided: deque[Input] = deque()
         self._closed = False
 
     @property
@@ -155,13 +163,28 @@ class Coordinator:
         self._leader.memory.close()
 
     def feed(self, happened: Input) -> None:
-        """Decide what follows from this, and do it; call it in the event loop."""
+        """Decide what follows from this, and do it; call it in the event loop. One that has stood still for a while
+        first has to know whether it still leads: not all that is told is written down before."""
         if self._closed:
+            return
+        if self._undecided or not self._leads():
+            if not self._undecided:
+                asyncio.get_running_loop().call_later(_GLANCE, self._decide_later)
+            self._undecided.append(happened)
             return
         try:
             self._leader.feed(happened)
         except LeadLost as lost:
             self.deposed(str(lost))
+
+    def _decide_later(self) -> None:
+        waiting = () if self._closed or not self._leads() else tuple(self._undecided)
+        if self._closed or waiting:
+            self._undecided.clear()
+        for happened in waiting:
+            self.feed(happened)
+        if self._undecided and not waiting:
+            asyncio.get_running_loop().call_later(_GLANCE, self._decide_later)
 
     def deposed(self, why: str) -> None:
         """Another one leads, or may: nothing is decided here any more. Call it in the event loop; `wait_ended` raises

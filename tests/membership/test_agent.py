@@ -124,6 +124,30 @@ def test_missing_heartbeats_are_found_and_named_frozen(tmp_path: Path) -> None:
         _close(agents)
 
 
+@pytest.mark.parametrize("deposed", [False, True])
+def test_a_coordinator_that_may_not_lead_any_more_first_finds_that_out(tmp_path: Path, deposed: bool) -> None:
+    """What happens meanwhile is decided afterwards, in order, or by the one that leads then."""
+    leads = threading.Event()
+    leads.set()
+    with service(tmp_path, leads=leads.is_set) as running:
+        agents = _all_ready(running)
+        leads.clear()
+        _kill(running, "1:0")
+        _kill(running, "2:0")
+        heard = threading.Event()
+        running.call(heard.set)
+        assert heard.wait(LIMIT) and not [event for event in running.events if event["event"] == "suspected"]
+        if deposed:
+            running.call(running.coordinator.deposed, "another one leads")
+            running.call(running.coordinator.interrupt, 1, "nobody hears this")
+        leads.set()
+        if not deposed:
+            suspected = [running.await_event("suspected", worker=name)["t"] for name in ("1:0", "2:0")]
+            assert suspected == sorted(suspected)
+        _close(agents)
+    assert deposed == (not any(event["event"] in ("suspected", "finished") for event in running.events))
+
+
 def test_without_a_launcher_the_end_of_a_connection_is_an_exit(tmp_path: Path) -> None:
     with service(tmp_path, launched=False) as running:
         agents = _all_ready(running)
