@@ -169,7 +169,10 @@ class Etcd:
         if answer.status == 400 and b"CommonName of client" in data:
             raise StoreRefused(f"etcd at {where} has users, and takes no client's certificate with a CommonName beside "
                                "them: give one without")
-        told = json.loads(data)
+        try:
+            told = json.loads(data)
+        except ValueError:
+            raise ValueError(f"what answers there is no etcd (status {answer.status})") from None
         if answer.status == 200:
             return dict(told)
         text = str(told.get("message") or told.get("error") or data[:200])

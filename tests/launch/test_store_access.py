@@ -105,6 +105,8 @@ def test_certificates_and_passwords_let_a_coordinator_in_and_what_is_wrong_with_
         assert known.range("k")
     with plain() as where:
         refused(f"etcds://{where}", given, "does not speak TLS")
+        with pytest.raises(StoreUnreachable, match="is no etcd"):
+            Etcd(Place.parse(f"etcd://{where}")).range("k")
     assert "sesame" not in repr(Access.read({"ETCDCTL_USER": "root:sesame"}))
 
 
