@@ -9,14 +9,15 @@ from tests.backends.comparing import check_survivors
 from tests.harness import Hold, Job
 from tests.references import calm_run
 
-JOB = {"pipelines": 3, "stages": 2, "iterations": 4, "noisy": True, "checkpoint": 1,
+JOB = {"pipelines": 3, "stages": 2, "iterations": 4, "by_hand": True, "checkpoint": 1,
+       "engine_settings": {"pipeline": {"use_reentrant": False}},
        "settings": {"reduction": "exact", "lend": "auto"}}
 
 
-@pytest.mark.night
 @pytest.mark.processes
 def test_whoever_runs_a_layer_the_bits_are_the_same():
-    """Every backward of a block runs it again, and it draws random numbers from all kinds of generators."""
+    """Every backward of a block runs it again, and it has dropout. In the last iteration the embedding is frozen, which
+    is all that the first stage runs of some micro-batches."""
     reference = calm_run(gpt_job.train, 6, JOB)
     dies = Hold("1:1", "backward", 1, 1)
     with Job(gpt_job.train, 6, {**JOB, "lends": True}, [dies]) as job:

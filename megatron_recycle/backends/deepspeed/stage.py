@@ -163,7 +163,7 @@ class DeepSpeedStage:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             if engine.has_attention_mask or engine.has_bool_tensors:  # stock's next stage gets it as booleans
                 outputs = (*outputs[:-1], outputs[-1].bool())
-            if torch.is_grad_enabled() and self.parameters and not any(tensor.requires_grad for tensor in outputs):
+            if torch.is_grad_enabled() and self._trains() and not any(tensor.requires_grad for tensor in outputs):
                 raise UnsupportedError(
                     "no output of this stage has a gradient, so that its parameters would never be trained. Reentrant "
                     "activation checkpointing takes the gradients of a first layer whose inputs have none, such as an "
@@ -177,6 +177,14 @@ class DeepSpeedStage:
         if not isinstance(loss, torch.Tensor) or engine.module.get_additional_losses() is not None:
             raise UnsupportedError("a loss of several tensors is not supported yet; return one scalar from loss_fn")
         return Forward((inputs, (loss,)), (), loss, roots=(loss,))
+
+    def _trains(self) -> bool:
+        """Whether something is trained of what this micro-batch goes through here; the rest others may run."""
+        if self.lending is None:
+            return bool(self.parameters)
+        return any(parameter.requires_grad for layer in self._engine.module.forward_funcs for module in
+                   (layer, *getattr(layer, "args", ())) if isinstance(module, nn.Module)
+                   for parameter in module.parameters())
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         engine = self._engine
