@@ -24,6 +24,8 @@ from .portfolio import CHUNK_TEMPLATES, Found, Template, filled, goal, one_by_on
 TWICE = 30_000
 #: actions that a first plan's search for lent layers schedules
 LENDING = 50_000
+#: with more actions than this, only a search in the background looks for lent layers: levelling takes seconds there
+LENDING_MOST = 100_000
 
 
 def quick(problem: Problem, seed: int = 0) -> Plan:
@@ -70,7 +72,7 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
-    if lent.helps(problem):
+    if lent.helps(problem) and instance.actions <= LENDING_MOST:
         lending = lent.first(instance, LENDING).best
         best = lending if lending is not None and goal(problem, lending) < goal(problem, best) else best
     return _quick_plan(instance, adjoined(instance, best), first, seed)
