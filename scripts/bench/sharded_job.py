@@ -1,14 +1,13 @@
 """The training script of `sharding.py`: one wide stack of layers under DeepSpeed, which measures itself.
 
 It counts the bytes of all tensors that live, at the moments when most do: at the end of each micro-batch's backward,
-while something is sent or received, before and after the optimizer's step, and after the iteration; the kernel says
-what memory the process had at most. Processor time is that of all threads of the process.
+while something is sent or received, before and after the optimizer's step, and after the iteration. Processor time is
+that of all threads of the process.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -52,19 +51,6 @@ def living() -> int:
                     storage = tensor.untyped_storage()
                     found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
-
-
-def resident(name: str) -> int:
-    """Bytes of memory that this process has (VmRSS), or has had since `forget_most` (VmHWM)."""
-    line, = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
-    return 1024 * int(line.split()[1])
-
-
-def forget_most() -> None:
-    """The most that this process has had is what it has now, without what it has given back to its library."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def processor() -> float:
@@ -124,7 +110,6 @@ def main() -> None:
 
     for name in _TRANSFERS:
         setattr(torch.distributed.ProcessGroup, name, noting(getattr(torch.distributed.ProcessGroup, name)))
-    before = resident("VmRSS")
     model = PipelineModule(
         [LayerSpec(nn.Linear, arguments.width, arguments.width, bias=False) for _ in range(arguments.layers)],
         num_stages=arguments.stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
@@ -146,17 +131,16 @@ def main() -> None:
         if step == 4:
             torch.distributed.barrier()
             begun, used = sent(), processor()
-            forget_most()
         start = time.monotonic()
         engine.train_batch(iterator)
         seconds.append(time.monotonic() - start)
         note("after")
-    used, peak = processor() - used, resident("VmHWM") - before
+    used = processor() - used
     torch.distributed.barrier()
     (arguments.to / f"{rank}.json").write_text(json.dumps({
         "bytes": {moment: number / parameters for moment, number in most.items()}, "parameters": parameters,
         "sent": (sent() - begun) / (arguments.iterations - 4), "seconds": statistics.median(seconds[4:]),
-        "processor": used / (arguments.iterations - 4), "resident": peak / parameters}))
+        "processor": used / (arguments.iterations - 4)}))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ stock's ZeRO-1.
 Each side is a job of its own in a network namespace of its own (which needs root, or user namespaces), so that what the
 kernel counts there is what the job sends, of all kinds: gradients and parameters make up nearly all of it. A worker
 counts the bytes of all its tensors: while it trains (at the end of the last layer's backward), while gradients or
-parameters travel, in the optimizer's step and after it; and the kernel the memory that it had at most, those buffers
-included that a library keeps for itself. Sides take turns, `--rounds` times, and of each the quickest round counts. On
-a machine that does other things wall time says little, and processor time more. Writes runs/bench/sharding.json.
+parameters travel, in the optimizer's step and after it; those of buffers that a library keeps for itself are not in it.
+Sides take turns, `--rounds` times, and of each the quickest round counts. On a machine that does other things wall time
+says little, and processor time more. Writes runs/bench/sharding.json.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ def run(side: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     return {"bytes": {moment: max(each["bytes"][moment] for each in found) for moment in found[0]["bytes"]},
             "sent": max(each["sent"] for each in found) / sum(each["parameters"] for each in found),
             "seconds": max(each["seconds"] for each in found), "parameters": found[0]["parameters"],
-            "resident": max(each["resident"] for each in found),
             "processor": sum(each["processor"] for each in found) / len(found)}
 
 
@@ -83,14 +82,14 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "sharding.json").write_text(json.dumps({"pipelines": args.pipelines, "stages": args.stages, **found},
                                                        indent=1))
-    table = Table("copies, step", "training", "reducing", "in the step", "after it", "resident", "sent",
+    table = Table("copies, step", "training", "reducing", "in the step", "after it", "sent",
                   "ms/iteration", "ms of processors", title="bytes per parameter of a worker")
     stock = found.get("stock")
     for side, numbers in found.items():
         times = [f"{1000 * numbers[name]:.0f}" + (f" ({numbers[name] / stock[name]:.2f})" if stock else "")
                  for name in ("seconds", "processor")]
         table.add_row(side, *(f"{numbers['bytes'][moment]:.2f}" for moment in ("training", "reduce", "step", "after")),
-                      f"{numbers['resident']:.2f}", f"{numbers['sent']:.2f}", *times)
+                      f"{numbers['sent']:.2f}", *times)
     Console().print(table)
 
 

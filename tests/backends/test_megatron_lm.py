@@ -361,17 +361,18 @@ def loaded(place: Path, kind: str) -> dict[str, Any]:
     return {**state, "common": common}
 
 
-def test_a_sample_that_nobody_can_read_leaves_a_last_checkpoint_from_which_stock_goes_on(checkout, tmp_path,
+@pytest.mark.parametrize("more", [(), pytest.param(SHARDED, marks=pytest.mark.night)])
+def test_a_sample_that_nobody_can_read_leaves_a_last_checkpoint_from_which_stock_goes_on(more, checkout, tmp_path,
                                                                                         monkeypatch):
     monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
     calm = tmp_path / "calm-checkpoints"
     printed = recycled(tmp_path / "calm", checkout, "--mock-data", "--save", str(calm), "--save-interval", "3",
-                       "--ckpt-format", "torch")
+                       "--ckpt-format", "torch", *more)
     monkeypatch.setenv("CORRUPT", "53")  # read in the iteration after the third
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(checkout), os.environ.get("PYTHONPATH", "")]))
     for kind in ("torch", "torch_dist"):
         saved, folder = tmp_path / f"{kind}-checkpoints", tmp_path / kind
-        options = ("--mock-data", "--ckpt-format", kind)
+        options = ("--mock-data", "--ckpt-format", kind, *more)
         launcher = ("megatron_recycle.cli", "run", "--nproc", "4", "--run-dir", str(folder))
         screen = ended(start(launcher, checkout, (*options, "--save", str(saved), "--save-interval", "100"),
                              [str(Path(__file__).with_name("corrupt_gpt.py"))]), 1)
