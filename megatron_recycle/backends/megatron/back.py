@@ -34,7 +34,7 @@ _AS_SAVED = {
 
 def possible(arguments: Any) -> bool:
     """Whether checkpoints of a job with these ``arguments`` hold all that training needs."""
-    whole = not (arguments.no_save_optim or arguments.data_parallel_random_init or arguments.use_distributed_optimizer)
+    whole = not (arguments.no_save_optim or arguments.data_parallel_random_init)
     return whole and arguments.ckpt_format in ("torch", "torch_dist")
 
 

@@ -9,7 +9,8 @@ asked through a view of one shard, in which it finds itself on that shard's rank
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,10 @@ from megatron_recycle.runtime.compute.sharded_optimizer import MASTER, Piece, Sh
 _STATES = ("exp_avg", "exp_avg_sq")
 _TOGETHER = ("fully_reshardable", "dp_zero_gather_scatter")
 """Forms of checkpoints that are gathered from all shards."""
+_LOADERS = {"dp_reshardable": "load_parameter_state_from_dp_reshardable",
+            "fully_reshardable": "load_parameter_state_from_fully_reshardable",
+            "fully_sharded_model_space": "load_parameter_state_from_fs_model_space"}
+"""Stock's functions that load each form into one rank's shard."""
 
 
 class Distributed:
@@ -66,6 +71,7 @@ class Distributed:
         stock.get_parameter_state_dp_zero = self._whole
         stock.save_parameter_state = self._save
         stock.load_state_dict = stock.load_parameter_state = stock.reload_model_params = _too_late
+        self._loads = False
 
     def _let_go(self, own: int) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """What stock has of shard ``own``, as `ShardedOptimizer.take` wants it; it has nothing of that any more."""
@@ -121,21 +127,22 @@ class Distributed:
 
     def _sharded_state_dict(self, model_sharded_state_dict: Any, is_loading: bool = False,
                             sharding_type: str | None = None, metadata: Mapping[str, Any] | None = None) -> Any:
-        """Stock's, of all shards that this worker writes, also in the place of one that is gone."""
-        if is_loading:
+        """Stock's, of all shards that this worker writes, also in the place of one that is gone, or has to load."""
+        if is_loading and not self._loads:
             _too_late()
         first, metadata = self._any(), {"distrib_optim_sharding_type": "fully_sharded_model_space", **(metadata or {})}
         if sharding_type is not None:
             metadata["distrib_optim_sharding_type"] = sharding_type
         kind = metadata["distrib_optim_sharding_type"]
         if kind in _TOGETHER:
-            view = self.view(first)
+            view = self._to_load(first) if is_loading else self.view(first)
             view.get_parameter_state_dp_zero = self._whole
             group = self.where()[1].stage_control.group
             view.data_parallel_group = _Rank(dist.get_rank(group), dist.get_world_size(group))
-            return view.sharded_state_dict(model_sharded_state_dict, metadata=metadata)
-        found = {shard: self.view(shard).sharded_state_dict(model_sharded_state_dict, metadata=metadata)
-                 for shard in self._spoken_for()}
+            return view.sharded_state_dict(model_sharded_state_dict, is_loading=is_loading, metadata=metadata)
+        found = {shard: (self._to_load(shard) if is_loading else self.view(shard)).sharded_state_dict(
+            model_sharded_state_dict, is_loading=is_loading, metadata=metadata)
+            for shard in (self.shards.held if is_loading else self._spoken_for())}
         if not found:
             common = kind in DistributedOptimizer.checkpoint_fully_reshardable_formats
             return {**(self.view(first).state_dict() if common else {}), "param_state_sharding_type": kind}
@@ -148,13 +155,13 @@ class Distributed:
         cuts, groups = self.where()
         peers, me = groups.peers(groups.me.stage), groups.me
         found: dict[Any, Any] = {"buckets_coalesced": True}
-        views = {shard: self.view(shard) for shard in cuts.spoken_for(me)}
+        views = {} if empty_data else {shard: self.view(shard) for shard in cuts.spoken_for(me)}
         for number, buffer in enumerate(self._stock.buffers):
             world = {key: torch.zeros(buffer.numel_unpadded, dtype=torch.float32, device="cpu")
                      for key in ("param", *_STATES)}
             begin = 0
             for index, bucket in enumerate(buffer.buckets):
-                for key, flat in world.items():
+                for key, flat in ({} if empty_data else world).items():
                     parts = [self._part(views.get(shard), shard, number, index, key, bucket.grad_data.numel())
                              for shard in range(self.shards.count)]
                     for shard, part in enumerate(parts):
@@ -181,6 +188,75 @@ class Distributed:
         state = self._whole()
         if state is not None:
             torch.save(state, filename)
+
+
+    # ---- the way back to a checkpoint of this job
+
+    @contextmanager
+    def going_back(self) -> Iterator[None]:
+        """A block in which stock's loader loads a checkpoint, of any of its forms, into the shards that this worker
+        has: only then do all peers load the same one."""
+        stock = self._stock
+        stock.load_state_dict, stock.load_parameter_state, self._loads = self._load, self._load_file, True
+        try:
+            yield
+        finally:
+            stock.load_state_dict, stock.load_parameter_state, self._loads = _too_late, _too_late, False
+
+    def _to_load(self, shard: int) -> Any:
+        """The view of a shard that this worker has, for stock's functions that load; twins have each a replica."""
+        for master in self.shards.masters(shard):
+            state = self._inner.state[master]
+            for key in (key for key in _STATES if key not in state):
+                state[key] = torch.zeros_like(master.data)
+            if isinstance(self._inner, (torch.optim.Adam, torch.optim.AdamW)) and "step" not in state:
+                state["step"] = torch.tensor(0.0)
+        cuts, groups = self.where()
+        view = self.view(shard)
+        view.distributed_optimizer_instance_id = cuts.holders[shard].index(groups.me)
+        view.load_state_dict = lambda state_dict: None  # it has all that this would make
+        view._set_main_param_and_optimizer_states = lambda parameter, tensors: _set(view, parameter, tensors)
+        return view
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        """Stock's `load_state_dict`: counts of steps and, if they are in it, masters and moments. Settings of groups
+        are the loop's."""
+        steps = {group["step"] for group in state_dict["optimizer"]["param_groups"] if "step" in group}
+        views = {shard: self._to_load(shard) for shard in self.shards.held}
+        for step in steps:  # one
+            for group in (group for group in self._inner.param_groups if "step" in group):
+                group["step"] = step
+            for state in (state for state in self._inner.state.values() if "step" in state):
+                state["step"] = torch.tensor(float(step))
+        if "param_state" not in state_dict:
+            return
+        kind, found = state_dict["param_state_sharding_type"], state_dict["param_state"]
+        if kind not in _LOADERS:
+            raise UnsupportedError(f"no way back to a checkpoint whose optimizer has the form {kind}")
+        for shard, view in views.items():
+            getattr(view, _LOADERS[kind])(found if kind in _TOGETHER else found[shard])
+
+    def _load_file(self, filename: str, **_: Any) -> None:
+        """Stock's `load_parameter_state`, of what `_save` has written."""
+        state = torch.load(filename, map_location="cpu", weights_only=False)
+        for shard in self.shards.held:
+            view = self._to_load(shard)
+            for number, buffer in enumerate(self._stock.buffers):
+                (world,), (buckets,), begin = state[number].values(), self._ranges[shard][number].values(), 0
+                for bucket, ranges in zip(buffer.buckets, buckets, strict=True):
+                    piece = begin + shard * (bucket.grad_data.numel() // self.shards.count)
+                    for parameter, of in ranges["param_map"].items():
+                        at = slice(piece + of["gbuf_local"].start, piece + of["gbuf_local"].end)
+                        _set(view, parameter, {key: world[key][at] for key in ("param", *_STATES)})
+                    begin += bucket.numel_unpadded
+
+
+@torch.no_grad()
+def _set(view: Any, parameter: nn.Parameter, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Stock's `_set_main_param_and_optimizer_states`, of what ``tensors`` have: the count of steps is in no form."""
+    for key, own in view._get_main_param_and_optimizer_states(parameter).items():
+        if key in ("param", *_STATES):
+            own.data.copy_(tensors[key])
 
 
 class _Rank:

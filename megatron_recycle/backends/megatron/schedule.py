@@ -182,7 +182,9 @@ class RecycleSchedule:
     def _go_back(self, groups: Groups, place: str, name: str) -> None:
         """As `Restore`."""
         assert self._back is not None
-        with megatron_groups.of_those_left(groups):
+        distributed = self._stage.distributed
+        loads = nullcontext() if distributed is None else distributed.going_back()
+        with megatron_groups.of_those_left(groups), loads:
             self._stage.rates.steps = self._back(place, name)
 
     @contextmanager
