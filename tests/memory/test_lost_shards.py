@@ -110,11 +110,13 @@ def test_random_losses_of_shards(seed):
         SHAPE, replace(SHAPE, pipelines=3), replace(SHAPE, stages=3, pipelines=3), replace(SHAPE, tied=True),
         replace(SHAPE, clipping=0.0, scale=64.0, overflows=((1, 1), (0, 2))), replace(SHAPE, evaluate=(3, 5)),
         replace(SHAPE, pipelines=3, parts=2)])
-    shape = shape.with_settings(step=draw.choice(["staggered", "barrier"]), verify_every=draw.choice([0, 2]))
+    copies = draw.choice([1, 2, 2, 3])
+    shape = shape.with_settings(step=draw.choice(["staggered", "barrier"]), verify_every=draw.choice([0, 2]),
+                                state_copies=copies)
     stage, first = draw.randrange(shape.stages), draw.randrange(shape.pipelines)
     twin = (first + draw.choice([1, -1])) % shape.pipelines
     names = [f"{pipeline}:{stage}" + ".0" * (shape.parts > 1) for pipeline in (first, twin)]
-    kills = twins_die(*names, draw.choice(PHASES), draw.choice([2, 3, 4, 5]))
+    kills = twins_die(*names, draw.choice(PHASES), draw.choice([2, 3, 4, 5]))[:1 if copies == 1 else 4]
     if draw.random() < 0.3:
         third = draw.choice([name for name in shape.workers if name.split(":")[0] not in (str(first), str(twin))])
         kills.append(Moment(third + ".0" * (shape.parts > 1), "joining", draw.choice([2, 4])))
