@@ -96,8 +96,10 @@ def load(site: Site, generation: int, checkpoint: Mapping[str, Any]) -> tuple[di
     except Exception as error:  # whatever a framework makes of a file that is not what it was
         if site.agent.stop_generation > generation or site.agent.ended is not None:
             raise GenerationOver("the generation ended before the checkpoint was loaded") from error
-        why = str(error) if isinstance(error, RecycleError) else f"{type(error).__name__}: {error}"
-        get_logger().error("megatron-recycle: the checkpoint in %s cannot be read here: %s", place, why)
+        ours = isinstance(error, RecycleError)
+        why = str(error) if ours else f"{type(error).__name__}: {error}"
+        get_logger().error("megatron-recycle: the checkpoint in %s cannot be read here: %s", place, why,
+                           exc_info=None if ours else error)
         site.agent.unreadable(generation, place, why)
         raise GenerationOver(f"the checkpoint in {place} cannot be read") from error
     total = site.grids.of(checkpoint["iteration"]).total

@@ -28,6 +28,8 @@ from megatron_recycle.runtime.compute.sharded_optimizer import MASTER, Piece, Sh
 _STATES = ("exp_avg", "exp_avg_sq")
 _TOGETHER = ("fully_reshardable", "dp_zero_gather_scatter")
 """Forms of checkpoints that are gathered from all shards."""
+_OF_ALL = ("per_bucket_numel", "per_bucket_numel_unpadded")
+"""Names in a shard's part of a checkpoint that all shards have alike."""
 _LOADERS = {"dp_reshardable": "load_parameter_state_from_dp_reshardable",
             "fully_reshardable": "load_parameter_state_from_fully_reshardable",
             "fully_sharded_model_space": "load_parameter_state_from_fs_model_space"}
@@ -143,6 +145,9 @@ class Distributed:
         found = {shard: (self._to_load(shard) if is_loading else self.view(shard)).sharded_state_dict(
             model_sharded_state_dict, is_loading=is_loading, metadata=metadata)
             for shard in (self.shards.held if is_loading else self._spoken_for())}
+        for shard in found.keys() - {first} if is_loading else ():  # what is told once of all is loaded once
+            for name in _OF_ALL:
+                found[shard]["param_state"].pop(name, None)
         if not found:
             common = kind in DistributedOptimizer.checkpoint_fully_reshardable_formats
             return {**(self.view(first).state_dict() if common else {}), "param_state_sharding_type": kind}
