@@ -83,7 +83,9 @@ def _first(instance: Instance, guests: bool) -> tuple[Template, ...]:
     known = templates(instance.problem)
     if instance.actions > TWICE:
         return known[:1]
-    return known[:len(CHUNK_TEMPLATES)] if instance.problem.placement else known[:2 if guests else 1]
+    if instance.problem.placement:
+        return known[:len(CHUNK_TEMPLATES) if 4 * instance.actions <= TWICE else 2]
+    return known[:2 if guests else 1]
 
 
 def _quick_plan(instance: Instance, schedule: Schedule, first: float, seed: int) -> Plan:

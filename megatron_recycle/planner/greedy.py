@@ -104,10 +104,14 @@ class _Board:
         mine = [rules[s] for s in instance.stage]
         self.hold, self.keep = instance.weights(route)
         self.need, self.usual = instance.needs(self.hold), instance.hold
+        self.least = self.usual
         if instance.problem.placement or instance.spans:
             self.usual = [0] * workers
             for w, units in zip(route, self.need):
                 self.usual[w] = max(self.usual[w], units)
+            self.least = list(self.usual)  # with less free no F of the worker can begin
+            for w, units in zip(route, self.need):
+                self.least[w] = min(self.least[w], units)
         self.left = [max(cap - rule.reserve, hold) for cap, hold, rule in zip(instance.cap, self.usual, mine)]
         self.gated = instance.ordered or strict
         self.after_f, self.after_b = _chains(instance, route, strict) if self.gated else ([], [])
@@ -178,7 +182,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
     edge, workers = nodes - count, len(instance.workers)
     lag, split, again = instance.lags(route), instance.problem.split_backward, bool(instance.problem.placement)
     d_forward, d_backward, d_weight = instance.lengths(route)
-    hold, keep, need, usual, left = board.hold, board.keep, board.need, board.usual, board.left
+    hold, keep, need, left, usual, least = board.hold, board.keep, board.need, board.left, board.usual, board.least
     shift, bits = workers.bit_length(), nodes.bit_length()
     mask, job_mask = (1 << shift) - 1, (1 << bits) - 1
     (key_f, key_b), gated, ahead = keys, board.gated, board.ahead
@@ -200,7 +204,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
         if coming_f and coming_f[0] < limit:
             _arrive(coming_f, fs, key_f, board.shut_f, board.early, 0, limit, job_mask)
         room = left[w] >= (need[fs[0] & job_mask] if fs else usual[w])
-        if again and fs and not room:
+        if again and fs and not room and left[w] >= least[w]:
             room = _fitting(fs, left[w], need, job_mask)
         kind = choose(w, t, len(w_queue[w]) - w_next[w], room, bits)
         if kind == 3:
@@ -253,12 +257,19 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
 
 def _fitting(queue: list[int], left: int, need: list[int], mask: int) -> bool:
     """Put the first micro-batch that fits at the head of the queue, if there is one: one that comes by again."""
-    for place, key in enumerate(sorted(queue)):
-        if left >= need[key & mask]:
-            queue.sort()
-            queue.insert(0, queue.pop(place) & mask)  # below every other key, so that the rest stays a heap
-            return True
-    return False
+    fit = [key for key in queue if need[key & mask] <= left]
+    if not fit:
+        return False
+    first = min(fit)
+    place, head = queue.index(first), first & mask  # below every other key
+    while place:
+        above = (place - 1) >> 1
+        if queue[above] <= head:
+            break
+        queue[place] = queue[above]
+        place = above
+    queue[place] = head
+    return True
 
 
 def _arrive(coming: list[int], queue: list[int], key: list[int], shut: bytearray, early: set[int], offset: int,

@@ -53,10 +53,10 @@ TEMPLATES = (
 )
 #: rules that do well where a stage has several chunks: then forwards of later chunks are what everybody waits for
 CHUNK_TEMPLATES = (
-    Template(Rules(forward_first=1, drain=1, wait_b=50, wait_f=50)),
     Template(Rules(forward_first=1, drain=1)),
-    Template(Rules(forward_first=1, wait_b=50, wait_f=50, backlog=2)),
     Template(Rules(forward_first=1, wait_b=100, wait_f=50, backlog=2)),
+    Template(Rules(forward_first=1, drain=1, wait_b=50, wait_f=50)),
+    Template(Rules(forward_first=1, wait_b=50, wait_f=50, backlog=2)),
 )
 DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("forward_first", (0, 1)), ("drain", (0, 1)), ("wait_b", (0, 50, 100)), ("wait_f", (0, 50, 100)),

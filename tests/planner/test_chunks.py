@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker, lent, replay, violations
+from megatron_recycle.plan import Costs, Grid, Plan, PlanError, Problem, Worker, lent, lower_bound, replay, violations
 from megatron_recycle.planner import plan_for, quick
 from megatron_recycle.planner.alignment import aligned
 from megatron_recycle.planner.greedy import schedule
@@ -123,6 +123,7 @@ def test_any_crossings_are_scheduled_within_memory(problem, data):
     trace = schedule(wide, table, filled(instance, alignment, table, template))
     plan = plan_of(instance, Schedule(table, trace, *figures(wide, table, trace), crossings), 0, "greedy")
     assert [text for text in violations(plan) if not text.startswith(("bound", "memory"))] == []
+    assert lower_bound(problem) <= plan.objective_value
     same(plan)
 
 
