@@ -12,7 +12,7 @@ from megatron_recycle.planner.alignment import aligned
 from megatron_recycle.planner.routing import route
 from megatron_recycle.planner.timing import figures
 
-from ..plan import Plan, Problem, Worker, lower_bound, overfull, surplus, violations
+from ..plan import Plan, PlanError, Problem, Worker, lower_bound, overfull, surplus, violations
 from .adjoin import adjoined
 from .cache import Cache
 from .canonical import canonical
@@ -53,7 +53,11 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
 def _one_by_one(problem: Problem, begin: float, seed: int) -> Plan:
     instance = build(problem)
     found = one_by_one(instance)
-    return _quick_plan(instance, found, time.perf_counter() - begin, seed)
+    plan = _quick_plan(instance, found, time.perf_counter() - begin, seed)
+    if problem.placement and overfull(plan):
+        raise PlanError("caps: micro-batches that run one after the other do not fit, with the messages that chunks of"
+                        " one stage read in another order than they are sent; raise the cap, or use fewer chunks")
+    return plan
 
 
 def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: int) -> Plan:

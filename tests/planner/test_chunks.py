@@ -159,6 +159,16 @@ def test_one_chunk_per_stage_is_planned_as_before():
     assert quick(plain).digest == quick(spelled).digest and templates(plain) == TEMPLATES
 
 
+def test_messages_that_fit_no_cap_are_refused():
+    """Where chunks begin anew at the first stage a worker reads two activations of a neighbour before a gradient."""
+    grid = Grid(2, (4, 0, 0))
+    problem = Problem(grid, Costs((20, 7, 20, 2), (19, 29, 14, 11), (0,) * 4), (Worker(1, 1),),
+                      cap={Worker(0, 1): 6, Worker(2, 1): 6}, before_b=(1, 3, 2, 3), message=(1,) * 4, block=2,
+                      placement=(0, 1, 0, 1))
+    with pytest.raises(PlanError, match="raise the cap, or use fewer chunks"):
+        quick(problem)
+
+
 def test_a_cap_that_holds_no_micro_batch_in_all_of_its_chunks_is_refused():
     with pytest.raises(PlanError, match="no live worker's cap holds one micro-batch"):
         quick(vee(1, 2, 2, 1))
