@@ -213,8 +213,9 @@ class Planning:
 
     def _searched(self, problem: Problem, incumbent: Plan, budget: float, seed: int,
                   cancelled: threading.Event) -> Plan | None:
-        """A better plan than the ``incumbent``: one that is remembered, or one that a search finds from there on."""
-        known = self._cache.get(problem) if problem.lends else None
+        """A better plan than the ``incumbent``: where layers may be lent one that is remembered, or the heuristic's, or
+        one that a search finds from there on."""
+        known = plan_for(problem, self._cache, work=0, seed=seed) if problem.lends else None
         if known is None or known.objective_value >= incumbent.objective_value:
             return improve(problem, incumbent, budget, seed, cancelled.is_set)
         return improve(problem, known, budget, seed, cancelled.is_set) or known

@@ -6,15 +6,15 @@ Training ends with the bits of a job without failures in which every layer stays
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from megatron_recycle.control.planning import problem_of
+from megatron_recycle.control.planning import Planning
 from megatron_recycle.plan import Costs, Microbatch, Plan, violations
-from megatron_recycle.planner import quick
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.model import SmallStage
 from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw
@@ -126,19 +126,21 @@ def test_random_campaign(seed, lends):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
-    """As its file tells it; the plan of the failure lends nothing. Who comes back ends all loans."""
+    """The coordinator's planner finds it, of what the stages say of their layers; that of the failure lends nothing.
+    Who comes back ends all loans."""
     shape, late = replace(DEEP, iterations=11), Moment("0:0", "forward", 1)
     held = Moment("0:0", "forward", 5)
     job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late, held], seed=seed)
     with job:
         job.wait_held(late)
         job.wait_event("decided", generation=2)
-        lent = limits(shape)
-        problem = problem_of(job.control.state.description or {}, frozenset({"1:1"}))
-        costs = replace(Costs.uniform(3, 3, 3, 3), layer=((1,) * 3,) * 3)
-        better = quick(replace(problem, layers=(3, 3, 3), costs=costs,
-                               lend=tuple((before[1], behind[0]) for before, behind in pairwise(lent))))
-        assert better.crossings and not violations(better)
+        state, found = job.control.state, threading.Event()
+        description = {**(state.description or {}), "costs": Costs.uniform(3, 300, 300, 300).to_json(),
+                       "planner_budget": 0.5, "horizon": 1e9}
+        told = Planning().improve(description, frozenset({"1:1"}), state.plan or {}, found)
+        found.set()
+        better = Plan.from_json(told or {})
+        assert better.crossings and not violations(better) and str(better.stats["lending"]).startswith("lends ")
         job.control.call(lambda: job.control.improved(2, better))
         left = [each.worker for each in job.processes.values() if each.thread.is_alive() and each.worker is not None]
         job.wait_for(lambda: all(each.site.agent.offer is not None for each in left), "the offer")
