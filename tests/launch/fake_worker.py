@@ -177,7 +177,7 @@ class FakeWorker:
 
     def may_hold(self, go: Go, iteration: int) -> bool:
         """Wait for an offer, if a test wants it; False if a stop came."""
-        first, full = self.orders.get("offered", iteration + 1), self.orders.get("full", iteration + 1)
+        first, full = (self.orders.get(name) or iteration + 1 for name in ("offered", "full"))
         if iteration >= full and len(go.members) < int(os.environ["WORLD_SIZE"]):
             return self.waited(go, lambda: self.agent.offer is not None)
         return iteration < first or self.waited(go, lambda: self.joined or self.agent.offer is not None)
