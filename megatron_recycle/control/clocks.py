@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_recycle.control.elected import LEASE_S
+from megatron_recycle.control.sockets import FOUND_S
 from megatron_recycle.control.watch import Watch
 from megatron_recycle.membership.inputs import Input, Interrupted, Loss, Lost, Stuck
 from megatron_recycle.membership.state import Phase, State
@@ -70,6 +72,13 @@ class Clocks:
         others = (*state.joiners.values(), *state.stranded.values())
         interval, timeout = self.timeouts.heartbeat_interval, self.timeouts.heartbeat_timeout
         self.watch.members(state.members.values(), others, interval, timeout, time.monotonic())
+
+    def follow(self, node: str) -> None:
+        """The coordinator before this one was on the host of this number, and its lease has ended. If the host has gone
+        with it, it has been silent for that long already, however little of that this one has seen."""
+        since = min(LEASE_S, self.timeouts.heartbeat_timeout - FOUND_S)
+        if since > 0:
+            self.watch.left(node, time.monotonic() - since)
 
     def after(self, seconds: float, happened: Input) -> None:
         """Feed this in so many seconds."""

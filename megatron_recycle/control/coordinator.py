@@ -13,7 +13,7 @@ import logging
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron_recycle.control import guests
@@ -28,6 +28,7 @@ from megatron_recycle.control.memory import Memory, Records
 from megatron_recycle.control.searches import Improver, Mover, Planner, Plans, Searches
 from megatron_recycle.control.server import Server
 from megatron_recycle.control.shelf import Shelf
+from megatron_recycle.control.sockets import FOUND_S
 from megatron_recycle.control.telling import Telling
 from megatron_recycle.control.wire import GUEST, Message
 from megatron_recycle.membership import commands, messages, moving
@@ -36,7 +37,7 @@ from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.inputs import Exited, Input, Interrupted, Loss, Lost, Restarted, StaysOut
 from megatron_recycle.membership.next_life import Shape
 from megatron_recycle.membership.state import Member, Phase, State
-from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
+from megatron_recycle.membership.vacancies import Offered, Reservations, free_places, promised_before
 
 Measure = Callable[[State, Member, Mapping[str, Any]], "Conclusions | None"]
 """(state, member, measured message) -> what follows from it; called in the event loop."""
@@ -67,6 +68,7 @@ class Coordinator:
         restarts: whether the script is started again if the grid cannot go on.
         shelf: the content of torch's store.
         follows: whether another coordinator has led the job before, to which its processes may have told something.
+        before: the number of the host whose coordinator has led before, if its lease has ended.
         leads: whether nobody else can lead by now; what happens meanwhile is decided when that is known again.
     """
 
@@ -92,6 +94,7 @@ class Coordinator:
         restarts: bool = False,
         shelf: Shelf | None = None,
         follows: bool = False,
+        before: str = "",
         leads: Callable[[], bool] = lambda: True,
     ) -> None:
         timeouts = timeouts or Timeouts()
@@ -110,6 +113,7 @@ class Coordinator:
                                         restarts)
         self._leader = Leader(state, memory, self._executor)
         self._follows = follows
+        self._before = before
         self._leads = leads
         self._undecided: deque[Input] = deque()
         self._closed = False
@@ -133,9 +137,13 @@ class Coordinator:
             self._executor.end(End(*self.state.ended))
         elif self.state.phase is not Phase.FORMING:  # members have as long as a heartbeat may take to connect again
             self._clocks.new_generation(self.state)
+            if self._before:
+                self._clocks.follow(self._before)
         self._clocks.start()
         if self._follows:
             self._gather()
+            if self._places is not None:
+                self._places.asked_from = time.monotonic() + FOUND_S
         if self.state.phase is Phase.RETURNING:
             self.feed(Restarted())
         return address
@@ -250,8 +258,10 @@ class Coordinator:
         if (happened := input_of(incarnation, message)) is not None:
             self.feed(happened)
 
-    def launcher_came(self, connection: Connection, host: str) -> None:
+    def launcher_came(self, connection: Connection, host: str, joins: Sequence[int]) -> None:
         self._clocks.watch.launcher_came(host)
+        if self._places is not None:
+            promised_before(self.state, self._places, joins, time.monotonic())
         for event in self._telling.again():
             connection.send({"type": "event", "event": event})
         for command in commands.in_force(self.state, host):

@@ -208,6 +208,7 @@ class ElectedJournal:
     Attributes:
         term: the number of this leadership.
         records: all decisions, in order, and the latest note.
+        before: the name of the one that has led before, if that is another one; empty: there is none.
     """
 
     def __init__(self, keys: Sealed, revision: int, term: int, lease: int, read: Mapping[str, tuple[Any, int]],
@@ -221,6 +222,8 @@ class ElectedJournal:
         self._clock = clock
         written = [_whole(read, name) for name in sorted(read) if name.startswith("journal/")]
         self._count = len(written)
+        led = [read[name][0]["me"] for name in sorted(read) if name.startswith("term/")]
+        self.before: str = led[-2] if len(led) > 1 and led[-2] != led[-1] else ""
         self.records: list[dict[str, Any]] = written + [read[name][0] for name in ("note",) if name in read]
         self._note: Mapping[str, Any] | None = None
         self._lost: str | None = None

@@ -200,6 +200,7 @@ async def coordinate(args: argparse.Namespace, token: str, config: RecycleConfig
         restarts=life.get("restarts", False),
         shelf=None if elected is None else Shelf(elected.term, leads=elected.leads),
         follows=args.resume or (elected is not None and elected.term > 1),
+        before="" if elected is None else elected.before,
         leads=(lambda: True) if elected is None else elected.leads,
     )
     control, signs = await coordinator.start(), None

@@ -9,6 +9,8 @@ SIGN_S = 1.0
 SILENT_S = 4.0
 """Seconds without one after which it is left: its lease has ended by then. A kernel answers for a process that is
 stopped."""
+FOUND_S = SILENT_S + 2.0
+"""Seconds after which whoever lives has found the coordinator that leads in another one's place."""
 _IDLE_PROBES = 3
 
 

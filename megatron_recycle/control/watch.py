@@ -35,6 +35,9 @@ class Watch:
         self._hosts: Hosts[str] = Hosts(interval)
         self._stalls: Stalls[str] = Stalls(interval)
         self._hang_ups: HangUps[str] = HangUps()
+        self._where: Mapping[str, str] = {}
+        self._left: tuple[str, Mapping[str, float]] = "", {}
+        """A host on which all have been silent for longer than they were watched, and when that began."""
 
     def members(self, members: Iterable[Member], others: Iterable[Member], interval: float, timeout: float,
                 now: float) -> None:
@@ -43,13 +46,31 @@ class Watch:
         hosts = {**training, **{member.incarnation: member.host for member in others}}
         self._heartbeats.timeout = timeout
         self._hosts.interval = self._stalls.interval = interval
+        self._where = hosts
         self._heartbeats.watch(hosts, now)
         self._hosts.watch(hosts)
         self._hang_ups.watch(hosts)
         self._stalls.watch(training)
 
+    def left(self, node: str, since: float) -> None:
+        """The coordinator before this one was on the host of this number, and has been silent since. So is that whole
+        host until one of its processes comes: then all of them have as much time to come as anybody has."""
+        hosts = {host for host in self._where.values() if host.rpartition("/")[2] == node}
+        if len(hosts) == 1:
+            (host,) = hosts
+            watched = {key: at for key, at in self._heartbeats.seen.items() if self._where[key] == host}
+            self._left = host, watched
+            self._heartbeats.last_heard(dict.fromkeys(watched, since))
+
+    def _lives(self, host: str | None) -> None:
+        if host == self._left[0]:
+            seen = self._heartbeats.seen
+            self._heartbeats.last_heard({key: max(at, seen.get(key, at)) for key, at in self._left[1].items()})
+            self._left = "", {}
+
     def came(self, incarnation: str) -> None:
         """A worker has a connection, maybe another one."""
+        self._lives(self._where.get(incarnation))
         self._hang_ups.came(incarnation)
 
     def hung_up(self, incarnation: str, now: float) -> None:
@@ -57,6 +78,7 @@ class Watch:
         self._hang_ups.gone(incarnation, now)
 
     def launcher_came(self, host: str) -> None:
+        self._lives(host)
         self._hang_ups.launcher_came(host)
 
     def launcher_hung_up(self, host: str, now: float) -> None:

@@ -38,6 +38,10 @@ class Heartbeats(Generic[Key]):
         if key in self._seen:
             self._seen[key] = now
 
+    def last_heard(self, moments: Mapping[Key, float]) -> None:
+        """These were heard of at these moments, and not since."""
+        self._seen.update({key: at for key, at in moments.items() if key in self._seen})
+
     def tick(self, now: float) -> dict[Key, float]:
         """The silent ones, and when each was last heard of."""
         stood_still = self._ticked is not None and now - self._ticked > self.timeout / 2

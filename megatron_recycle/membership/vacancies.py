@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,8 @@ class Reservations:
 
     offered: Offered
     kept: dict[str, float] = field(default_factory=dict)
+    asked_from: float = 0.0
+    """Nothing is offered before: hosts that another coordinator has promised places to come first."""
 
     def taken(self, name: str) -> None:
         """The process for this place has said hello: whatever becomes of it, the place is not kept any longer."""
@@ -42,8 +44,9 @@ def free_places(state: State, places: Reservations | None, count: int, now: floa
         if state.phase is Phase.ENDED:
             return _answer(refusal="it is over")
         return _answer(refusal="its training has not begun yet", again_s=_AGAIN_S)
-    there = {*state.members, *state.joiners, *state.stranded, *state.moves}
-    empty = [name for name in in_order(state.ranks) if name not in there]
+    if now < places.asked_from:
+        return _answer(refusal="its coordinator has only just come", again_s=_AGAIN_S)
+    empty = _empty(state)
     free = [name for name in empty if places.kept.get(name, now) <= now][:count]
     if not free:
         waiting = "" if not empty else "; others are about to join"
@@ -52,6 +55,17 @@ def free_places(state: State, places: Reservations | None, count: int, now: floa
     places.kept.update(dict.fromkeys(free, now + _KEPT_S))
     ranks, offered = [state.ranks[name] for name in free], places.offered
     return _answer(ranks=ranks, size=state.size, environ=dict(offered.environ))
+
+
+def promised_before(state: State, places: Reservations, ranks: Sequence[int], now: float) -> None:
+    """A host that joins says which ranks it starts: what the coordinator before has promised to it is kept for it."""
+    if now < places.asked_from:
+        places.kept.update({name: now + _KEPT_S for name in _empty(state) if state.ranks[name] in ranks})
+
+
+def _empty(state: State) -> list[str]:
+    there = {*state.members, *state.joiners, *state.stranded, *state.moves}
+    return [name for name in in_order(state.ranks) if name not in there]
 
 
 def _answer(**fields: Any) -> dict[str, Any]:

@@ -281,3 +281,41 @@ def test_a_watch_that_stood_still_suspects_nobody_and_finds_later_what_is_still_
         beats(found, now, "bcd", "working", 0.1)
         kinds.update(found.tick(now).lost)
     assert kinds == {"a": "frozen"}
+
+
+@pytest.mark.parametrize(("comes", "until"), [("nobody", 107.0), ("c", 110.0), ("launcher", 110.0)])
+def test_the_host_of_the_leader_before_has_been_silent_since_its_lease_was_kept(comes: str, until: float) -> None:
+    """Unless a single one of its processes comes: then it is others that are silent, and they may need the time."""
+    members = [Member(name, rank, name, 1, f"name/{rank // 2}") for rank, name in enumerate("abcd")]
+    found = Watch(INTERVAL, 10.0)
+    found.members(members, [], INTERVAL, 10.0, 100.0)
+    found.left("1", 97.0)
+    now, lost = 100.0, {}
+    while not lost and now < 120.0:
+        now += INTERVAL
+        if now == 105.0 and comes == "c":
+            found.came("c")
+        if now == 105.0 and comes == "launcher":
+            found.launcher_came("name/1")
+            found.launcher_beat("name/1", now)
+        beats(found, now, "ab" if comes != "c" or now < 105.0 else "abc")
+        lost = found.tick(now).lost
+    assert set(lost) == ({"d"} if comes == "c" else {"c", "d"}) and until < now <= until + 1.0, (lost, now)
+
+
+def test_who_stood_still_beside_the_leader_that_is_gone_is_not_judged_by_what_was_before() -> None:
+    """And hosts of one number that are two are not credited with the silence of one."""
+    members = [Member(name, rank, name, 1, f"{host}/0") for rank, (name, host) in enumerate(
+        [("a", "one"), ("b", "one")])]
+    found = Watch(INTERVAL, 10.0)
+    found.members(members, [], INTERVAL, 10.0, 100.0)
+    found.left("0", 97.0)
+    assert found.tick(100.0) == Findings()
+    assert found.tick(109.0) == Findings(), "it stood still itself"
+    found.came("a")
+    beats(found, 109.0, "a")
+    assert [found.tick(each).lost for each in (110.5, 111.0, 112.0)] == [{}, {}, {}], "b has what it had"
+    two = Watch(INTERVAL, 10.0)
+    two.members([*members, Member("c", 2, "c", 1, "two/0")], [], INTERVAL, 10.0, 100.0)
+    two.left("0", 97.0)
+    assert all(at == 100.0 for at in two._heartbeats.seen.values())

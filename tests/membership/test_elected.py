@@ -223,6 +223,7 @@ def test_the_next_leader_finds_records_of_any_size_the_note_and_the_plan() -> No
     first.close()
     second = leading(store, "1")
     assert second.records == [large, {"kind": "decided"}, {"kind": "committed", "iteration": 3}] and second.term == 2
+    assert (first.before, second.before) == ("", "0")
     assert all(len(value) < 600 * 1024 for value, _, _ in store.keys.values())
     with pytest.raises(LeadLost, match="term 1"):
         first.append({"kind": "decided"})

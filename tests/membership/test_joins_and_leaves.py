@@ -9,7 +9,7 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.records import restore
-from megatron_recycle.membership.vacancies import Offered, Reservations, free_places
+from megatron_recycle.membership.vacancies import Offered, Reservations, free_places, promised_before
 from tests.membership.cluster import Cluster, endings, events, report, told
 
 
@@ -172,3 +172,17 @@ def test_a_host_gets_empty_places_that_nobody_else_was_offered() -> None:
     cluster.feed(inputs.Lost((inputs.Loss("1:1/1", FailureKind.EXIT),), cluster.now))
     assert free_places(cluster.state, places, 4, now=1002.0)["ranks"] == [3], "it came, and has gone again"
     assert "not started by `recycle run`" in free_places(cluster.state, None, 1, now=0.0)["refusal"]
+
+
+def test_the_next_coordinator_keeps_the_places_that_were_promised() -> None:
+    """The hosts to which they were say so, within the time that all need to find it; nobody is offered one before."""
+    cluster = Joins().lost()
+    places = Reservations(Offered({}), asked_from=6.0)
+    answer = free_places(cluster.state, places, 1, now=1.0)
+    assert answer["ranks"] == [] and answer["again_s"] > 0 and "only just come" in answer["refusal"]
+    promised_before(cluster.state, places, [2, 3], now=2.0)
+    assert places.kept.keys() == {"1:1"}, "a rank that has a worker is not promised"
+    assert "others are about to join" in free_places(cluster.state, places, 1, now=7.0)["refusal"]
+    places.taken("1:1")
+    promised_before(cluster.state, places, [3], now=8.0)
+    assert free_places(cluster.state, places, 1, now=9.0)["ranks"] == [3], "it comes back for no place of another's"
