@@ -12,7 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
-from megatron_recycle.backends.deepspeed import engine as backend
+from megatron_recycle.backends.deepspeed import topology as order
 from megatron_recycle.backends.deepspeed.config import keep_batch, read_config, say_before_compiling, with_config
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.plan import Worker
@@ -88,11 +88,11 @@ def test_that_deepspeed_will_compile_is_said_before(config, client, said, capsys
 
 
 def test_a_topology_with_a_model_axis_of_one_is_a_grid_of_pipelines_and_stages(monkeypatch):
-    monkeypatch.setattr(backend, "backend_for", lambda device: "gloo")
+    monkeypatch.setattr(order, "backend_for", lambda device: "gloo")
     topology = PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=3)
     grid = SimpleNamespace(topology=lambda: topology, data_parallel_size=3, pipe_parallel_size=2,
                            get_data_parallel_id=lambda: 2, get_stage_id=lambda: 1,
                            get_slice_parallel_rank=lambda: 0)
-    place = backend._place(SimpleNamespace(grid=grid, micro_batches=4, device=torch.device("cpu")))
+    place = order.place_of(SimpleNamespace(grid=grid, micro_batches=4, device=torch.device("cpu")))
     assert place.me == Worker(2, 1) and place.ranks[Worker(2, 1)] == (5,)
     assert sorted(rank for ranks in place.ranks.values() for rank in ranks) == list(range(6))

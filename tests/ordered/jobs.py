@@ -14,10 +14,10 @@ def install(rules: Rules) -> None:
     """From now on the runtime of this process takes the ordered backend, under ``rules``, for the device's."""
     import deepspeed  # noqa: F401  (first: where the plugin waits for it, it then loads what is next)
 
-    from megatron_recycle.backends.deepspeed import engine
+    from megatron_recycle.backends.deepspeed import topology
     from tests import toy
 
-    _install(rules, engine, toy)
+    _install(rules, topology, toy)
     install_for_megatron(rules)
 
 

@@ -12,15 +12,12 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from megatron_recycle.backends.deepspeed.between import (
@@ -37,24 +34,15 @@ from megatron_recycle.backends.deepspeed.config import (
     say_before_compiling,
     with_config,
 )
-from megatron_recycle.backends.deepspeed.evaluation import (
-    EvaluationData,
-    MappedEvaluation,
-    Taken,
-    by_pipeline,
-    filled,
-    mean,
-    unknown,
-)
+from megatron_recycle.backends.deepspeed.evaluating import Evaluations
+from megatron_recycle.backends.deepspeed.evaluation import Taken
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
-from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.monitors import Event, Monitors, name_run
-from megatron_recycle.backends.deepspeed.recut import recut
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
 from megatron_recycle.backends.deepspeed.timers import Timers
-from megatron_recycle.backends.deepspeed.topology import check_not_too_late, place
-from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
+from megatron_recycle.backends.deepspeed.topology import check_not_too_late, place, place_of
+from megatron_recycle.backends.deepspeed.wrapping import WrappingEngine
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.readable import started_again
 from megatron_recycle.backends.session import Session
@@ -62,15 +50,11 @@ from megatron_recycle.config import RecycleConfig
 from megatron_recycle.environment import Launched
 from megatron_recycle.errors import ConfigError, RecycleError
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Grid, Worker
-from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.compute.apex_kernel import fused_kernel
 from megatron_recycle.runtime.compute.data import DatasetSource, DataSource, FactorySource, Mapped
 from megatron_recycle.runtime.compute.loader_passes import watch_loaders
 from megatron_recycle.runtime.compute.split import Splitter
-from megatron_recycle.runtime.evaluation import passes
-from megatron_recycle.runtime.place import Place
 
 _STOCK = "recycle_stock_initialize"
 
@@ -108,7 +92,7 @@ def install(options: Options) -> None:
     deepspeed.initialize = initialize
 
 
-class RecyclePipelineEngine(PipelineEngine):
+class RecyclePipelineEngine(WrappingEngine):
     """`PipelineEngine` that goes on training when workers fail.
 
     A difference that a user can see: `train_batch()` takes an iterator only over a torch DataLoader.
@@ -117,13 +101,7 @@ class RecyclePipelineEngine(PipelineEngine):
     def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
         self._dataset = keywords.get("training_data")
         self._given: Any = None  # an iterator that the script has set for the next train_batch()
-        self.masters: MasterWeightOptimizer | None = None
-        """The optimizer, if it has fp32 copies of 16-bit parameters."""
-        self._copies = settings.state_copies
-        self._goes_back = False
-        self.sharded: ZeroOptimizer | None = None
-        """The optimizer, if its state is cut into shards (ZeRO-1)."""
-        super().__init__(*args, **keywords)
+        super().__init__(settings.state_copies, *args, **keywords)
         check_supported(self)
         # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
@@ -134,12 +112,12 @@ class RecyclePipelineEngine(PipelineEngine):
                                      read_with=(self._dataset, options.data))
         layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
         self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
-        place = _place(self)
+        place = place_of(self)
         self._seconds = 0.0  # of training since the last log line
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
         self.monitor: Monitors = Monitors(self.monitor, self.speaks, lambda: self.session.busy)
-        self._evaluated = EvaluationData(place, self.session.seeds("evaluation data"))
+        self._evaluations = Evaluations(self, self.session, self._stage)
         self._checkpoints = Checkpoints(self, settings.emergency_checkpoint)
         if place.me.pipeline == 0:
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
@@ -208,58 +186,6 @@ class RecyclePipelineEngine(PipelineEngine):
             found["loss_scale"] = self._get_optimizer_loss_scale()
         return [(f"Train/Samples/{name}", value, self.global_samples) for name, value in found.items()
                 if value is not None]
-
-    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
-        """Shards that the runtime lays on several workers. What is not supported is refused once the engine stands."""
-        if optimizer is None or self.zero_optimization_stage() != 1:
-            return optimizer
-        return self._configure_shards(optimizer, bf16=False)
-
-    def _configure_shards(self, optimizer: Any, bf16: bool) -> ZeroOptimizer:
-        group = self.seq_data_parallel_group
-        scaler = CreateLossScaler(self.get_data_types()[0], self.loss_scale(), self.dynamic_loss_scale(),
-                                  self.dynamic_loss_scale_args())
-        size = dist.get_world_size(group)
-        self.sharded = ZeroOptimizer(optimizer, group, dist.get_rank(group), size, self._copies or size,
-                                     self.param_names, self.gradient_clipping(), self.communication_data_type, scaler,
-                                     bf16)
-        return self.sharded
-
-    def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
-        """As stock, also of another number of pipelines."""
-        if self.sharded is None or self.load_universal_checkpoint():
-            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
-        self.sharded.load_state_dict(self._get_all_zero_checkpoints(load_dir, tag), load_optimizer_states,
-                                     self.zero_load_from_fp32_weights())
-        return True
-
-    def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:
-        """As stock, of all shards that this worker has: those that it begins with, or goes back with."""
-        if self.sharded is None:
-            return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
-        count, held, numels = self.sharded.shards.count, self.sharded.shards.held, self.sharded.numels
-
-        @functools.cache
-        def read(number: int) -> Any:
-            return self.checkpoint_engine.load(zero_ckpt_names[number], map_location="cpu")["optimizer_state_dict"]
-
-        written = len(zero_ckpt_names)
-        return [None if shard not in held else read(shard) if written == count else
-                recut(read, written, shard, count, numels) for shard in range(count)]
-
-    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
-        if optimizer is not None and self.zero_optimization_stage() == 1:
-            return self._configure_shards(optimizer, bf16=True)
-        return self._configure_fp16_optimizer(optimizer, torch.bfloat16)
-
-    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
-        """fp32 master weights and moments whole on every peer; stock's numbers for the loss scale."""
-        if optimizer is None:
-            return None  # refused with a message once the engine stands
-        scaling = LossScaleConfig(low_precision_dtype, self.dynamic_loss_scale(), self.loss_scale(),
-                                  self.dynamic_loss_scale_args(), profile=LossScaleProfile.UNFUSED)
-        self.masters = MasterWeightOptimizer(optimizer, scaling)
-        return self.masters
 
     def _build_data_iter(self, dataset: Any) -> None:
         """Stock starts loader processes here; batches are read by place instead."""
@@ -373,9 +299,8 @@ class RecyclePipelineEngine(PipelineEngine):
         given = bound.arguments
         wanted = self.micro_batches if given["num_micro_batches"] is None else given["num_micro_batches"]
         if self.session.in_script and given["compute_loss"] and given["reduce_output"] in (None, "avg"):
-            with self._outputs_of(wanted - 1) as outputs:
-                value = self._evaluate(given["data_iter"], wanted, given["reduce_output"], given["bcast_loss"])
-            return (value, self._logits(outputs)) if given["return_logits"] else value
+            return self._evaluations.run(given["data_iter"], wanted, given["reduce_output"], given["bcast_loss"],
+                                         given["return_logits"])
         reads = self.is_first_stage() or self.is_last_stage()
         data = Taken(given["data_iter"], wanted if reads else 0)
         if given["data_iter"] is not None:
@@ -392,62 +317,6 @@ class RecyclePipelineEngine(PipelineEngine):
             loss = result[0] if given.get("return_logits") else result
             self.monitor.write([("Train/Samples/eval_loss", loss.mean().item(), self.global_samples)])
         return result
-
-    @contextmanager
-    def _outputs_of(self, number: int) -> Iterator[list[Any]]:
-        """A block with an evaluation: gives a list of what this worker's module has made of the micro-batch ``number``
-        of its own pipeline, several times where a failure had it made again."""
-        found: list[Any] = []
-        wanted = self.session.place.me.pipeline, number
-
-        def seen(outputs: Any) -> None:
-            if self._evaluated.asked == wanted:
-                found.append(outputs)
-
-        self._stage.evaluated = seen
-        try:
-            yield found
-        finally:
-            self._stage.evaluated = None
-
-    def _logits(self, outputs: Sequence[Any]) -> Any:
-        """The last of ``outputs``, on the last stage."""
-        if not self.is_last_stage():
-            return None
-        if not outputs and not self.session.catches_up:
-            get_logger().error("megatron-recycle: eval_batch(return_logits=True) has no logits on worker %s: another "
-                               "one has run its pipeline's last micro-batch; training goes on", self.session.place.name)
-        return outputs[-1] if outputs else None
-
-    def _evaluate(self, iterator: Any, microbatches: int, reduce: str | None, everywhere: bool) -> Any:
-        """The mean loss of so many ``microbatches`` of each pipeline; without ``reduce`` this pipeline's, one by one.
-        Not ``everywhere``: on the last stage only."""
-        session, grid, data = self.session, self.session.place.grid, self._evaluated
-        self.module.eval()
-        with session.call():
-            with session.generators.kept():
-                data.begin(iterator, microbatches)
-            source = MappedEvaluation(data, lambda: self.batch_fn, session.seeds("evaluation batch_fn"))
-            tables = [session.evaluate(source, number, microbatches) for number in range(passes(grid, microbatches))]
-        if past := session.catches_up:  # then the table is of the last pass that the others have made
-            tables = [filled(table, grid) for table in tables]
-        if data.ended or (not past and not data.failed and any(map(unknown, tables))):
-            raise StopIteration
-        if any(map(unknown, tables)):
-            why = data.failed or "the job did that before this worker came in"
-            get_logger().error("megatron-recycle: eval_batch() has no value: %s; training goes on", why)
-            of_pipelines = [torch.full((microbatches,), torch.nan)] * grid.pipelines
-        else:
-            of_pipelines = by_pipeline(tables, grid, microbatches)
-        last = self.is_last_stage()
-        if reduce is None:
-            return [*of_pipelines[session.place.me.pipeline].to(self.device).unbind()] if last else None
-        value = mean(of_pipelines).to(self.device)
-        if self.monitor.enabled and not past:
-            self.monitor.write([("Train/Samples/eval_loss", value.item(), self.global_samples)])
-        if not everywhere and not self.monitor.enabled:
-            return value if last else None
-        return value.float() if last else value.float().view(1)  # as stock broadcasts it
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:
         """As stock, also while workers are missing, and through failures. True, once ``latest`` names it."""
@@ -487,19 +356,15 @@ class RecyclePipelineEngine(PipelineEngine):
         """Load the checkpoint at ``place`` in a recovery. Raises RecycleError, and what stock does."""
         if place.exists() and (why := self._checkpoints.unreadable(place.parent, place.name)) is not None:
             raise RecycleError(why)
-        self._goes_back = True
+        self.goes_back = True
         try:
             found = self._load_stock(str(place.parent), tag=place.name)
         finally:
-            self._goes_back = False
+            self.goes_back = False
         if found[0] is None:
             raise RecycleError(f"the checkpoint in {place} is not to be found any more, or not on this host: keep "
                                "checkpoints on a file system that all hosts share")
         self._stage.native.begin_anew()  # some of those that load it have just been started
-
-    def zero_load_from_fp32_weights(self) -> bool:
-        """As stock; on the way back to a checkpoint of this job always: masters that follow from 16 bits are others."""
-        return self._goes_back or super().zero_load_from_fp32_weights()
 
     def _load_stock(self, *args: Any, **keywords: Any) -> Any:
         found = super().load_checkpoint(*args, **keywords)
@@ -509,17 +374,3 @@ class RecyclePipelineEngine(PipelineEngine):
             self.masters.refresh_fp32_params()  # stock leaves them at their initial values
         return found
 
-
-def _place(engine: PipelineEngine) -> Place:
-    grid, topology = engine.grid, engine.grid.topology()
-    axes = topology.get_axis_names()
-    parts = topology.get_dim("model") if "model" in axes else 1
-    # Further axes have size 1: others are refused.
-    rest = {axis: 0 for axis in axes if axis not in ("pipe", "data")}
-    ranks = {Worker(pipeline, stage): tuple(
-        topology.get_rank(pipe=stage, data=pipeline, **{**rest, **({"model": part} if "model" in axes else {})})
-        for part in range(parts)) for pipeline in range(grid.data_parallel_size)
-        for stage in range(grid.pipe_parallel_size)}
-    return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), part=grid.get_slice_parallel_rank(),
-                 ranks=ranks, grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
-                 backend=backend_for(engine.device))

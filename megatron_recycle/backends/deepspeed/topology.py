@@ -1,4 +1,4 @@
-"""The order of ranks in a pipeline model that is given a number of stages and no topology."""
+"""The order of ranks in a pipeline model that is given a number of stages and no topology; a worker's place in it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import ConfigError
+from megatron_recycle.plan import Grid, Worker
+from megatron_recycle.runtime.comm.standalone import backend_for
+from megatron_recycle.runtime.place import Place
 
 _STOCK = "recycle_stock_init"
 
@@ -42,3 +46,19 @@ def check_not_too_late(settings: RecycleConfig) -> None:
     if "JSON" in (source := settings.sources.get("placement", "")):
         raise ConfigError(f"{source} comes too late: PipelineModule has counted the ranks before the JSON is read. "
                           "Give --recycle-placement, or RECYCLE_PLACEMENT in the environment")
+
+
+def place_of(engine: PipelineEngine) -> Place:
+    """Where the worker of ``engine`` stands in the grid."""
+    grid, topology = engine.grid, engine.grid.topology()
+    axes = topology.get_axis_names()
+    parts = topology.get_dim("model") if "model" in axes else 1
+    # Further axes have size 1: others are refused.
+    rest = {axis: 0 for axis in axes if axis not in ("pipe", "data")}
+    ranks = {Worker(pipeline, stage): tuple(
+        topology.get_rank(pipe=stage, data=pipeline, **{**rest, **({"model": part} if "model" in axes else {})})
+        for part in range(parts)) for pipeline in range(grid.data_parallel_size)
+        for stage in range(grid.pipe_parallel_size)}
+    return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), part=grid.get_slice_parallel_rank(),
+                 ranks=ranks, grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
+                 backend=backend_for(engine.device))

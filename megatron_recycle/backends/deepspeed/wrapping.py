@@ -1,0 +1,91 @@
+"""DeepSpeed's engine with optimizers that the runtime can step, undo and copy, where stock's have 16 bits or shards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig, LossScaleProfile
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
+from megatron_recycle.backends.deepspeed.recut import recut
+from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
+
+
+class WrappingEngine(PipelineEngine):
+    """`PipelineEngine` that wraps an optimizer in one of ours; an fp32 one without shards stays as it is.
+
+    Args:
+        copies: workers that hold each shard; 0: all of a stage.
+
+    Attributes:
+        masters: the optimizer, if it has fp32 copies of 16-bit parameters.
+        sharded: the optimizer, if its state is cut into shards (ZeRO-1).
+        goes_back: whether a checkpoint is loaded by those that have written it.
+    """
+
+    def __init__(self, copies: int, *args: Any, **keywords: Any) -> None:
+        self.masters: MasterWeightOptimizer | None = None
+        self.sharded: ZeroOptimizer | None = None
+        self.goes_back = False
+        self._copies = copies
+        super().__init__(*args, **keywords)
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """Shards that the runtime lays on several workers. What is not supported is refused once the engine stands."""
+        if optimizer is None or self.zero_optimization_stage() != 1:
+            return optimizer
+        return self._configure_shards(optimizer, bf16=False)
+
+    def _configure_shards(self, optimizer: Any, bf16: bool) -> ZeroOptimizer:
+        group = self.seq_data_parallel_group
+        scaler = CreateLossScaler(self.get_data_types()[0], self.loss_scale(), self.dynamic_loss_scale(),
+                                  self.dynamic_loss_scale_args())
+        size = dist.get_world_size(group)
+        self.sharded = ZeroOptimizer(optimizer, group, dist.get_rank(group), size, self._copies or size,
+                                     self.param_names, self.gradient_clipping(), self.communication_data_type, scaler,
+                                     bf16)
+        return self.sharded
+
+    def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
+        """As stock, also of another number of pipelines."""
+        if self.sharded is None or self.load_universal_checkpoint():
+            return super()._load_zero_checkpoint(load_dir, tag, load_optimizer_states)
+        self.sharded.load_state_dict(self._get_all_zero_checkpoints(load_dir, tag), load_optimizer_states,
+                                     self.zero_load_from_fp32_weights())
+        return True
+
+    def _get_all_zero_checkpoint_state_dicts(self, zero_ckpt_names: list[str]) -> list[Any]:
+        """As stock, of all shards that this worker has: those that it begins with, or goes back with."""
+        if self.sharded is None:
+            return super()._get_all_zero_checkpoint_state_dicts(zero_ckpt_names)
+        count, held, numels = self.sharded.shards.count, self.sharded.shards.held, self.sharded.numels
+
+        @functools.cache
+        def read(number: int) -> Any:
+            return self.checkpoint_engine.load(zero_ckpt_names[number], map_location="cpu")["optimizer_state_dict"]
+
+        written = len(zero_ckpt_names)
+        return [None if shard not in held else read(shard) if written == count else
+                recut(read, written, shard, count, numels) for shard in range(count)]
+
+    def _configure_bf16_optimizer(self, optimizer: Any) -> Any:
+        if optimizer is not None and self.zero_optimization_stage() == 1:
+            return self._configure_shards(optimizer, bf16=True)
+        return self._configure_fp16_optimizer(optimizer, torch.bfloat16)
+
+    def _configure_fp16_optimizer(self, optimizer: Any, low_precision_dtype: torch.dtype) -> Any:
+        """fp32 master weights and moments whole on every peer; stock's numbers for the loss scale."""
+        if optimizer is None:
+            return None  # refused with a message once the engine stands
+        scaling = LossScaleConfig(low_precision_dtype, self.dynamic_loss_scale(), self.loss_scale(),
+                                  self.dynamic_loss_scale_args(), profile=LossScaleProfile.UNFUSED)
+        self.masters = MasterWeightOptimizer(optimizer, scaling)
+        return self.masters
+
+    def zero_load_from_fp32_weights(self) -> bool:
+        """As stock; on the way back to a checkpoint of this job always: masters that follow from 16 bits are others."""
+        return self.goes_back or super().zero_load_from_fp32_weights()
