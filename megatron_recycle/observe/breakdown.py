@@ -63,8 +63,8 @@ def breakdowns(run: Path) -> list[Breakdown]:
     for event in events:
         if event["event"] in ("planned", "adopted"):
             digest = event.get("digest", digest)
-        elif event["event"] == "spent":
-            costs = Costs.from_json(event["costs"])
+        elif event["event"] == "spent" and "seconds" in event:
+            costs = Costs.from_json(event.get("costs"))
             found.append(Breakdown(event["iteration"],
                                    {Worker.parse(name): parts for name, parts in event["seconds"].items()},
                                    costs, _planned(path.parent, digest, costs)))
