@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_recycle.measure.job import Measured
-from megatron_recycle.plan import Problem
+from megatron_recycle.plan import Costs, Problem
 from megatron_recycle.planner import CopyPrice
 
 _UNITS = 8
@@ -39,7 +39,7 @@ def with_lending(problem: Problem, description: Mapping[str, Any], measured: Mea
     else:
         before, after, message = (tuple(units * _UNITS for units in each) for each in (before, after, message))
         cap = {worker: units * _UNITS for worker, units in cap.items()}
-    lag = _lag(told, measured)
+    lag = round(_lag(told, measured) / unit_of(description, measured))
     return replace(
         problem, costs=replace(costs, layer=layer, lent=(lag, lag)), before_b=before, after_b=after, cap=cap,
         message=message, layers=tuple(map(int, told["layers"])),
@@ -52,7 +52,18 @@ def copy_price(description: Mapping[str, Any], measured: Measured | None) -> Cop
     """What copies of lent layers cost in this job."""
     told = description.get("lending") or {}
     return CopyPrice([int(size) for size in told.get("bytes", ())], _bandwidth(measured) or _BANDWIDTH,
-                     float(description.get("horizon", 100.0)))
+                     float(description.get("horizon", 100.0)), 1e-6 * unit_of(description, measured))
+
+
+def unit_of(description: Mapping[str, Any], measured: Measured | None) -> float:
+    """Microseconds in a unit of the plans' durations: 1 where these are measured. Costs that the user gives are in a
+    unit of his own, which is known by what the same work was measured to take."""
+    given = description.get("costs")
+    if not given or measured is None:
+        return 1.0
+    work, took = (sum(sum(each) for each in (costs.forward, costs.backward_input, costs.backward_weight))
+                  for costs in (Costs.from_json(given), measured.costs))
+    return took / work if took and work else 1.0
 
 
 def _bandwidth(measured: Measured | None) -> float | None:

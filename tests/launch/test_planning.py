@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_recycle.control.lending import with_lending
+from megatron_recycle.control.lending import copy_price, with_lending
 from megatron_recycle.control.plan_folder import PlanFolder
 from megatron_recycle.control.planning import Planning, problem_of
 from megatron_recycle.measure.job import Measured, Memory
@@ -180,3 +180,12 @@ def test_a_helper_keeps_room_for_what_it_borrows() -> None:
     assert problem.layer_parameters == (3, 3) and problem.layer_held == ((2, 1), (2, 1))
     assert problem.costs.layer == ((20, 22, 18),) * 2
     assert problem.costs.lent == (15, 15)  # 300 bytes, at 100 in 5 microseconds
+
+
+def test_what_copies_cost_is_in_the_unit_of_the_costs_that_the_user_gives() -> None:
+    """Of 80, 88 and 72 units the same work takes 250 times as many microseconds: a lag of 500 of those is 2 units."""
+    measured = Measured(Costs.uniform(2, 20_000, 22_000, 18_000, 500), None, {"held": {"message": [1 << 21, 1 << 21]}})
+    problem = with_lending(problem_of(LENDING, frozenset({"1:1"}), measured), LENDING, measured)
+    assert problem.costs.lent == (2, 2)
+    assert copy_price(LENDING, measured).unit == 250e-6
+    assert copy_price({**LENDING, "costs": None}, measured).unit == 1e-6
