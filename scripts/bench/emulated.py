@@ -5,15 +5,21 @@ gradient sleep for given times; processes, tensors between them, engines and fai
 Every row is a job of its own, in turn; a row's figure is the median over workers of the median of the last
 iterations. Prints a table and writes runs/bench/emulated.json, or emulated-megatron.json.
 
-    scripts/bench/emulated.py [--backend megatron] [--grid 3x4x6 ...] [--unit 0.005] [--rows 1F1B,ours]
+    scripts/bench/emulated.py [--backend megatron] [--grid 3x4x6 ...] [--unit 0.005] [--rows 'lent;re-routing']
+        [--seconds 480]
+
+Rows "layers moved" stand for published repartitions, which move layers to other stages after a failure, for good: the
+job has them there from the beginning on, so that moving costs nothing, and the failure is then re-routed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -28,6 +34,8 @@ from rich.table import Table
 
 F, B, W = 20, 22, 18
 """Costs of a stage's forward, input gradient and weight gradient, in units."""
+LAYERS = 4
+"""Of a stage, which is what the planner divides a unit by."""
 ITERATIONS, MEASURED, KILL_AFTER = 14, 5, 1
 ACTIVE = 1e-9
 """A limit on the gradient norm that is always exceeded."""
@@ -39,26 +47,44 @@ DEFAULT_STEP = {"deepspeed": "staggered", "megatron": "barrier"}
 
 @dataclass(frozen=True)
 class Row:
-    """One job. ``settings`` are the plugin's; None: the stock engine."""
+    """One job. ``settings`` are the plugin's; None: the stock engine. ``gone``: whom SIGKILL takes (`GONE`). ``moved``:
+    its layers are where a published-style repartition moves them for good, from the beginning on."""
 
     name: str
     settings: dict[str, str] | None
-    failures: int = 0
+    gone: str = ""
     clipping: float = 0.0
+    moved: bool = False
 
 
+LEND = {"lend": "auto"}
 ROWS = (
     Row("stock 1F1B", None),
     Row("ours", {}),
-    Row("ours, one failure", {}, 1),
-    Row("ours, two failures", {}, 2),
-    Row("ours, exact, one failure", {"reduction": "exact"}, 1),
-    Row("adaptive, one failure", {"step": "barrier", "split_backward": "false"}, 1),
-    Row("decoupled, one failure", {"step": "barrier"}, 1),
-    Row("drop the pipeline, one failure", {"policy": "drop"}, 1),
+    Row("re-routing, one gone", {}, "one"),
+    Row("layers moved, one gone", {}, "one", moved=True),
+    Row("lent layers, one gone", LEND, "one"),
+    Row("re-routing, two gone", {}, "two"),
+    Row("layers moved, two gone", {}, "two", moved=True),
+    Row("lent layers, two gone", LEND, "two"),
+    Row("re-routing, two of a stage gone", {}, "same"),
+    Row("layers moved, two of a stage gone", {}, "same", moved=True),
+    Row("lent layers, two of a stage gone", LEND, "same"),
+    Row("re-routing, a host gone", {}, "host"),
+    Row("lent layers, a host gone", LEND, "host"),
+    Row("ours, exact, one gone", {"reduction": "exact"}, "one"),
+    Row("lent layers, exact, one gone", {**LEND, "reduction": "exact"}, "one"),
+    Row("adaptive, one gone", {"step": "barrier", "split_backward": "false"}, "one"),
+    Row("decoupled, one gone", {"step": "barrier"}, "one"),
+    Row("drop the pipeline, one gone", {"policy": "drop"}, "one"),
     Row("stock, clipping active", None, clipping=ACTIVE),
     Row("ours, clipping active", {}, clipping=ACTIVE),
 )
+MOVED = {
+    ("3x4x6", "one"): (3, 5, 3, 5), ("3x4x6", "two"): (5, 5, 3, 3), ("3x4x6", "same"): (5, 5, 1, 5),
+    ("4x4x8", "one"): (4, 5, 3, 4), ("4x4x8", "two"): (5, 5, 3, 3), ("4x4x8", "same"): (4, 5, 2, 5),
+}
+"""Layers of each stage in the best plan that `scripts/bench/lending.py` finds when they move for good."""
 
 
 @dataclass
@@ -72,7 +98,9 @@ class Measured:
     source: str
     block: int
     per_worker: dict[str, list[float]]
-    weights: dict[int, list[float]]
+    weights: dict[str, list[float]]
+    lending: str = ""
+    load: float = 0.0
     problems: list[str] = field(default_factory=list)
 
 
@@ -92,10 +120,19 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.pipelines}x{self.stages}x{self.microbatches}"
 
-    @property
-    def victims(self) -> list[str]:
-        """Workers of different stages and pipelines."""
-        return [f"1:{self.stages // 2}", f"0:{self.stages - 1 if self.stages > 2 else 0}"]
+    def victims(self, gone: str) -> list[str]:
+        """Workers that are gone: one, two of different stages, two of the same, or a pipeline, which is on a host."""
+        half, last = self.stages // 2, self.stages - 1 if self.stages > 2 else 0
+        return {"": [], "one": [f"1:{half}"], "two": [f"1:{half}", f"0:{last}"], "same": [f"1:{half}", f"0:{half}"],
+                "host": [f"1:{stage}" for stage in range(self.stages)]}[gone]
+
+    def sizes(self, row: Row) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return MOVED[str(self), row.gone] if row.moved else (LAYERS,) * self.stages
+
+    def has(self, row: Row) -> bool:
+        """Whether the job can run: each stage keeps a worker, and it is known where layers move."""
+        return (row.gone != "same" or self.pipelines > 2) and (not row.moved or (str(self), row.gone) in MOVED)
 
     @property
     def theory(self) -> int:
@@ -116,8 +153,13 @@ def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
     arguments = ["--pipelines", shape.pipelines, "--stages", shape.stages, "--microbatches", shape.microbatches,
                  "--seconds", F * unit, B * unit, W * unit, "--iterations", ITERATIONS,
                  "--clipping", row.clipping, "--out", folder.resolve()]
+    sizes = shape.sizes(row) if backend == "deepspeed" else (LAYERS,) * shape.stages
+    if backend == "deepspeed":
+        arguments += ["--layers", *sizes]
+    costs = ";".join(f"{F * size},{B * size},{W * size}" for size in sizes)
     settings = {"enabled": "false"} if row.settings is None else {
-        "costs": f"{F},{B},{W}", "cap": str(shape.cap), "planner_budget": "8", **row.settings}
+        "costs": costs, "cap": str(shape.cap), "planner_budget": "4", **row.settings}
+    lasts = 0
     killed = False
     plan: dict[str, Any] = {}
     plans: dict[str, dict[str, Any]] = {}
@@ -129,14 +171,17 @@ def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
                 plans[event["digest"]] = dict(event)
                 plan = plan if plan.get("generation") == event["generation"] else dict(event)
             elif event["event"] == "adopted":
-                plan = plans[event["digest"]]
+                plan, lasts = plans[event["digest"]], event["iteration"]
             elif event["event"] == "committed" and event["iteration"] == KILL_AFTER and not killed:
                 killed = True
-                for victim in shape.victims[:row.failures]:
+                for victim in shape.victims(row.gone):
                     job.kill(victim)
         job.check_ended_well()
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
-    return read(row, shape, unit, results, plan, backend)
+    found = read(row, shape, unit, results, plan, backend)
+    if lasts > ITERATIONS - MEASURED:
+        found.problems.append(f"the plan came with iteration {lasts}: give it more, or less --budget")
+    return found
 
 
 def name_of(backend: str) -> str:
@@ -155,25 +200,28 @@ def read(row: Row, shape: Shape, unit: float, results: list[dict[str, Any]], pla
     exact = row.settings is not None and row.settings.get("reduction") == "exact"
     step = (row.settings or {}).get("step", DEFAULT_STEP[backend])
     measured = Measured(
-        row, round(period, 1), plan.get("makespan" if step == "barrier" else "period"), plan.get("lower_bound"),
+        row, round(period, 1), *(plan[key] / LAYERS if key in plan else None for key in
+                                 ("makespan" if step == "barrier" else "period", "lower_bound")),
         plan.get("source", ""), -(-shape.microbatches // max(1, shape.pipelines - 1)) if exact else 0, per_worker,
-        {result["stage"]: result["weight"] for result in results})
-    if len(results) != shape.pipelines * shape.stages - row.failures:
+        {number: values for result in results for number, values in result["weights"].items()},
+        plan.get("stats", {}).get("lending", ""), os.getloadavg()[0])
+    if len(results) != shape.pipelines * shape.stages - len(shape.victims(row.gone)):
         measured.problems.append(f"{len(results)} workers wrote a result")
     measured.problems += miscounted(row, shape, results)
     return measured
 
 
 def miscounted(row: Row, shape: Shape, results: list[dict[str, Any]]) -> list[str]:
-    """Number of micro-batches that were not run exactly once in every measured iteration."""
+    """Numbers of micro-batches that were not run exactly once by each layer in every measured iteration."""
     if row.clipping and row.settings is not None:
         return []  # work thrown away with a wrong step is done twice
     counts = Counter((kind, number) for result in results for kind, number in result["ran"])
     per_iteration = shape.pipelines * shape.microbatches
-    first = ITERATIONS - MEASURED if row.failures else 0  # a victim took its own counts along
-    return [f"{kind} of micro-batch {number} ran {counts[kind, number]} times, not {shape.stages}"
+    first = ITERATIONS - MEASURED if row.gone else 0  # a victim took its own counts along
+    layers = len({number for result in results for number in result["weights"]})
+    return [f"{kind} of micro-batch {number} ran in {counts[kind, number]} layers, not {layers}"
             for kind in "FBW" for number in range(first * per_iteration, ITERATIONS * per_iteration)
-            if counts[kind, number] != shape.stages]
+            if counts[kind, number] != layers]
 
 
 def show(console: Console, shape: Shape, unit: float, rows: list[Measured]) -> None:
@@ -195,12 +243,12 @@ def show(console: Console, shape: Shape, unit: float, rows: list[Measured]) -> N
 
 
 def disagreement(rows: list[Measured]) -> float:
-    """Largest relative difference of a stage's parameters between stock and any other row without clipping."""
+    """Largest relative difference of a layer's parameters between stock and any other row without clipping."""
     stock = next((m for m in rows if m.row.settings is None and not m.row.clipping), None)
     if stock is None:
         return 0.0
-    return max((abs(a - b) / abs(a) for m in rows if not m.row.clipping for stage, values in m.weights.items()
-                for a, b in zip(stock.weights[stage], values)), default=0.0)
+    return max((abs(a - b) / abs(a) for m in rows if not m.row.clipping for layer, values in m.weights.items()
+                for a, b in zip(stock.weights[layer], values)), default=0.0)
 
 
 def main() -> int:
@@ -209,32 +257,47 @@ def main() -> int:
     parser.add_argument("--grid", nargs="+", type=Shape.parse, default=[Shape(2, 2, 4), Shape(3, 4, 6), Shape(4, 4, 8)])
     parser.add_argument("--unit", type=float, default=0.005,
                         help="seconds; scaled up until stock is within 2 %% of theory")
-    parser.add_argument("--rows", help="only rows whose name contains one of these, separated by commas")
+    parser.add_argument("--seconds", type=float, default=0.0,
+                        help="rows that would not end within so much time are left out, and said so; units stay as "
+                             "they are (default: all rows, however long)")
+    parser.add_argument("--rows", help="only rows whose name contains one of these, separated by ;")
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console(width=None if sys.stdout.isatty() else 132)  # a log file is no 80-column screen
-    chosen = [row for row in ROWS if not args.rows or any(part in row.name for part in args.rows.split(","))]
-    report, failed = {}, False
+    chosen = [row for row in ROWS if not args.rows or any(part in row.name for part in args.rows.split(";"))]
+    if args.backend != "deepspeed":
+        chosen = [row for row in chosen if not row.moved and "lend" not in (row.settings or {})]
+    report, failed, began, longest = {}, False, time.monotonic(), 0.0
     for shape in args.grid:
         unit = args.unit
+        since = time.monotonic()
         first = measure(ROWS[0], shape, unit, args.backend)
-        while first.period > 1.02 * shape.theory and unit < 4 * args.unit:
+        longest = max(longest, time.monotonic() - since)
+        while first.period > 1.02 * shape.theory and unit < 4 * args.unit and not args.seconds:
             unit *= 1.5
             console.print(f"{shape}: stock took {first.period:.1f} units, theory says {shape.theory}; "
                           f"again with units of {1000 * unit:g} ms")
             first = measure(ROWS[0], shape, unit, args.backend)
         rows = [first]
         for row in chosen:
-            if row != ROWS[0]:
-                rows.append(measure(row, shape, unit, args.backend))
-                console.print(f"{shape}: {row.name}: {rows[-1].period:.1f} units")
+            if row == ROWS[0] or not shape.has(row):
+                continue
+            if args.seconds and time.monotonic() - began + longest > args.seconds:
+                console.print(f"{shape}: {row.name}: left out, for want of time")
+                continue
+            since = time.monotonic()
+            rows.append(measure(row, shape, unit, args.backend))
+            longest = max(longest, time.monotonic() - since)
+            console.print(f"{shape}: {row.name}: {rows[-1].period:.1f} units (planned {rows[-1].planned}; load "
+                          f"{rows[-1].load:.0f}; {time.monotonic() - since:.0f} s) {rows[-1].lending}")
         show(console, shape, unit, rows)
         apart = disagreement(rows)
         console.print(f"parameters of all rows agree within {apart:.1e} (relative)")
         failed |= apart > 1e-5 or any(m.problems for m in rows)
         report[str(shape)] = {"unit_seconds": unit, "theory_1f1b": shape.theory, "cap": shape.cap,
                               "parameters_apart": apart, "rows": [{
-                                  "name": m.row.name, "settings": m.row.settings, "failures": m.row.failures,
+                                  "name": m.row.name, "settings": m.row.settings, "gone": m.row.gone,
+                                  "moved": m.row.moved, "lending": m.lending, "load": m.load,
                                   "clipping": m.row.clipping, "measured": m.period, "planned": m.planned,
                                   "bound": m.bound, "source": m.source, "block": m.block,
                                   "per_worker": m.per_worker, "problems": m.problems} for m in rows]}

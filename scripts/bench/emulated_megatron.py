@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated_parts import WIDTH, Emulated, Numbers, arguments, write  # beside this script
+from emulated_parts import PROCESS, WIDTH, Emulated, Numbers, arguments, write  # beside this script
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -98,7 +98,7 @@ def main() -> None:
     if parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage():
         data = iter(DataLoader(numbers, batch_sampler=PipelineSampler(len(numbers), 1, pipeline, args.pipelines)))
     schedule: Any = get_forward_backward_func()
-    stage.find_splitter = lambda: getattr(schedule, "splitter", None)
+    PROCESS.find_splitter = lambda: getattr(schedule, "splitter", None)
     step = partial(schedule, forward_step_func=forward_step, data_iterator=data, model=[model],
                    num_microbatches=args.microbatches, seq_length=1, micro_batch_size=1, forward_only=False)
     ends = []
@@ -108,7 +108,8 @@ def main() -> None:
         step()
         optimizer.step()
         ends.append(time.time())
-    write(args.out, dist.get_rank(), (pipeline, parallel_state.get_pipeline_model_parallel_rank()), ends, stage)
+    number = parallel_state.get_pipeline_model_parallel_rank()
+    write(args.out, dist.get_rank(), (pipeline, number), ends, {number: stage})
 
 
 if __name__ == "__main__":

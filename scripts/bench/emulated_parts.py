@@ -1,6 +1,6 @@
-"""Parts of the emulated stages of both backends: samples that know their number, and a layer that sleeps.
+"""Parts of the emulated stages of both backends: samples that know their number, and layers that sleep.
 
-Forward, input gradient and weight gradient of a stage sleep for given times; the tensors between stages are real.
+Forward, input gradient and weight gradient of a layer sleep for given times; the tensors between stages are real.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,57 +36,75 @@ class Numbers(Dataset):
         return sample, torch.zeros(1)
 
 
+class Process:
+    """What a worker's layers do, its own and those that others lend it: how long, one after the other.
+
+    Attributes:
+        find_splitter: gives the object that defers weight gradients, or None.
+        ran: kinds of work and numbers of micro-batches, one for each layer.
+    """
+
+    def __init__(self) -> None:
+        self.find_splitter: Callable[[], Any] = lambda: None
+        self.ran: list[tuple[str, int]] = []
+        self._until = 0.0
+
+    def work(self, kind: str, number: int, seconds: float) -> None:
+        """Sleep. Layers of one action take together what is said: one that woke up late makes the next one shorter."""
+        goes_on = bool(self.ran) and self.ran[-1] == (kind, number)
+        self._until = (self._until if goes_on else time.perf_counter()) + seconds
+        time.sleep(max(0.0, self._until - time.perf_counter()))
+        self.ran.append((kind, number))
+
+
+PROCESS = Process()
+
+
 class WeightLater:
     """A weight gradient that is not computed yet, as the runtime's queue takes it."""
 
-    def __init__(self, stage: Emulated, number: int, gradient: torch.Tensor) -> None:
-        self.weight, self.bias, self.fused = stage.weight, None, None
+    def __init__(self, layer: Emulated, number: int, gradient: torch.Tensor) -> None:
+        self.weight, self.bias, self.fused = layer.weight, None, None
         self.inputs = self.output_gradient = gradient
-        self._stage, self._number = stage, number
+        self._layer, self._number = layer, number
 
     def contributions(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        yield self.weight, self._stage.weight_gradient(self._number)
+        yield self.weight, self._layer.weight_gradient(self._number)
 
 
 class Emulated(nn.Module):
-    """One stage. ``find_splitter`` gives the object that defers weight gradients, or None."""
+    """One layer of a stage, or all of it."""
 
     def __init__(self, seconds: tuple[float, float, float], parameters: int) -> None:
         super().__init__()
         self.seconds = seconds
         self.weight = nn.Parameter(torch.ones(parameters))
-        self.find_splitter: Callable[[], Any] = lambda: None
-        self.ran: list[tuple[str, int]] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Sleep.apply(x, self.weight, self)
 
     def weight_gradient(self, number: int) -> torch.Tensor:
-        time.sleep(self.seconds[2])
-        self.ran.append(("W", number))
+        PROCESS.work("W", number, self.seconds[2])
         return torch.full_like(self.weight, 1e-3 * (1 + number % 7))
 
 
 class _Sleep(torch.autograd.Function):
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, stage: Emulated) -> torch.Tensor:
-        time.sleep(stage.seconds[0])
-        ctx.stage, ctx.number, ctx.made_in = stage, int(x.flatten()[0]), task_now()
-        stage.ran.append(("F", ctx.number))
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: Emulated) -> torch.Tensor:
+        ctx.layer, ctx.number, ctx.made_in = layer, int(x.flatten()[0]), task_now()
+        PROCESS.work("F", ctx.number, layer.seconds[0])
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         gradient, = gradients
-        stage = ctx.stage
-        time.sleep(stage.seconds[1])
-        stage.ran.append(("B", ctx.number))
-        splitter = stage.find_splitter()
+        PROCESS.work("B", ctx.number, ctx.layer.seconds[1])
+        splitter = PROCESS.find_splitter()
         queue = None if splitter is None else splitter.deferral.queue_for(ctx.made_in)
         if queue is None:
-            return gradient.clone(), stage.weight_gradient(ctx.number), None
-        queue.deferred.append(WeightLater(stage, ctx.number, gradient))
+            return gradient.clone(), ctx.layer.weight_gradient(ctx.number), None
+        queue.deferred.append(WeightLater(ctx.layer, ctx.number, gradient))
         return gradient.clone(), None, None
 
 
@@ -98,14 +116,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, nargs=3, required=True, metavar=("F", "B", "W"))
     parser.add_argument("--iterations", type=int, required=True)
     parser.add_argument("--clipping", type=float, default=0.0)
-    parser.add_argument("--parameters", type=int, default=1000)
+    parser.add_argument("--parameters", type=int, default=1000, help="of each layer")
+    parser.add_argument("--layers", type=int, nargs="+", default=[1], help="of a stage, or of each")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
 
-def write(folder: Path, rank: int, place: tuple[int, int], ends: Sequence[float], stage: Emulated) -> None:
+def write(folder: Path, rank: int, place: tuple[int, int], ends: Sequence[float],
+          layers: Mapping[int, Emulated]) -> None:
     """Write the file of this worker for `emulated.py`: ``place`` is (pipeline, stage), ``ends`` the end of each
-    iteration."""
-    result = {"pipeline": place[0], "stage": place[1], "ends": list(ends), "ran": stage.ran,
-              "weight": [stage.weight[0].item(), stage.weight.sum().item()]}
+    iteration, ``layers`` the stage's by their numbers in the model."""
+    result = {"pipeline": place[0], "stage": place[1], "ends": list(ends), "ran": PROCESS.ran, "weights": {
+        number: [layer.weight[0].item(), layer.weight.sum().item()] for number, layer in layers.items()}}
     (folder / f"worker-{rank}.json").write_text(json.dumps(result))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import deepspeed
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.dataloader import RepeatingLoader
-from emulated_parts import Emulated, Numbers, arguments, write  # beside this script
+from emulated_parts import PROCESS, Emulated, Numbers, arguments, write  # beside this script
 from torch.utils.data import DistributedSampler
 
 
@@ -23,11 +25,26 @@ def mean(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return 1e-6 * outputs.mean()
 
 
+class Partitioned(PipelineModule):
+    """Stages of so many layers."""
+
+    def __init__(self, layers: Sequence[LayerSpec], sizes: Sequence[int], **options: Any) -> None:
+        self.sizes = sizes
+        super().__init__(layers, num_stages=len(sizes), **options)
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        self.parts = [0, *accumulate(self.sizes)]
+        stage = self._topo.get_coord(self.global_rank).pipe
+        self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
+
+
 def build(args: argparse.Namespace) -> Any:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute of compiling for nothing
     deepspeed.init_distributed("gloo", verbose=False)
-    layers = [LayerSpec(Emulated, tuple(args.seconds), args.parameters) for _ in range(args.stages)]
-    model = PipelineModule(layers, num_stages=args.stages, loss_fn=mean, partition_method="uniform")
+    sizes = args.layers if len(args.layers) == args.stages else args.layers * args.stages
+    seconds = tuple(each * args.stages / sum(sizes) for each in args.seconds)
+    layers = [LayerSpec(Emulated, seconds, args.parameters) for _ in range(sum(sizes))]
+    model = Partitioned(layers, sizes, loss_fn=mean)
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": args.microbatches,
               "steps_per_print": 10**6, "gradient_clipping": args.clipping,
               "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
@@ -37,9 +54,7 @@ def build(args: argparse.Namespace) -> Any:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config,
                                       training_data=data if ours else None)
     if hasattr(engine, "settle"):
-        for stage in engine.module.modules():
-            if isinstance(stage, Emulated):
-                stage.find_splitter = lambda: engine._splitter
+        PROCESS.find_splitter = lambda: engine._splitter
     else:
         # As stock's own pipeline loader, without its two loader processes per rank.
         sampler = DistributedSampler(data, args.pipelines, engine.grid.get_data_parallel_id(), shuffle=False)
@@ -51,7 +66,8 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
     engine = build(args)
-    stage = next(part for part in engine.module.modules() if isinstance(part, Emulated))
+    stage = {number: layer for number, layer in enumerate(engine.module.forward_funcs, engine.module._local_start)
+             if isinstance(layer, Emulated)}
     ends = []
     for _ in range(args.iterations):
         engine.train_batch()

@@ -10,11 +10,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from megatron_recycle.control.planning import Planning
 from megatron_recycle.plan import Costs, Microbatch, Plan, violations
+from megatron_recycle.runtime.lent.layers import offer
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.model import SmallStage
 from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw
@@ -153,3 +156,10 @@ def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
         job.release(held)
         check(job, job.wait(), came={"1:1"})
         assert not borrows(job)
+
+
+def test_a_layer_without_matrices_takes_as_much_as_the_others() -> None:
+    lending = SmallStage(stages=2, stage=0, pipelines=1, microbatches=1, blocks=4).lending
+    flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="")
+    assert offer(flat, 2)["share"] == 0.5
+    assert 0 < offer(lending, 2)["share"] < 1

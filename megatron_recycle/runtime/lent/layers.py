@@ -75,7 +75,8 @@ def offer(lending: Lending, most: int) -> dict[str, Any] | None:
     lent = [layer for layer in (*own[:head], *own[len(own) - tail:]) if isinstance(layer, nn.Module)]
     one = max(_work(layer) for layer in lent)
     like = [layer for layer in own if isinstance(layer, nn.Module) and type(layer) is type(lent[0])]
-    return {"head": head, "tail": tail, "layers": len(like), "share": one / max(one, sum(map(_work, own))),
+    share = one / max(one, sum(map(_work, own))) if one else 1 / len(own)  # no matrices: layers are taken for alike
+    return {"head": head, "tail": tail, "layers": len(like), "share": share,
             "bytes": max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent)}
 
 
