@@ -361,7 +361,7 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
     transport.forget_shapes()
     transport.follow(program.plan, "F")
     transport.begin()
-    with torch.no_grad():
+    with torch.no_grad(), site.trainable.neighbours.options.running():
         execute(site, standing, [action for action in program.actions if action.kind == "F"],
                 {"F": forward}, enter, "the evaluation")
     with site.phases.waiting("the evaluation's end"):

@@ -34,8 +34,14 @@ class PipelineLayers:
         self._engine = engine
         module: PipelineModule = engine.module
         self.first: int = module._local_start
-        self.layers: Sequence[Callable[..., Any]] = list(module.forward_funcs)
+        self._own: Sequence[Callable[..., Any]] | None = None
+        """While others run in their place."""
         self._most = most
+
+    @property
+    def layers(self) -> Sequence[Callable[..., Any]]:
+        # The script may have put others in their place.
+        return list(self._engine.module.forward_funcs) if self._own is None else self._own
 
     @cached_property
     def lendable(self) -> tuple[int, int]:
@@ -79,7 +85,7 @@ class PipelineLayers:
     def running(self, layers: Sequence[Callable[..., Any]]) -> Iterator[None]:
         module: PipelineModule = self._engine.module
         own, checked = module.forward_funcs, getattr(module, "is_checkpointable_results", None)
-        module.forward_funcs = list(layers)
+        self._own, module.forward_funcs = own, list(layers)
         interval = module.activation_checkpoint_interval
         if interval and checked is not None:
             module.is_checkpointable_results = [module._is_checkpointable(module.forward_funcs[start:start + interval])
@@ -87,7 +93,7 @@ class PipelineLayers:
         try:
             yield
         finally:
-            module.forward_funcs = own
+            self._own, module.forward_funcs = None, own
             if checked is not None:
                 module.is_checkpointable_results = checked
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -124,8 +124,17 @@ class Neighbours:
         """The last layers of the stage before, in order."""
         self._behind: list[nn.Module] = []
         self._seed: Callable[[int], None] | None = None
-        self.options = Options({number: layer for number, layer in enumerate(lending.layers, lending.first)
-                                if isinstance(layer, nn.Module)} if self.draws and lending is not None else {})
+        self.options = Options(self._watched)
+        self._began = {number: _checksums([layer]) for number, layer in self._watched().items()}
+        self._told: dict[bool, bytes] = {}
+        """What the copies at an end were told the last time."""
+
+    def _watched(self) -> Mapping[int, nn.Module]:
+        """The stage's own layers, by their numbers, if they may be lent."""
+        if self._lending is None or not self.draws:
+            return {}
+        return {number: layer for number, layer in enumerate(self._lending.layers, self._lending.first)
+                if isinstance(layer, nn.Module)}
 
     @property
     def lending(self) -> Lending:
@@ -138,7 +147,7 @@ class Neighbours:
     def hold(self, before: int, behind: int) -> None:
         """Have copies of so many layers of the stage before and of the stage behind, and of no more."""
         if not before and not behind:
-            self._before, self._behind = [], []
+            self._before, self._behind, self._told = [], [], {}
             return
         lending, last = self.lending, self.lending.first + len(self.lending.layers)
         del self._before[:max(0, len(self._before) - before)], self._behind[behind:]
@@ -150,6 +159,7 @@ class Neighbours:
     def _built(self, number: int) -> nn.Module:
         module = self.lending.build(number)
         module.requires_grad_(True)  # who lends it picks those that it trains
+        self._told = {}
         self._adopt(module)
         return module
 
@@ -175,14 +185,18 @@ class Neighbours:
         """So many of the stage's own layers at this end, `packed`. Raises UnsupportedError."""
         first, end = self.lending.first, self.lending.first + len(self.lending.layers)
         numbers = (first, first + count) if head else (end - count, end)
-        return packed(self.own(head, count), self.options.told(*numbers))
+        layers = self.own(head, count)
+        for number, layer in enumerate(layers, numbers[0]):  # nor has a helper room for anything else
+            _check_alike([layer], self._began[number])
+        return packed(layers, self.options.told(*numbers))
 
     def take(self, head: bool, data: torch.Tensor) -> None:
         """Make the copies at this end what ``data`` was packed of. Raises UnsupportedError."""
         layers, first = self.borrowed(head), self.lending.first
         told = unpack(layers, data)
         start = first + len(self.lending.layers) if head else first - len(layers)
-        put(told, dict(enumerate(layers, start)))
+        put(told, dict(enumerate(layers, start)), self._told.get(head, b""))
+        self._told[head] = told
 
     @contextmanager
     def running(self, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
@@ -213,7 +227,7 @@ class Neighbours:
                 return layer(*inputs)
 
             return function
-        if not any(isinstance(hook, _Draw) for hook in layer._forward_pre_hooks.values()):
+        if not any(isinstance(hook, _Draw) and hook.neighbours is self for hook in layer._forward_pre_hooks.values()):
             layer.register_forward_pre_hook(_Draw(self, number))
         return layer
 
@@ -225,11 +239,15 @@ class Neighbours:
 class _Draw:
     """A hook before a layer's forward."""
 
-    def __init__(self, neighbours: Neighbours, number: int) -> None:
-        self._neighbours, self._number = neighbours, number
+    def __init__(self, neighbours: Neighbours | None, number: int) -> None:
+        self.neighbours, self._number = neighbours, number
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        self._neighbours._draw(self._number)
+        if self.neighbours is not None:
+            self.neighbours._draw(self._number)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Draw, (None, 0)  # in a copy that the script makes of the layer
 
 
 def parameters_of(layers: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -241,8 +259,7 @@ def packed(layers: Sequence[nn.Module], told: bytes) -> torch.Tensor:
     """All that ``layers`` hold, checksums of what they are, and what is ``told`` of their options, as bytes: `unpack`
     takes it into copies of them. Raises UnsupportedError."""
     if len(told) > _TOLD:
-        raise UnsupportedError(f"the script has set so much in a lent layer that it takes {len(told)} bytes to tell, "
-                               f"of {_TOLD}: set lend to off")
+        raise UnsupportedError(f"a lent layer's attributes take {len(told)} bytes to tell, of {_TOLD}: set lend to off")
     tensors = [_bytes(tensor) for tensor in _tensors(layers)]
     device = tensors[0].device if tensors else torch.device("cpu")
     header = torch.tensor([*_checksums(layers), len(told)])
@@ -261,12 +278,7 @@ def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> bytes:
     """Make ``layers`` copies of what ``data`` was `packed` of; returns what was told. Raises UnsupportedError if they
     are not alike."""
     *theirs, length = data[:_HEADER].cpu().clone().view(torch.int64).tolist()
-    other = [name for name, mine, at_home in zip(_COMPARED, _checksums(layers), theirs, strict=True) if mine != at_home]
-    if other:
-        raise UnsupportedError(f"a lent layer has other {' and '.join(other)} where it is at home than where it is "
-                               f"built anew ({', '.join(type(layer).__name__ for layer in layers)}): the script has "
-                               "changed it since the job began. Change it before, on all ranks alike, or set lend to "
-                               "off")
+    _check_alike(layers, theirs)
     start = _HEADER + _TOLD
     with torch.no_grad():
         for tensor in _tensors(layers):
@@ -284,8 +296,18 @@ def hooked(layer: nn.Module) -> bool:
 
 _COMPARED = ("modules", "hooks", "parameters or buffers")
 _HEADER = 8 * (len(_COMPARED) + 1)
-_TOLD = 4096
+_TOLD = 2**14
 """Bytes, and of options."""
+
+
+def _check_alike(layers: Sequence[nn.Module], at_home: Sequence[int]) -> None:
+    """Raises UnsupportedError if ``layers`` are not what these checksums are of."""
+    other = [name for name, mine, home in zip(_COMPARED, _checksums(layers), at_home, strict=True) if mine != home]
+    if other:
+        raise UnsupportedError(f"a lent layer has other {' and '.join(other)} where it is at home than where it is "
+                               f"built anew ({', '.join(type(layer).__name__ for layer in layers)}): the script has "
+                               "changed it since the job began. Change it before, on all ranks alike, or set lend to "
+                               "off")
 
 
 def _checksums(layers: Sequence[nn.Module]) -> list[int]:

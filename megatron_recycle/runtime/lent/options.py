@@ -1,56 +1,150 @@
-"""What the script has set in layers that are lent: copies of them get it too.
+"""What layers that are lent are set to, beside parameters and buffers: copies of them are set to it too.
 
-A layer that is built anew is as it was when the job began. What a forward leaves in it (a table that is computed once)
-its copies make for themselves; what the script sets (a dropout's probability, a mode) they have to be told.
+A layer that is built anew is as its words and the script's variables make it then. So its copies are told what the
+layer was when the job began, and what the script has set since (a dropout's probability, a mode). What a forward leaves
+in it (a table that is computed once) they make for themselves.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import weakref
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
 
+import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, type(None))
+from megatron_recycle.errors import UnsupportedError
 
-Plain = bool | int | float | str | None
+_PLAIN = (bool, int, float, str, type(None))
+_OF_ALL = vars(nn.Module()).keys() - {"training"}
+"""Attributes that every module has: its parameters, hooks and the like, which are looked at elsewhere."""
+_LONGEST = 1000  # elements of a container that is looked into
+
 Key = tuple[int, str, str]
 """Number of a layer, name of a module in it, name of the attribute."""
 
 
 class Options:
-    """Watches plain attributes (numbers, texts) of ``layers``, given by their numbers, from now on."""
+    """Watches the attributes of layers, from now on.
 
-    def __init__(self, layers: Mapping[int, nn.Module]) -> None:
+    Numbers and texts, and lists, tuples and dicts of them, are told to copies. Of others, tensors and functions for
+    instance, it is only known when the script has put others in their place, or has written to them: then the layer
+    cannot be copied any more.
+
+    Args:
+        layers: by their numbers, as they are now.
+    """
+
+    def __init__(self, layers: Callable[[], Mapping[int, nn.Module]]) -> None:
         self._layers = layers
         self._seen = self._now()
-        self._set: dict[Key, Plain] = {}
+        # Texts may name what differs from worker to worker, a device for instance.
+        self._set: dict[Key, Any] = {
+            key: state for key, state in self._seen.items() if _can_be_told(state, texts=False)}
+        self._untold: set[Key] = set()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A block in which layers are run, and may change themselves."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
 
     def begin(self) -> None:
         """An attempt begins: what is different since the last one has ended the script has set."""
-        for key, value in self._now().items():
-            if key not in self._seen or not _same(self._seen[key], value):
-                self._set[key] = value
+        now = self._now()
+        for key in self._seen.keys() | now.keys():
+            if key not in self._seen or key not in now or not _same(self._seen[key], now[key]):
+                if key in now and _can_be_told(now[key]):
+                    self._set[key] = now[key]
+                    self._untold.discard(key)
+                else:
+                    self._untold.add(key)
 
     def end(self) -> None:
         """An attempt has ended, in which layers may have changed themselves."""
         self._seen = self._now()
 
     def told(self, first: int, end: int) -> bytes:
-        """What the script has set in the layers of these numbers."""
-        return json.dumps([[*key, value] for key, value in sorted(self._set.items()) if first <= key[0] < end]).encode()
+        """What the layers of these numbers are set to. Raises UnsupportedError if the script has set what cannot be
+        told."""
+        untold = sorted(key for key in self._untold if first <= key[0] < end)
+        if untold:
+            number, module, name = untold[0]
+            raise UnsupportedError(f"the script has changed {f'{module}.{name}' if module else name} of layer {number} "
+                                   "since the job began, which a neighbour that runs this layer is not told: only "
+                                   "numbers, texts, and lists, tuples and dicts of them are. Make it a buffer, set it "
+                                   "before the job begins, or set lend to off")
+        told = [[*key, state] for key, state in sorted(self._set.items(), key=lambda item: item[0])
+                if first <= key[0] < end]
+        return zlib.compress(json.dumps(told).encode())
 
-    def _now(self) -> dict[Key, Plain]:
-        return {(number, name, key): value for number, layer in self._layers.items()
+    def _now(self) -> dict[Key, Any]:
+        return {(number, name, key): _state(value) for number, layer in self._layers().items()
                 for name, module in layer.named_modules() for key, value in vars(module).items()
-                if not key.startswith("_") and isinstance(value, _PLAIN)}
+                if key not in _OF_ALL and not (isinstance(value, torch.Tensor) and value.grad_fn is not None)}
 
 
-def put(told: bytes, layers: Mapping[int, nn.Module]) -> None:
-    """Set in copies what was `told` of the layers of these numbers."""
-    for number, name, key, value in json.loads(told):
-        setattr(layers[number].get_submodule(name), key, value)
+def put(told: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> None:
+    """Set in copies what was `told` of the layers of these numbers, and was not already ``before``."""
+    known = {(*key,): state for *key, state in json.loads(zlib.decompress(before))} if before else {}
+    for number, name, key, state in json.loads(zlib.decompress(told)):
+        if (number, name, key) not in known or not _same(known[number, name, key], state):
+            setattr(layers[number].get_submodule(name), key, _value(state))
 
 
-def _same(one: Plain, other: Plain) -> bool:
-    return type(one) is type(other) and (one == other or one != one)
+class _Other:
+    """Something that copies cannot be told, and how often it was written to."""
+
+    def __init__(self, thing: Any) -> None:
+        try:
+            self._thing: Callable[[], Any] = weakref.ref(thing)  # nor is it to live for this
+        except TypeError:
+            self._thing = lambda: thing
+        self._version = thing._version if isinstance(thing, torch.Tensor) and not thing.is_inference() else 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Other) and self._version == other._version and (
+            (mine := self._thing()) is not None and mine is other._thing())
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _state(value: Any) -> Any:
+    """``value`` as it is now: something that JSON takes, with `_Other` where it does not."""
+    if isinstance(value, _PLAIN) and not isinstance(value, Enum):
+        return value
+    if type(value) in (list, tuple) and len(value) <= _LONGEST:
+        return [type(value).__name__, *map(_state, value)]
+    if type(value) is dict and len(value) <= _LONGEST:
+        return ["dict", *([_state(key), _state(each)] for key, each in value.items())]
+    return _Other(value)
+
+
+def _value(state: Any) -> Any:
+    if not isinstance(state, list):
+        return state
+    kind, *items = state
+    if kind == "dict":
+        return {_value(key): _value(each) for key, each in items}
+    return tuple(map(_value, items)) if kind == "tuple" else list(map(_value, items))
+
+
+def _can_be_told(state: Any, texts: bool = True) -> bool:
+    if isinstance(state, list):
+        kind, *items = state
+        return all(_can_be_told(item, texts) for pair in items for item in (pair if kind == "dict" else [pair]))
+    return not isinstance(state, _Other) and (texts or not isinstance(state, str))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other or (isinstance(one, float) and one != one and other != other))
