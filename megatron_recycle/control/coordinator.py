@@ -159,7 +159,11 @@ class Coordinator:
         return await self._executor.ended
 
     async def wait_quiet(self, linger: float | None) -> None:
-        """Until nobody is connected any more, at most `linger` seconds (None: no limit)."""
+        """Until nobody is connected any more, at most `linger` seconds (None: no limit). Where another coordinator has
+        led the job before, launchers may be on their way here yet: they have as long as members have."""
+        if self._follows and self._launched:
+            hosts = {member.host for member in self.state.members.values()}
+            await self.server.wait_launchers(hosts, self._clocks.timeouts.detection)
         await self.server.wait_quiet(linger)
 
     async def close(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from megatron_recycle.control.connection import Connection
@@ -87,6 +88,8 @@ class Server:
         self._connections: set[Connection] = set()
         self._refusals: RateLimit[str] = RateLimit(60.0, _TOLD)
         self._quiet = asyncio.Event()
+        self._met: set[str] = set()
+        self._meeting = asyncio.Event()
         self._door: Door | None = None
 
     async def start(self, listener: socket.socket | None) -> str:
@@ -96,6 +99,16 @@ class Server:
         self._door.open()
         host, port = listener.getsockname()[:2]
         return joined(host, port)
+
+    async def wait_launchers(self, hosts: Collection[str], seconds: float) -> None:
+        """Until the launchers of these ``hosts`` have come, at most so many ``seconds``."""
+        async def come() -> None:
+            while not self._met.issuperset(hosts):
+                self._meeting.clear()
+                await self._meeting.wait()
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(come(), seconds)
 
     async def wait_quiet(self, linger: float | None) -> None:
         """Until nobody is connected any more, at most `linger` seconds (None: no limit)."""
@@ -218,6 +231,8 @@ class Server:
                 raise WireError(f"{message['host']!r:.60} is a host of the job's own")
             connection.host, connection.places = message["host"], message["places"]
             self.launchers.add(connection)
+            self._met.add(connection.host)
+            self._meeting.set()
             self._hearer.launcher_came(connection, message["host"], () if message["places"] else message["ranks"])
         else:
             if connection.host is None:

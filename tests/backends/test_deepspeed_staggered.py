@@ -109,6 +109,6 @@ def test_a_first_stage_that_its_checkpoints_would_leave_untrained_is_refused():
     embedding = nn.Embedding(3, 2)
     engine = SimpleNamespace(module=lambda x: embedding(x).detach(), is_last_stage=lambda: False, batch_fn=None,
                              has_attention_mask=False, has_bool_tensors=False)
-    stage = SimpleNamespace(_engine=engine, parameters=[*embedding.parameters()], _load=lambda data: (data,))
+    stage = SimpleNamespace(_engine=engine, _trains=lambda: True, _load=lambda data: (data,))
     with pytest.raises(UnsupportedError, match="checkpointable_layers"):
         DeepSpeedStage._forward(stage, None, (torch.tensor([1]), torch.tensor([1])))

@@ -77,8 +77,7 @@ def test_a_checkpoint_that_cannot_be_read_is_an_error_whatever_stock_raises(tmp_
 
 
 @pytest.mark.parametrize("given", [
-    {"no_save_optim": True}, {"data_parallel_random_init": True}, {"ckpt_format": "fsdp_dtensor"},
-    {"use_distributed_optimizer": True}])
+    {"no_save_optim": True}, {"data_parallel_random_init": True}, {"ckpt_format": "fsdp_dtensor"}])
 def test_checkpoints_without_all_that_training_needs_are_not_gone_back_to(tmp_path: Path, given):
     stock = Stock(tmp_path)
     vars(stock.arguments).update(given)

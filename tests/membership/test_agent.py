@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import contextlib
 import json
 import os
@@ -13,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -154,6 +157,20 @@ def test_without_a_launcher_the_end_of_a_connection_is_an_exit(tmp_path: Path) -
         agents["1:0"].close()
         assert running.await_event("suspected")["kind"] == "exit"
         _close(agents)
+
+
+def test_a_coordinator_that_follows_another_does_not_go_before_launchers_have_found_it(tmp_path: Path) -> None:
+    """They would be told by nobody how the job has ended, and say that it has failed."""
+    with service(tmp_path, follows=True) as running:
+        agents = _all_ready(running)
+        _close(agents)
+        waits = asyncio.run_coroutine_threadsafe(running.coordinator.wait_quiet(LIMIT), running._loop)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            waits.result(0.3)
+        launcher = SimpleNamespace(guest=False, host=None, send=lambda message: None)
+        hello = {"type": "hello", "host": "test", "places": False, "ranks": [*range(6)]}
+        running.call(running.coordinator.server._from_launcher, launcher, hello)
+        waits.result(LIMIT)
 
 
 def test_a_process_whose_script_has_failed_is_out_before_it_has_ended(running: Service) -> None:

@@ -160,7 +160,7 @@ def test_a_script_finds_its_random_numbers_as_it_left_them_though_its_worker_com
     draws = Generators(torch.device("cpu"))
     comes_in = SimpleNamespace(
         standing=Standing(Process(Worker(0, 0))), stepper=None, _loop=SimpleNamespace(telling=nullcontext),
-        site=SimpleNamespace(framework=SimpleNamespace(generators=draws),
+        site=SimpleNamespace(framework=SimpleNamespace(generators=draws), config=RecycleConfig(),
                              phases=SimpleNamespace(waiting=lambda what: nullcontext())))
     monkeypatch.setattr(recovery, "join", lambda *_: Seeds(draws, 7).set(1, 11) or SimpleNamespace(plan=None))
     monkeypatch.setattr(worker_module, "announce", lambda site, plan: None)
