@@ -313,7 +313,10 @@ class Attempt:
             squares, zeros = norms(stage, self._generation.cuts, groups, site.trainable.layout, gradient)
         held = Held(iteration, gradient, squares, loss, weight, self.computed.digests, self._shared.losses.reports,
                     zeros)
-        self._stepper.hold(held, groups, standing.promises.promise(iteration, site.agent.offer), self._program.number)
+        offer = site.agent.offer
+        lends = offer is not None and offer.plan is not None and bool(offer.plan.get("crossings"))
+        promised = standing.promises.promise(iteration, offer if site.trainable.neighbours.ready(lends) else None)
+        self._stepper.hold(held, groups, promised, self._program.number)
 
 
 def evaluate(site: Site, standing: Standing, generation: Generation, data: DataSource, number: int,

@@ -127,6 +127,23 @@ def test_random_campaign(seed, lends):
     scene.run(seed)
 
 
+def offered(job: Job, late: Moment) -> Plan:
+    """The plan that lends, by the coordinator's planner, once all whom the failure has left have heard of it."""
+    job.wait_held(late)
+    job.wait_event("decided", generation=2)
+    state, found = job.control.state, threading.Event()
+    description = {**(state.description or {}), "costs": Costs.uniform(3, 300, 300, 300).to_json(),
+                   "planner_budget": 0.5, "horizon": 1e9}
+    told = Planning().improve(description, frozenset({"1:1"}), state.plan or {}, found)
+    found.set()
+    better = Plan.from_json(told or {})
+    assert better.crossings and not violations(better) and str(better.stats["lending"]).startswith("lends ")
+    job.control.call(lambda: job.control.improved(2, better))
+    left = [each.worker for each in job.processes.values() if each.thread.is_alive() and each.worker is not None]
+    job.wait_for(lambda: all(each.site.agent.offer is not None for each in left), "the offer")
+    return better
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
     """The coordinator's planner finds it, of what the stages say of their layers; that of the failure lends nothing.
@@ -135,18 +152,7 @@ def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
     held = Moment("0:0", "forward", 5)
     job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late, held], seed=seed)
     with job:
-        job.wait_held(late)
-        job.wait_event("decided", generation=2)
-        state, found = job.control.state, threading.Event()
-        description = {**(state.description or {}), "costs": Costs.uniform(3, 300, 300, 300).to_json(),
-                       "planner_budget": 0.5, "horizon": 1e9}
-        told = Planning().improve(description, frozenset({"1:1"}), state.plan or {}, found)
-        found.set()
-        better = Plan.from_json(told or {})
-        assert better.crossings and not violations(better) and str(better.stats["lending"]).startswith("lends ")
-        job.control.call(lambda: job.control.improved(2, better))
-        left = [each.worker for each in job.processes.values() if each.thread.is_alive() and each.worker is not None]
-        job.wait_for(lambda: all(each.site.agent.offer is not None for each in left), "the offer")
+        better = offered(job, late)
         job.release(late)
         job.wait_event("adopted", digest=better.digest)
         job.wait_held(held)
@@ -163,3 +169,16 @@ def test_a_layer_without_matrices_takes_as_much_as_the_others() -> None:
     flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="")
     assert offer(flat, 2)["share"] == 0.5
     assert 0 < offer(lending, 2)["share"] < 1
+
+
+def test_a_layer_that_the_script_has_changed_is_not_lent_and_training_goes_on():
+    shape, late = replace(DEEP, iterations=6), Moment("0:0", "forward", 1)
+    job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late])
+    with job:
+        offered(job, late)
+        for process in job.processes.values():
+            if process.worker is not None and process.name == "0:1":
+                process.worker.site.stage.module[-1].register_forward_hook(lambda module, inputs, output: None)
+        job.release(late)
+        check(job, job.wait(), {"1:1"})
+        assert not borrows(job) and not any(event["event"] == "adopted" for event in job.control.events)

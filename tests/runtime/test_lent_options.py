@@ -109,6 +109,19 @@ def test_a_layer_that_became_another_is_refused_where_it_is_at_home():
 
     neighbours = Neighbours(Lending(), lambda module: None, True)
     neighbours.give(False, 1)
+    assert neighbours.ready(lends=True)
     Lending.layers[1].extra = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match="other modules and parameters or buffers"):
+        neighbours.give(False, 1)
+    assert neighbours.ready(lends=False) and not neighbours.ready(lends=True)
+
+
+def test_a_layer_that_is_tied_to_another_later_is_not_lent():
+    """Sums that a helper brings would be added in another order than at home."""
+    class Lending:
+        first, layers, lendable, why, build = 0, [Layer(), Layer()], (0, 1), "", None
+
+    neighbours = Neighbours(Lending(), lambda module: None, True)
+    Lending.layers[0].linear.weight = Lending.layers[1].linear.weight
+    with pytest.raises(UnsupportedError, match=r"shares linear.weight with another layer"):
         neighbours.give(False, 1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import logging
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -14,6 +16,8 @@ from torch import nn
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.lent.options import Options, put
 from megatron_recycle.runtime.lent.terms import HOME, Span
+
+log = logging.getLogger(__name__)
 
 
 class Lending(Protocol):
@@ -126,6 +130,7 @@ class Neighbours:
         self._seed: Callable[[int], None] | None = None
         self.options = Options(self._watched)
         self._began = {number: _checksums([layer]) for number, layer in self._watched().items()}
+        self._warned = False
         self._told: dict[bool, bytes] = {}
         """What the copies at an end were told the last time."""
 
@@ -139,9 +144,9 @@ class Neighbours:
     @property
     def lending(self) -> Lending:
         """The stage's."""
-        if self._lending is None:
+        if self._lending is None or not self.draws:
             raise UnsupportedError("the plan lends layers, and this worker's stage can neither lend nor borrow any: "
-                                   "set lend to off")
+                                   f"set lend to {'auto' if self._lending is not None else 'off'} on all ranks")
         return self._lending
 
     def hold(self, before: int, behind: int) -> None:
@@ -183,12 +188,42 @@ class Neighbours:
 
     def give(self, head: bool, count: int) -> torch.Tensor:
         """So many of the stage's own layers at this end, `packed`. Raises UnsupportedError."""
-        first, end = self.lending.first, self.lending.first + len(self.lending.layers)
-        numbers = (first, first + count) if head else (end - count, end)
-        layers = self.own(head, count)
-        for number, layer in enumerate(layers, numbers[0]):  # nor has a helper room for anything else
+        return packed(*self._lent(head, count))
+
+    def _lent(self, head: bool, count: int) -> tuple[Sequence[nn.Module], bytes]:
+        """So many layers at this end, and what is told of them. Raises UnsupportedError if they cannot be lent."""
+        layers, end = self.own(head, count), self.lending.first + len(self.lending.layers)
+        first = self.lending.first if head else end - count
+        for number, layer in enumerate(layers, first):  # nor has a helper room for anything else
             _check_alike([layer], self._began[number])
-        return packed(layers, self.options.told(*numbers))
+        self._check_apart(layers)
+        return layers, self.options.told(first, first + count)
+
+    def ready(self, lends: bool) -> bool:
+        """Whether a plan can be taken up that lends layers, or does not: not one that does after the script has made
+        something of the stage's layers that cannot be lent. That is told once."""
+        if not lends:
+            return True
+        try:
+            for head, count in zip((True, False), self.lending.lendable, strict=True):
+                if count:
+                    self._lent(head, count)
+        except UnsupportedError as error:
+            if not self._warned:
+                log.warning("recycle: a plan that lends layers is not taken up, training goes on without: %s", error)
+            self._warned = True
+            return False
+        return True
+
+    def _check_apart(self, layers: Sequence[nn.Module]) -> None:
+        """Raises UnsupportedError if the script has tied one of ``layers`` to another layer of the stage."""
+        holders = Counter(number for layer in self.lending.layers for number in {
+            id(parameter) for part in (layer.args if isinstance(layer, functools.partial) else (layer,))
+            if isinstance(part, nn.Module) for parameter in part.parameters()})
+        tied = [name for layer in layers for name, parameter in layer.named_parameters() if holders[id(parameter)] > 1]
+        if tied:
+            raise UnsupportedError(f"a lent layer shares {tied[0]} with another layer since the job began: tie them "
+                                   "before, on all ranks alike, or set lend to off")
 
     def take(self, head: bool, data: torch.Tensor) -> None:
         """Make the copies at this end what ``data`` was packed of. Raises UnsupportedError."""
