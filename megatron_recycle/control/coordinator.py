@@ -301,6 +301,9 @@ class Coordinator:
     def newcomer(self, connection: Connection, rank: int) -> None:
         connection.send(messages.learnt(self.state, rank))
 
+    def is_guests(self, rank: int) -> bool:
+        return self._of_guests({"rank": rank})
+
     def part_of_guests(self) -> str:
         return guests.part(self.state)
 

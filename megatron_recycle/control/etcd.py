@@ -59,7 +59,7 @@ class Place:
         members = []
         for each in rest.rstrip("/").split(","):
             found = _MEMBER.fullmatch(each)
-            if found is None:
+            if found is None or not 0 < int(found[3] or PORT) < 65536:
                 separator = ""
             else:
                 members.append((found[1] or found[2], int(found[3] or PORT)))

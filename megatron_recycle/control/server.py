@@ -56,6 +56,7 @@ class Hearer(Protocol):
     def from_launcher(self, connection: Connection, host: str, message: Message) -> None: ...
     def newcomer(self, connection: Connection, rank: int) -> None: ...
     def part_of_guests(self) -> str: ...
+    def is_guests(self, rank: int) -> bool: ...
     def refused(self, source: str, reason: str) -> None: ...
 
 
@@ -210,6 +211,8 @@ class Server:
             part = self._hearer.part_of_guests()
             if message["op"] == "tell":
                 message = self._guests.tellable(message, part, self._there)
+                if not self._hearer.is_guests(message["number"]):
+                    message["number"] = -1
             elif why := self._guests.refusal(message, part, self._there):
                 connection.send({"type": "answer", **_NOTHING, "error": why})
                 return

@@ -27,16 +27,27 @@ _USABLE = re.compile(r"State=(?:ALLOCATED|MIXED|IDLE|COMPLETING)(?:\+\S*)?(?:\s|
 _BAD = re.compile(r"State=\S*(?:DOWN|DRAIN|FAIL|NOT_RESPONDING|\*)")
 
 
+class _BeforeDashes(argparse.ArgumentParser):
+    """Reads what stands before ``--``; what stands behind it are `options`. argparse alone takes those of a command
+    with an option in the middle (``heal 7 --dry-run -- --gres=gpu:8``) for nobody's."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        dashes = given.index("--") if "--" in given else len(given)
+        found, unknown = super().parse_known_args(given[:dashes], namespace)
+        found.options = given[dashes + 1:]
+        return found, unknown
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `recycle slurm`."""
-    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT")
+    acts = parser.add_subparsers(dest="act", required=True, metavar="ACT", parser_class=_BeforeDashes)
     heal = acts.add_parser("heal", help="start hosts in place of those that a running job has lost",
                            epilog="Options after -- are srun's and sbatch's, as in: -- --gres=gpu:8")
     heal.add_argument("job", nargs="?", help="the job's number (default: SLURM_JOB_ID)")
     heal.add_argument("--run-dir", type=Path,
                       help="the job's run folder (default: runs/slurm-JOB where it was submitted)")
     heal.add_argument("--dry-run", action="store_true", help="print the commands, and start nothing")
-    heal.add_argument("options", nargs="*", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,11 +56,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: Slurm knows no such job, or none of ours runs in its folder.
     """
-    options = list(args.options)
-    job = args.job
-    if job is not None and job.startswith("-"):  # all that was given stands after --
-        job, options = None, [job, *options]
-    job = job or os.environ.get("SLURM_JOB_ID")
+    job = args.job or os.environ.get("SLURM_JOB_ID")
     if not job:
         raise ConfigError("recycle slurm heal: give the number of the job; `squeue --me` has it")
     there = allocation(job, ask)
@@ -64,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if not losses:
         print("no host is missing")
         return 0
-    return _start([healing(host, len(ranks), there, run_dir, found, options) for host, ranks in losses.items()],
+    return _start([healing(host, len(ranks), there, run_dir, found, args.options) for host, ranks in losses.items()],
                   args.dry_run)
 
 

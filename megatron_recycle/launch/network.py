@@ -58,8 +58,9 @@ def check_address(option: str, text: str) -> None:
     for each in text.split(","):
         host, _, port = each.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise ConfigError(f"{option} is {text!r}; give HOST:PORT, as the first host's launcher printed it, or the "
-                              "job's run folder")
+            where = ("`recycle serve` has printed it" if option == "--coordinator" else
+                     "the first host's launcher printed it, or the job's run folder")
+            raise ConfigError(f"{option} is {text!r}; give HOST:PORT, as {where}")
 
 
 def check_host(host: str, several: bool) -> None:

@@ -21,7 +21,7 @@ _BESIDE = {
 """What to do about an option that `--coordinator` leaves no room for."""
 _ELSEWHERE = ("join", "master_addr", "master_port", "restarts", "requeue", "chaos")
 """Options that need a coordinator on host 0."""
-_HIGHEST_PORT = 65535
+HIGHEST_PORT = 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,8 +109,8 @@ def check(args: argparse.Namespace) -> None:
     if not 0 <= args.node_rank < (args.nnodes or 1):
         raise ConfigError(f"--node-rank is {args.node_rank}; with --nnodes {args.nnodes or 1} give 0 to "
                           f"{(args.nnodes or 1) - 1}")
-    if not 0 <= args.master_port <= _HIGHEST_PORT:
-        raise ConfigError(f"--master-port is {args.master_port}; give a port up to {_HIGHEST_PORT}")
+    if not 0 <= args.master_port <= HIGHEST_PORT:
+        raise ConfigError(f"--master-port is {args.master_port}; give a port up to {HIGHEST_PORT}")
     if args.join_timeout is not None and not 0 <= args.join_timeout < float("inf"):
         raise ConfigError(f"--join-timeout is {args.join_timeout:g}; give a number of seconds, 0 or more")
     if args.join_timeout is not None and args.join is None:

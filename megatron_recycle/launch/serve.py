@@ -24,6 +24,7 @@ from megatron_recycle.launch.command import closing_table, grace_of, run_dir_of
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.meeting import Meeting
 from megatron_recycle.launch.network import bare, check_host, check_listening
+from megatron_recycle.launch.options import HIGHEST_PORT
 from megatron_recycle.launch.processes import Job
 from megatron_recycle.launch.run_folder import make, prepare
 from megatron_recycle.launch.worker_command import say_to
@@ -62,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
     config, say = RecycleConfig.resolve(), say_to(sys.stderr)
     if args.workers < 1:
         raise ConfigError(f"--workers is {args.workers}; give 1 or more")
+    if not 0 <= args.port <= HIGHEST_PORT:
+        raise ConfigError(f"--port is {args.port}; give a port up to {HIGHEST_PORT}, or leave it out for any")
     token = tokens.given(os.environ, args.token_file)
     if token is None:
         raise ConfigError("a service needs a token, the same as on each host: --token-file, or RECYCLE_TOKEN; make one "

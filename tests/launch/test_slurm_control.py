@@ -3,6 +3,7 @@ again, and which hosts are missing."""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -194,3 +195,13 @@ def test_a_job_that_does_not_run_cannot_be_healed() -> None:
     for told in ("", "JobState=COMPLETED"):
         with pytest.raises(ConfigError, match="job 7 does not run"):
             heal.allocation("7", slurms({"show job": told}))
+
+
+@pytest.mark.parametrize("given", ["heal 7 --dry-run -- --gres=gpu:8", "heal -- --gres=gpu:8", "heal --run-dir r 7",
+                                   "heal --dry-run --run-dir r -- --gres=gpu:8 --mem=1G"])
+def test_options_of_slurms_stand_after_dashes_wherever_ours_are(given: str) -> None:
+    parser = argparse.ArgumentParser()
+    heal.add_arguments(parser)
+    found = parser.parse_args(given.split())
+    assert found.options == given.partition(" -- ")[2].split()
+    assert found.job == ("7" if " 7" in given else None) and found.dry_run == ("--dry-run" in given)

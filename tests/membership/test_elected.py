@@ -345,7 +345,7 @@ def test_hosts_meet_each_other_and_not_what_an_earlier_start_has_left() -> None:
 
 
 @pytest.mark.parametrize("url", ["h:2379", "http://h:2379", "etcd://", "etcd://h:x", "etcd://user:secret@h", "etcd://h,",
-                                 "etcd://::1", "etcd://[::1"])
+                                 "etcd://::1", "etcd://[::1", "etcd://h:0", "etcd://h:99999"])
 def test_a_store_is_named_by_its_members(url: str) -> None:
     assert Place.parse("etcds://a,b:1") == Place("https", (("a", 2379), ("b", 1)))
     assert Place.parse("etcd://[fd00::1],[::1]:1").members == (("fd00::1", 2379), ("::1", 1))

@@ -130,6 +130,26 @@ def test_a_guest_writes_to_the_store_only_where_members_meet_and_over_nobody(tmp
             with pytest.raises(ValueError, match="join with the job's token"):
                 visitor.ask(op, ["k"], values, timeout=LIMIT)
         assert visitor.ask("get", ["k"], timeout=LIMIT).values == [b"v"]
+
+
+def test_a_guest_does_not_tell_the_next_coordinator_what_others_have_to_tell(tmp_path: Path) -> None:
+    """Else its shelf would answer counts before it knows them, and give a number twice."""
+    with service(tmp_path) as running:
+        agents = [agent(running.address, worker) for worker in WORKERS]
+        for one in agents:
+            one.ready(DESCRIPTION, report())
+        running.await_event("started")
+        shelf = running.coordinator.server.shelf
+        shelf.gather([2])
+        ShelfClient(running.address, SECRET, 2).tell(LIMIT)
+        assert shelf._untold == {2}
+        ShelfClient(running.address, TOKEN, 2).tell(LIMIT)
+        assert not shelf._untold
+        for one in agents:
+            one.close()
+
+
+def test_where_guests_meet_the_others() -> None:
     members = {"0:0": "1", "0:1": f"{GUEST}2"}
     began = State(size=2, generation=2, members={name: Member(name, 0, each, 1, "h")
                                                 for name, each in members.items()})
