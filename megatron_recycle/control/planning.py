@@ -28,12 +28,14 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
 
     The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
     Its `cap` is a number of activations for every worker, or an object with one for each; without it a worker may hold
-    twice what 1F1B holds at most, or less where its measured memory is shorter than that.
+    twice what 1F1B holds at most, or less where its measured memory is shorter than that. `placement`: the stage of
+    each chunk, where stages have several; what was measured of a stage is that of its average chunk.
     """
     grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
-    costs = description.get("costs")
+    costs, placement = description.get("costs"), tuple(description.get("placement") or ())
+    at_home = placement or range(grid.stages)
     live = [worker for worker in grid.workers() if str(worker) not in failed]
-    cap = description.get("cap") or 2 * grid.stages
+    cap = description.get("cap") or 2 * len(at_home)
     caps = {worker: cap[str(worker)] if isinstance(cap, dict) else cap for worker in live
             if not isinstance(cap, dict) or str(worker) in cap}
     memory = measured.memory if measured is not None and not description.get("cap") else None
@@ -41,17 +43,20 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
         caps = {worker: memory.cap(worker, cap) for worker in live}
     return Problem(
         grid=grid,
-        costs=Costs.from_json(costs) if costs else measured.costs if measured else Costs.uniform(grid.stages, 1, 1, 1),
+        costs=Costs.from_json(costs) if costs else measured.costs.by_chunk(placement) if measured else Costs.uniform(
+            len(at_home), 1, 1, 1),
         failed=tuple(Worker.parse(name) for name in failed),
         cap=caps,
-        before_b=memory.before_b if memory is not None else (),
-        after_b=memory.after_b if memory is not None else (),
-        message=memory.message if memory is not None else (),
+        before_b=tuple(memory.before_b[stage] for stage in at_home) if memory is not None else (),
+        after_b=tuple(memory.after_b[stage] for stage in at_home) if memory is not None else (),
+        message=tuple(memory.message[stage] for stage in at_home) if memory is not None else (),
         block=description.get("block") or 0,
         tied=tuple(tuple(group) for group in description.get("tied", ())),
         split_backward=description.get("split_backward", True),
-        full_backward=tuple(description.get("full_backward", ())),
+        full_backward=tuple(chunk for chunk, stage in enumerate(at_home)
+                            if stage in description.get("full_backward", ())),
         objective=description.get("objective", "period"),
+        placement=placement,
     )
 
 

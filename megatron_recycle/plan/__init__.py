@@ -3,7 +3,17 @@ library only."""
 
 from megatron_recycle.plan.blocks import Piece, pieces
 from megatron_recycle.plan.lending import Lent, borrowed, borrowings, lent
-from megatron_recycle.plan.messages import Message, channels, needs, passes_on, read_by, reads, receives, surplus
+from megatron_recycle.plan.messages import (
+    Message,
+    channels,
+    needs,
+    passes_on,
+    read_by,
+    reads,
+    receives,
+    results_in,
+    surplus,
+)
 from megatron_recycle.plan.pairs import Pair, pair_of, pairs, rounds, tied_givers, tied_pairs
 from megatron_recycle.plan.transfers import Transfer, postings, transfers
 
@@ -21,6 +31,6 @@ __all__ = [
     "AHEAD", "STEP", "Action", "Costs", "Crossing", "DeadlockError", "Grid", "Lent", "Message", "Microbatch", "Pair",
     "Piece", "Plan", "PlanError", "Problem", "Timeline", "Transfer", "Worker", "borrowed", "borrowings", "channels",
     "check", "lent", "lower_bound", "needs", "overfull", "pair_of", "pairs", "passes_on", "pieces", "postings",
-    "read_by", "reads", "receives", "replay", "rounds", "surplus", "tied_givers", "tied_pairs", "transfers",
-    "violations",
+    "read_by", "reads", "receives", "replay", "results_in", "rounds", "surplus", "tied_givers", "tied_pairs",
+    "transfers", "violations",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -70,6 +70,15 @@ class Costs:
                 raise PlanError(f"costs: speed of worker {worker} must be a number, not {factor!r}")
             if not (factor > 0 and math.isfinite(factor)):
                 raise PlanError(f"costs: speed of worker {worker} must be positive, not {factor!r}")
+
+    def by_chunk(self, placement: tuple[int, ...]) -> Costs:
+        """These, which are by stage, for chunks on the stages of ``placement``: each chunk's are its stage's. The same
+        where that is ()."""
+        if not placement:
+            return self
+        forward, backward, weight = (tuple(each[stage] for stage in placement) for each in (
+            self.forward, self.backward_input, self.backward_weight))
+        return replace(self, forward=forward, backward_input=backward, backward_weight=weight, layer=())
 
     @classmethod
     def uniform(cls, stages: int, forward: int, backward_input: int, backward_weight: int, hop: int = 0,

@@ -27,17 +27,22 @@ class Message(NamedTuple):
         return named(*self)
 
 
-def passes_on(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
-    """The message that an action of ``worker`` ends with, and who reads it. None: there is none, or the worker itself
-    runs what comes next."""
+def results_in(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
+    """What an action of ``worker`` makes for the next chunk, or for the one before, and who reads it, which may be the
+    worker itself. None: there is nothing, or nobody."""
     problem, kind = plan.problem, PASSES_ON.get(action.kind)
     if kind is None:
         return None
     chunk = problem.chunks_of[worker.stage][action.chunk] + (1 if kind == "F" else -1)
     to = plan._route.get((action.pipeline, action.microbatch, chunk))
-    if to is None or to == worker:
-        return None
-    return to, Message(kind, action.pipeline, action.microbatch, problem.place_of[chunk])
+    return None if to is None else (to, Message(kind, action.pipeline, action.microbatch, problem.place_of[chunk]))
+
+
+def passes_on(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:
+    """The message that an action of ``worker`` ends with, and who reads it. None: there is none, or the worker itself
+    runs what comes next."""
+    result = results_in(plan, worker, action)
+    return None if result is None or result[0] == worker else result
 
 
 def needs(plan: Plan, worker: Worker, action: Action) -> tuple[Worker, Message] | None:

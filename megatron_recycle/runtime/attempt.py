@@ -14,25 +14,25 @@ import torch
 
 from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Standing
-from megatron_recycle.plan import Action, Message, Microbatch
+from megatron_recycle.plan import Action, Message, Microbatch, passes_on, results_in
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.comm.losses import LossRelay
-from megatron_recycle.runtime.comm.reduction import per_token
+from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
-from megatron_recycle.runtime.compute.accumulate import Copies
+from megatron_recycle.runtime.compute.accumulate import Accumulators, Copies
 from megatron_recycle.runtime.compute.data import DataSource, digest
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Exchanges, Generation
-from megatron_recycle.runtime.kept import Keeping, Kept, read_already, sends
+from megatron_recycle.runtime.kept import Keeping, Kept, read_already
 from megatron_recycle.runtime.lent.loans import Loans
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.stage import Forward
+from megatron_recycle.runtime.stage import Forward, chunks_of, running_chunk
 from megatron_recycle.runtime.stepper import Stepper
 
 Handler = Callable[[Action], None]
@@ -60,7 +60,7 @@ def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> 
     transport.follow(plan, read=frozenset(read_already(plan, carried.done)) if carried is not None else ())
     agreement = Agreement(site.trainable.trained, groups)
     losses = LossRelay(groups, site.grids.of(iteration), site.stage.report_width, generation.reduction, iteration,
-                       attempt, generation.left_out_of(iteration))
+                       attempt, generation.left_out_of(iteration), site.place.loss_stage)
     loans = Loans(program.terms, groups, site.trainable.neighbours)
     if len(generation.shared) > 1:  # what was sent in the last attempt but one has been read
         generation.shared[0].loans.let_go()
@@ -108,10 +108,16 @@ class Attempt:
             self._take_up(kept)
         else:
             site.meters.memory.begin()
-            self.computed = Computed(self._shared.loans.sums(
-                site.trainable.layout, generation.reduction.place, program.plan.problem.block))
+            self.computed = Computed(self._room())
         self._share_losses_if_complete()
         site.current.kept, site.current.torn = None, False  # this attempt has it
+
+    def _room(self) -> Accumulators:
+        """For the sums of gradients."""
+        reduction, layout = self._generation.reduction, self._site.trainable.layout
+        if isinstance(reduction, ChunkedReduction):
+            return reduction.sums(layout, chunks_of(self._site.stage))
+        return self._shared.loans.sums(layout, reduction.place, self._program.plan.problem.block)
 
     def _take_up(self, kept: Kept) -> None:
         """Go on where an earlier attempt stood; what may not have been read of it is sent again."""
@@ -121,9 +127,9 @@ class Attempt:
         transport.know(kept.meta)
         unread = transport.outgoing
         for action in kept.done:
-            message = sends(action, place.grid.stages, place.me.stage)
-            if message is not None and message in unread:
-                self._send(message, kept.sent[message])
+            passed = passes_on(self._program.plan, place.me, action)
+            if passed is not None and passed[1] in unread:
+                self._send(passed[1], kept.sent[passed[1]])
 
     def __enter__(self) -> Attempt:
         return self
@@ -175,30 +181,31 @@ class Attempt:
             self._site.meters.pace.keep()
 
     def _forward(self, action: Action) -> None:
-        _, pipeline, microbatch, _ = action
+        _, pipeline, microbatch, chunk = action
         site, place = self._site, self._site.place
-        batch = None
-        if place.first or place.last:
+        first, last, batch = place.first(chunk), place.last(chunk), None
+        if first or last:
             # Its first part may read for all of them.
             with self._site.phases.working("data"), self._generation.groups.together():
                 batch = site.framework.data.batch(pipeline, site.grids.number(self._iteration, microbatch))
             if batch is not None:
-                self.computed.digests[pipeline, microbatch] = digest(batch)
+                number = digest(batch)
+                self.computed.digests.update({(pipeline, microbatch, end): number
+                                              for end, here in ((False, first), (True, last)) if here})
         inputs = None
-        if not place.first:
-            inputs = tuple(tensor.requires_grad_(tensor.is_floating_point())
-                           for tensor in self._receive(Message("F", pipeline, microbatch)))
+        if not first:
+            inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in self._read(action))
         running = self._running(pipeline, microbatch, arrive=True)
         self._stepper.enter_action()
         layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
-        site.framework.generators.seed(seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.me.stage))
+        site.framework.generators.seed(
+            seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.chunks[chunk]))
         with (self._generation.groups.together(), layers, running, site.meters.watch.measure("F"),
-              site.meters.memory.forward((pipeline, microbatch), inputs)):
+              site.meters.memory.forward(action[1:], inputs), running_chunk(site.stage, place, chunk)):
             forward = site.stage.forward(inputs, batch)
-        if not place.last:
-            self._send(Message("F", pipeline, microbatch), forward.outputs)
+        self._pass_on(action, forward.outputs)
         self._keeping.torn = True
-        self.computed.add((pipeline, microbatch), forward)
+        self.computed.add(action, forward)
         with self._keeping.telling():
             self._share_losses_if_complete()
 
@@ -211,6 +218,23 @@ class Attempt:
                 self._shared.loans.arrive(span)
         at = (site.config.seed, self._iteration, pipeline, microbatch, "layer")
         return self._shared.loans.running(span, lambda layer: site.framework.generators.seed(seed_of(*at, layer)))
+
+    def _read(self, action: Action) -> list[torch.Tensor]:
+        """What ``action`` begins with, from another worker or from another chunk of this one's. Raises
+        GenerationOver."""
+        message = Message("F" if action.kind == "F" else "B", *action[1:])
+        handed = self.computed.handed.pop(message, None)
+        return self._receive(message) if handed is None else handed
+
+    def _pass_on(self, action: Action, tensors: Sequence[torch.Tensor]) -> None:
+        """What ``action`` has made goes to whoever reads it, if anybody does."""
+        result = results_in(self._program.plan, self._site.place.me, action)
+        if result is None:
+            return
+        if result[0] == self._site.place.me:
+            self.computed.hand(result[1], tensors)
+        else:
+            self._send(result[1], tensors)
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
@@ -232,61 +256,63 @@ class Attempt:
     def _backward(self, action: Action) -> None:
         _, pipeline, microbatch, _ = action
         site = self._site
-        forward, gradients = self._begin_backward(pipeline, microbatch)
+        forward, gradients = self._begin_backward(action)
         queue = WeightQueue()
         later = queue if self._program.plan.problem.split_backward else None
         with (site.framework.splitter.into(later, forward.roots), self._generation.groups.together(),
-              self._running(pipeline, microbatch),
+              self._running(pipeline, microbatch), running_chunk(site.stage, site.place, action.chunk),
               site.meters.watch.measure("B")):
             for_inputs = site.stage.backward(forward, gradients)
-        self._end_backward(pipeline, microbatch, for_inputs, queue)
-        self.computed.queues[pipeline, microbatch] = queue
+        self._end_backward(action, for_inputs, queue)
+        self.computed.queues[action[1:]] = queue
 
     def _full_backward(self, action: Action) -> None:
         _, pipeline, microbatch, _ = action
-        forward, gradients = self._begin_backward(pipeline, microbatch)
+        site = self._site
+        forward, gradients = self._begin_backward(action)
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
-        with (self._site.framework.splitter.whole(), self._generation.groups.together(),
-              self._running(pipeline, microbatch), self.computed.sums.lent(pipeline, microbatch)):
-            for_inputs = self._site.stage.backward(forward, gradients)
-        self._end_backward(pipeline, microbatch, for_inputs, WeightQueue())
-        self._site.meters.memory.weight((pipeline, microbatch))
+        with (site.framework.splitter.whole(), self._generation.groups.together(),
+              self._running(pipeline, microbatch), running_chunk(site.stage, site.place, action.chunk),
+              self.computed.sums.of(action.chunk).lent(pipeline, microbatch)):
+            for_inputs = site.stage.backward(forward, gradients)
+        self._end_backward(action, for_inputs, WeightQueue())
+        site.meters.memory.weight(action[1:])
 
-    def _begin_backward(self, pipeline: int, microbatch: int) -> tuple[Forward, list[torch.Tensor]]:
+    def _begin_backward(self, action: Action) -> tuple[Forward, list[torch.Tensor]]:
         place, seed = self._site.place, self._site.config.seed
-        gradients = [] if place.last else self._receive(Message("B", pipeline, microbatch))
+        gradients = [] if place.last(action.chunk) else self._read(action)
         self._stepper.enter_action()
         self._keeping.torn = True
-        forward = self.computed.forwards.pop((pipeline, microbatch))
-        self._site.meters.memory.begin_backward((pipeline, microbatch), gradients)
-        at = (self._iteration, pipeline, microbatch, place.me.stage)
+        forward = self.computed.forwards.pop(action[1:])
+        self._site.meters.memory.begin_backward(action[1:], gradients)
+        at = (self._iteration, action.pipeline, action.microbatch, place.chunks[action.chunk])
         # Checkpoints put torch's generators back to what their forward met. Nobody does so for the others: they begin
         # where their forward began, so that at least a single checkpoint draws the same numbers again.
         self._site.framework.generators.seed(seed_of(seed, *at), first=seed_of(seed, *at, "backward"))
         return forward, gradients
 
-    def _end_backward(self, pipeline: int, microbatch: int, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
-        if not self._site.place.first:
-            self._send(Message("B", pipeline, microbatch), for_inputs)
-        self.computed.harvest((pipeline, microbatch), queue)
-        self._site.meters.memory.end_backward((pipeline, microbatch), queue)
+    def _end_backward(self, action: Action, for_inputs: list[torch.Tensor], queue: WeightQueue) -> None:
+        self._pass_on(action, for_inputs)
+        self.computed.harvest(action, queue)
+        self._site.meters.memory.end_backward(action[1:], queue)
 
     def _weight(self, action: Action) -> None:
-        _, pipeline, microbatch, _ = action
+        _, pipeline, microbatch, chunk = action
         self._stepper.enter_action()
         self._keeping.torn = True
-        queue = self.computed.queues.pop((pipeline, microbatch))
+        queue = self.computed.queues.pop(action[1:])
         with torch.no_grad(), self._site.meters.watch.measure("W"):
-            self.computed.sums.add(pipeline, microbatch, queue.contributions())
-        self._site.meters.memory.weight((pipeline, microbatch))
+            self.computed.sums.of(chunk).add(pipeline, microbatch, queue.contributions())
+        self._site.meters.memory.weight(action[1:])
 
     # Of the class: an object that kept its own methods would live until the next garbage collection, with all it holds.
     _COMPUTES: Mapping[str, Callable[[Attempt, Action], None]] = {
         "F": _forward, "B": _backward, "W": _weight, "FB": _full_backward}
 
     def _share_losses_if_complete(self) -> None:
-        """At the last stage, once its last forward has run: tell everybody the loss."""
-        if self._site.place.last and len(self.computed.losses) == self._program.forwards:
+        """Where the loss is computed, once the last forward of that has run: tell everybody the loss."""
+        place = self._site.place
+        if place.me.stage == place.loss_stage and len(self.computed.losses) == self._program.of_loss:
             self._shared.losses.add(self.computed.losses, self.computed.reports)
 
     # ---- reduce, commit, step
@@ -325,6 +351,7 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
     micro-batches below ``limit``, if that is given. Raises GenerationOver."""
     place, transport, groups = site.place, generation.transport, generation.groups
     reports: dict[Microbatch, tuple[float, ...]] = {}
+    handed: dict[Message, tuple[torch.Tensor, ...]] = {}
     beyond = [] if limit is None else [
         (pipeline, microbatch) for pipeline, microbatch in place.grid.items()
         if number * place.grid.microbatches[pipeline] + microbatch >= limit]
@@ -334,24 +361,30 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
         site.phases.enter(Phase.EVALUATE, standing.iteration, action)
 
     def forward(action: Action) -> None:
-        _, pipeline, microbatch, _ = action
-        batch, inputs = None, None
-        if place.first or place.last:
+        _, pipeline, microbatch, chunk = action
+        batch, inputs, last = None, None, place.last(chunk)
+        if place.first(chunk) or last:
             site.phases.activity.work("data")
             with groups.together():
                 batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
-        if not place.first:
+        message = Message("F", *action[1:])
+        if message in handed:
+            inputs = handed.pop(message)
+        elif not place.first(chunk):
             with site.phases.waiting("an activation"):
-                inputs = tuple(transport.receive(Message("F", pipeline, microbatch)))
+                inputs = tuple(transport.receive(message))
         site.phases.activity.work("evaluate")
         site.framework.generators.seed(
-            seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.me.stage))
-        with groups.together():
+            seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.chunks[chunk]))
+        with groups.together(), running_chunk(site.stage, place, chunk):
             made = site.stage.forward(inputs, batch)
-        if place.last:
+        if last:
             reports[pipeline, microbatch] = made.report or loss_report(made.loss)
-        else:
-            transport.send(Message("F", pipeline, microbatch), made.outputs)
+        elif (result := results_in(program.plan, place.me, action)) is not None:
+            if result[0] == place.me:
+                handed[result[1]] = tuple(tensor.contiguous() for tensor in made.outputs)
+            else:
+                transport.send(result[1], made.outputs)
         transport.post()
 
     if isinstance(data, Shared):

@@ -48,7 +48,8 @@ class Held:
         norm_squares: this stage's squared norm, one number; with shards that of each shard.
         zeros: of this stage's gradient.
         loss, weight: as in the verdict.
-        digests: CRC-32 of the data of each micro-batch that this worker has read itself. A worker that dies takes its
+        digests: CRC-32 of the data of each micro-batch that this worker has read itself, apart for the model's first
+            chunk and (the third of the key is true) for its last. A worker that dies takes its
             own along: a micro-batch that nobody can compare any more is not compared.
         reports: (total micro-batches, width) float64, what the last stage reports of each; zeros elsewhere.
     """
@@ -58,7 +59,7 @@ class Held:
     norm_squares: tuple[float, ...]
     loss: float
     weight: float
-    digests: Mapping[tuple[int, int], int]
+    digests: Mapping[tuple[int, int, bool], int]
     reports: torch.Tensor
     zeros: float = 0.0
 
@@ -91,11 +92,13 @@ class Commit:
             all the same.
         plan: a number of the plan that was followed, below 2**20: workers that followed another one find out.
         halt: where the next iteration stops if the guess was wrong; None: there is none under way.
+        last: the stage that computes the loss; None: the last one.
         heard: called with this object, in the thread that runs it, when the verdict is known, and before it is done.
     """
 
     def __init__(self, held: Held, grid: Grid, groups: Groups, *, guess: float, offer: int,
-                 plan: int, heard: Callable[[Commit], None] = lambda _: None, halt: Halt | None = None) -> None:
+                 plan: int, heard: Callable[[Commit], None] = lambda _: None, halt: Halt | None = None,
+                 last: int | None = None) -> None:
         self.iteration = held.iteration
         self.offer = offer
         self.plan = plan
@@ -106,7 +109,8 @@ class Commit:
         self._heard = heard
         self._errors: Sequence[BaseException] | None = None
         """None until the numbers have been added up, or never will be."""
-        self._vector = _contribution(held, grid, groups, guess, offer, plan)
+        self._vector = _contribution(held, grid, groups, guess, offer, plan,
+                                     grid.stages - 1 if last is None else last)
 
     def run(self) -> None:
         """Take part; returns when it is done, whichever way."""
@@ -181,9 +185,10 @@ def _all_have(number: int, total: float, squares: float, members: int) -> bool:
     return total == number * members and squares == number**2 * members
 
 
-def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int, plan: int) -> torch.Tensor:
-    """[norm squares | guesses | loss, weight, offers, squared, zeros, plans, squared | first stage's digests | last
-    stage's digests]"""
+def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: int, plan: int,
+                  last: int) -> torch.Tensor:
+    """[norm squares | guesses | loss, weight, offers, squared, zeros, plans, squared | digests at the model's first
+    chunk | digests at its last]"""
     slots, total, stage, each = grid.stages * groups.parts, grid.total, groups.me.stage, len(held.norm_squares)
     slot, norms = stage * groups.parts + groups.part, slots * each
     alone = norms + slots
@@ -194,14 +199,13 @@ def _contribution(held: Held, grid: Grid, groups: Groups, guess: float, offer: i
         numbers[slot * each:(slot + 1) * each] = held.norm_squares
         numbers[norms + slot] = guess
         numbers[alone + 4] = held.zeros  # whole numbers add up exactly, too
-        if stage == grid.stages - 1 and groups.part == 0:
+        if stage == last and groups.part == 0:
             numbers[alone], numbers[alone + 1] = held.loss, held.weight
     # A worker's parts have the same loss and data; they need not all read the data.
     if groups.part == 0 and held.digests:
         index = {place: position for position, place in enumerate(grid.items())}
-        for start in [alone + _ALONE] * (stage == 0) + [alone + _ALONE + total] * (stage == grid.stages - 1):
-            for place, value in held.digests.items():
-                numbers[start + index[place]] = value
+        for (pipeline, microbatch, at_last), value in held.digests.items():
+            numbers[alone + _ALONE + at_last * total + index[pipeline, microbatch]] = value
     return torch.tensor(numbers, dtype=torch.float64)
 
 

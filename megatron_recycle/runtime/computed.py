@@ -5,14 +5,18 @@ They live as long as their attempt: none of them outlasts it, whatever still ref
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from megatron_recycle.plan import Microbatch
+from megatron_recycle.plan import Action, Message, Microbatch
 from megatron_recycle.runtime.compute.accumulate import Accumulators
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.stage import Forward
+
+Item = tuple[int, int, int]
+"""Pipeline, micro-batch, and the chunk within the stage: what an action is of."""
 
 
 class Computed:
@@ -22,30 +26,37 @@ class Computed:
         sums: of the gradients, empty.
 
     Attributes:
-        forwards: of the micro-batches between their F and their B.
-        queues: weight gradients of those between their B and their W.
+        forwards: of the micro-batches between their F and their B, by chunk.
+        queues: weight gradients of those between their B and their W, by chunk.
+        handed: what this worker has made for another chunk of its own, named as a message would be.
         losses: unscaled, a scalar for each micro-batch that the last stage has run forward.
         reports: of the same micro-batches (``Forward.report``).
         sums: of the gradients.
-        digests: of the data of the micro-batches that this worker has read.
+        digests: of the data of the micro-batches that this worker has read, as `Held.digests`.
     """
 
     def __init__(self, sums: Accumulators) -> None:
-        self.forwards: dict[Microbatch, Forward] = {}
-        self.queues: dict[Microbatch, WeightQueue] = {}
+        self.forwards: dict[Item, Forward] = {}
+        self.queues: dict[Item, WeightQueue] = {}
+        self.handed: dict[Message, list[torch.Tensor]] = {}
         self.losses: dict[Microbatch, torch.Tensor] = {}
         self.reports: dict[Microbatch, tuple[float, ...]] = {}
         self.sums = sums
-        self.digests: dict[Microbatch, int] = {}
+        self.digests: dict[tuple[int, int, bool], int] = {}
 
-    def add(self, microbatch: Microbatch, forward: Forward) -> None:
-        """``microbatch`` has run forward, and its outputs are on their way."""
+    def add(self, action: Action, forward: Forward) -> None:
+        """The forward of ``action`` has run, and its outputs are on their way."""
         if forward.loss is not None:
-            self.losses[microbatch] = forward.loss.detach()
-            self.reports[microbatch] = forward.report
-        self.forwards[microbatch] = replace(forward, outputs=())  # sent: not to be kept until B
+            self.losses[action[1:3]] = forward.loss.detach()
+            self.reports[action[1:3]] = forward.report
+        self.forwards[action[1:]] = replace(forward, outputs=())  # sent: not to be kept until B
 
-    def harvest(self, microbatch: Microbatch, queue: WeightQueue) -> None:
+    def hand(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep ``tensors`` for this worker's own action that reads ``message``: cut off from what made them and laid
+        out as if they had been sent, so that it makes no difference who reads them."""
+        self.handed[message] = [tensor.detach().contiguous() for tensor in tensors]
+
+    def harvest(self, action: Action, queue: WeightQueue) -> None:
         """Take the gradients that a backward formed off the parameters; those that W adds to wait in ``queue``."""
         later = queue.identities()
         now = []
@@ -57,12 +68,13 @@ class Computed:
             else:
                 now.append((parameter, parameter.grad))
             parameter.grad = None
-        self.sums.add(*microbatch, now)
+        self.sums.of(action.chunk).add(action.pipeline, action.microbatch, now)
 
     def discard(self) -> None:
         """Let go of all of it. The traceback of an error may keep this object until the recovery has ended."""
         self.forwards.clear()
         self.queues.clear()
+        self.handed.clear()
         self.losses.clear()
         self.reports.clear()
         del self.sums

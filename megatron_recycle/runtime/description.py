@@ -15,7 +15,7 @@ from megatron_recycle.runtime.site import Site
 def _lendable(site: Site) -> dict[str, Any] | None:
     """The layers of this worker's stage that its neighbours may run; None: there are none."""
     lending = site.stage.lending
-    if lending is None or site.config.lend == "off" or site.config.policy != "reroute":
+    if lending is None or site.config.lend == "off" or site.config.policy != "reroute" or site.place.placement:
         return None
     return offer(lending, site.config.lend_layers)
 
@@ -26,9 +26,10 @@ def description(site: Site) -> dict[str, Any]:
     grid = place.grid
     return {**stage.settings,
             "grid": {"stages": grid.stages, "microbatches": list(grid.microbatches)}, "parts": place.parts,
+            "placement": list(place.placement),
             "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
             "tied": [list(stages) for stages in stage.tied_stages], "model": stage.model,
-            "costs": Costs.parse(config.costs, grid.stages).to_json() if config.costs else None,
+            "costs": Costs.parse(config.costs, len(place.placement) or grid.stages).to_json() if config.costs else None,
             "split_backward": config.split_backward, "full_backward": site.may_be_full, "step": config.step,
             "policy": config.policy, "clip_norm": config.clip_norm,
             "objective": "period" if config.step == "staggered" else "makespan", "reduction": config.reduction,

@@ -33,12 +33,14 @@ class Program:
 
     Attributes:
         plan: of all workers.
+        me: the worker.
         actions: this worker's, in order.
         full: the forwards and backwards of those micro-batches whose backward the plan has in full.
         number: below 2**20; workers that follow different plans find out by it.
     """
 
     plan: Plan
+    me: Worker
     actions: tuple[Action, ...]
     full: frozenset[Action]
     number: int
@@ -47,7 +49,7 @@ class Program:
     def of(cls, plan: Plan, me: Worker) -> Program:
         actions = tuple(plan.actions(me))
         backwards = frozenset(action for action in actions if action.kind == "FB")
-        return cls(plan, actions, backwards | {action._replace(kind="F") for action in backwards},
+        return cls(plan, me, actions, backwards | {action._replace(kind="F") for action in backwards},
                    int(plan.digest.rpartition(":")[2][:5], 16))
 
     @cached_property
@@ -56,9 +58,12 @@ class Program:
         return terms_of(self.plan)
 
     @cached_property
-    def forwards(self) -> int:
-        """How many of the actions are forwards."""
-        return sum(action.kind == "F" for action in self.actions)
+    def of_loss(self) -> int:
+        """How many of the actions are forwards that end with a loss."""
+        return sum(action.kind == "F" and self._ends(action) for action in self.actions)
+
+    def _ends(self, action: Action) -> bool:
+        return self.plan.chunk(self.me, action) == self.plan.problem.chunks - 1
 
     @cached_property
     def of_one_pipeline(self) -> bool:

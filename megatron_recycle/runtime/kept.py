@@ -106,14 +106,6 @@ class Keeping:
             self.over = error
 
 
-def sends(action: Action, stages: int, stage: int) -> Message | None:
-    """The message that an action of a pipeline's worker of ``stage`` ends with, if there is one."""
-    kind, pipeline, microbatch = action[:3]
-    if kind == "F" and stage + 1 < stages:
-        return Message("F", pipeline, microbatch)
-    return Message("B", pipeline, microbatch) if kind in ("B", "FB") and stage > 0 else None
-
-
 def read_already(plan: Plan, done: Mapping[Worker, int]) -> Iterator[tuple[Worker, Message]]:
     """The messages that actions which are done have read, with their receivers."""
     for worker, count in done.items():

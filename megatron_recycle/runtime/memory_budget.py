@@ -97,8 +97,8 @@ def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
     (``kept``).
     """
     memory, me = site.meters.memory, site.place.me
-    stages = plan.problem.grid.stages
-    weighed = replace(plan.problem, before_b=(memory.before_b,) * stages, after_b=(memory.after_b,) * stages)
+    chunks = plan.problem.chunks
+    weighed = replace(plan.problem, before_b=(memory.before_b,) * chunks, after_b=(memory.after_b,) * chunks)
     held = {"before_b": memory.before_b, "after_b": memory.after_b, "message": memory.message, "peak": memory.peak,
             "planned": peak(weighed, me, plan.actions(me))}
     kept = _kept(site, plan, undo)
@@ -127,7 +127,8 @@ def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:
     of_shards = [] if shards is None else [
         tensor for shard in shards.held for tensor in shards.tensors(shard).values()]
     kept = kept_bytes([*site.stage.state().values(), *of_shards], undo, gradient,
-                      pieces(plan, me.stage)[me] if exact else (), len(plan.problem.live(me.stage)),
+                      max((pieces(plan, chunk)[me] for chunk in site.place.chunks), key=sum_buffers) if exact else (),
+                      len(plan.problem.live(me.stage)),
                       plan.problem.receives(me.stage) * site.meters.memory.message, site.meters.communicators,
                       _on_the_way(site, plan))
     if shards is not None:  # of the reduced gradient only what lies in them

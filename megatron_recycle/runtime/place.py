@@ -25,6 +25,8 @@ class Place:
     """Backend of the process groups: "gloo" or "nccl"."""
     part: int = 0
     """Which part of ``me`` this process is."""
+    placement: tuple[int, ...] = ()
+    """The stage of each chunk, in the order of the model's layers; (): one chunk per stage (`Problem.placement`)."""
 
     @property
     def parts(self) -> int:
@@ -43,9 +45,21 @@ class Place:
                 for worker, ranks in self.ranks.items() for part, rank in enumerate(ranks)}
 
     @property
-    def first(self) -> bool:
-        return self.me.stage == 0
+    def chunks(self) -> tuple[int, ...]:
+        """The chunks of this worker's stage, counted through the model."""
+        if not self.placement:
+            return (self.me.stage,)
+        return tuple(chunk for chunk, stage in enumerate(self.placement) if stage == self.me.stage)
 
     @property
-    def last(self) -> bool:
-        return self.me.stage == self.grid.stages - 1
+    def loss_stage(self) -> int:
+        """The stage whose workers compute the loss: that of the last chunk."""
+        return self.placement[-1] if self.placement else self.grid.stages - 1
+
+    def first(self, chunk: int = 0) -> bool:
+        """Whether this is the model's first chunk; ``chunk`` counts within the stage."""
+        return self.chunks[chunk] == 0
+
+    def last(self, chunk: int = 0) -> bool:
+        """Whether this is the model's last chunk, which computes the loss."""
+        return self.chunks[chunk] == (len(self.placement) or self.grid.stages) - 1

@@ -329,7 +329,7 @@ def compare_later(site: Site, stepper: Stepper) -> None:
             compare_data(site, verdict.iteration, stepper.read)
 
 
-def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]) -> None:
+def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int, bool], int]) -> None:
     """Whether this worker, which comes in, reads what a peer has ``read`` in ``iteration``, which the peer tells.
 
     Raises JobEnded, here alone: the others would take its data for a fault of the dataset, which ends the job.
@@ -337,7 +337,7 @@ def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int], int]
     data = site.framework.data
     if site.place.parts > 1 and isinstance(data, Mapped) and data.maps:
         return  # the function may hand batches to the worker's other parts, which would take this one for their next
-    for (pipeline, microbatch), theirs in read.items():
+    for (pipeline, microbatch, _), theirs in read.items():
         site.forget_data(iteration - 1)
         number = site.grids.number(iteration, microbatch)
         try:

@@ -68,7 +68,7 @@ class Stepper:
         self.standing = standing
         self.held: Held | None = None
         self.reports: torch.Tensor | None = None
-        self.read: Mapping[tuple[int, int], int] = {}
+        self.read: Mapping[tuple[int, int, bool], int] = {}
         self.pending: Commit | None = None
         self.undo = Undo(site.stage)
         self._site = site
@@ -89,7 +89,7 @@ class Stepper:
         self._site.phases.enter(Phase.REDUCED, held.iteration)
         guess, halt = self.guess(), Halt(groups, held.iteration) if early else None
         self.pending = Commit(held, self._site.grids.of(held.iteration), groups, guess=guess, offer=offer, plan=plan,
-                              heard=self._heard, halt=halt)
+                              heard=self._heard, halt=halt, last=self._site.place.loss_stage)
         self._committer.start(self.pending)
         if early:
             self._save()
@@ -306,7 +306,8 @@ class Stepper:
             self.settle(todo.verdict)
         elif todo.anew:
             assert self.held is not None
-            commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0)
+            commit = Commit(self.held, self._site.grids.of(target), groups, guess=self.guess(), offer=0, plan=0,
+                            last=self._site.place.loss_stage)
             self._committer.start(commit)
             commit.done.wait()
             self.settle(commit.verdict()[0])

@@ -72,6 +72,8 @@ class Shape:
     sharded: bool = False
     blocks: int = 0
     """Of the model; 0: few."""
+    chunks: int = 1
+    """Of a stage; 2: V-shaped."""
     hosts: tuple[tuple[str, str], ...] = ()
     """By worker, if not each is on the same."""
     overflows: tuple[tuple[int, int], ...] = ()
@@ -92,6 +94,11 @@ class Shape:
     @property
     def workers(self) -> list[str]:
         return [f"{pipeline}:{stage}" for pipeline in range(self.pipelines) for stage in range(self.stages)]
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """As `Place`'s."""
+        return (*range(self.stages), *reversed(range(self.stages))) if self.chunks == 2 else ()
 
     @property
     def step(self) -> str:
@@ -242,7 +249,7 @@ class Job:
     def start(self, name: str, joining: bool = False) -> None:
         """A process for this position; ``joining``: the job runs already."""
         worker, part = Position.parse(name)
-        place = Place(worker, self.grid, self.ranks, "gloo", part or 0)
+        place = Place(worker, self.grid, self.ranks, "gloo", part or 0, self.shape.placement)
         rank, pid = self.ranks[worker][place.part], next(self._pids)
         if rank in self.processes:
             self.former.append(self.processes[rank])
@@ -300,7 +307,7 @@ class Job:
         stage = SmallStage(stages=shape.stages, stage=place.me.stage, pipelines=shape.pipelines,
                            microbatches=shape.microbatches, clipping=shape.clipping, scale=shape.scale,
                            tied=shape.tied, overflows=shape.overflows, part=place.part, parts=shape.parts,
-                           blocks=shape.blocks,
+                           blocks=shape.blocks, placement=shape.placement,
                            shards=to_begin_with(place.me.pipeline, shape.pipelines,
                                                 config.state_copies or shape.pipelines) if shape.sharded else None)
         worker: list[StageWorker] = []
@@ -337,7 +344,7 @@ class Job:
                 made.settle()
                 for state in stage.optimizer.state.values():
                     state["exp_avg"].mul_(0.5)
-            for layer in stage.module if iteration in shape.drops else ():
+            for layer in stage.module.modules() if iteration in shape.drops else ():
                 if isinstance(layer, Block):
                     layer.dropout += 0.25
             if iteration in shape.collect:

@@ -182,6 +182,7 @@ class SmallStage:
         part, parts: which part of the stage this is, and of how many.
         shards: of the optimizer, to begin with; it is cut into as many as there are pipelines; None: it is whole.
         blocks: of the model, between its embedding and its head; 0: one for each stage but two, or one.
+        placement: the stage of each chunk of the model, where stages have several.
     """
 
     averaging: Averaging = "after"
@@ -193,16 +194,17 @@ class SmallStage:
 
     def __init__(self, *, stages: int, stage: int, pipelines: int, microbatches: int, clipping: float = 0.0,
                  scale: float = 0.0, tied: bool = False, overflows: Collection[tuple[int, int]] = (),
-                 part: int = 0, parts: int = 1, shards: Collection[int] | None = None, blocks: int = 0) -> None:
-        blocks = blocks or max(1, stages - 2)
+                 part: int = 0, parts: int = 1, shards: Collection[int] | None = None, blocks: int = 0,
+                 placement: Sequence[int] = ()) -> None:
+        cut = len(placement) or stages
+        blocks = blocks or max(1, cut - 2)
         self.part, self.parts = part, parts
-        with _ONE_BY_ONE:
-            layers: list[nn.Module] = [Embedding(), *(self._block(part) for _ in range(blocks)), Head()]
-            begin, end = _share(len(layers), stages, stage)
-            self.module = nn.Sequential(*layers[begin:end])
-            state = _initial(stages, stage, tied, blocks)
-            self.module.load_state_dict(_parted(state, part, parts) if parts > 1 else state)
-        self.lending = Layers(self, begin, stages)
+        own = [chunk for chunk, at in enumerate(placement or range(stages)) if at == stage]
+        self.chunks = [self._chunk(cut, chunk, tied, blocks) for chunk in own]
+        self.module = nn.Sequential(*self.chunks) if placement else self.chunks[0]
+        self.lending = None if placement else Layers(self, _share(blocks + 2, cut, stage)[0], stages)
+        self._running = 0
+        self._ends = [chunk == cut - 1 for chunk in own]
         self.siblings: Comm | None = None
         self.first, self.last, self.stage, self.pipelines = stage == 0, stage == stages - 1, stage, pipelines
         self.microbatches, self.clipping, self.scale, self.overflows = microbatches, clipping, scale, set(overflows)
@@ -219,6 +221,24 @@ class SmallStage:
             inner = self.module[0].token if self.first else self.module[-1].out
             self.ties = [Tie(inner.weight, (0, stages - 1))]
         self.references: dict[str, Any] = {}
+
+    def _chunk(self, chunks: int, chunk: int, tied: bool, blocks: int) -> nn.Sequential:
+        with _ONE_BY_ONE:
+            layers: list[nn.Module] = [Embedding(), *(self._block(self.part) for _ in range(blocks)), Head()]
+            begin, end = _share(len(layers), chunks, chunk)
+            module = nn.Sequential(*layers[begin:end])
+            state = _initial(chunks, chunk, tied, blocks)
+            module.load_state_dict(_parted(state, self.part, self.parts) if self.parts > 1 else state)
+        return module
+
+    @contextmanager
+    def running_chunk(self, chunk: int) -> Iterator[None]:
+        """As `runtime.stage.Chunked`."""
+        self._running = chunk
+        try:
+            yield
+        finally:
+            self._running = 0
 
     def _block(self, part: int) -> Block:
         return Part(part, self.parts) if self.parts > 1 else Block()
@@ -240,15 +260,15 @@ class SmallStage:
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         x = batch[0] if inputs is None else inputs[0]
-        outputs = self.lending.run(x)
-        if not self.last:
+        outputs = self.chunks[self._running](x) if self.lending is None else self.lending.run(x)
+        if not self._ends[self._running]:
             return Forward((inputs or (), outputs), (outputs,), None, roots=(outputs,))
         loss = functional.cross_entropy(outputs.view(-1, VOCABULARY), batch[1].view(-1))
         return Forward((inputs or (), loss), (), loss, report=(float(loss.detach()),), roots=(loss,))
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         inputs, output = forward.saved
-        if self.last:
+        if self._ends[self._running]:
             (output * (self.scale or 1.0) / self.microbatches).backward()
         else:
             output.backward(gradients[0])
@@ -320,6 +340,6 @@ class SmallStage:
 
     def regroup(self, groups: Any) -> None:
         self.siblings = groups.siblings
-        for layer in (*self.module, *self.lending.built):
+        for layer in (*(() if self.lending is None else self.lending.built), *self.module.modules()):
             if isinstance(layer, Part):
                 layer.siblings = groups.siblings

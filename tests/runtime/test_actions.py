@@ -126,7 +126,10 @@ class Alone:
 
     def use(self, order: list[Action]) -> None:
         plan: Any = SimpleNamespace(actions=lambda _: tuple(order), digest="sha256:00000", crossings={},
-                                    problem=SimpleNamespace(split_backward=True, block=0))
+                                    chunk=lambda worker, action: worker.stage,
+                                    _route={(*place, 0): FIRST for place in self.tokens},
+                                    problem=SimpleNamespace(split_backward=True, block=0, chunks=2,
+                                                            chunks_of=((0,), (1,)), place_of=(0, 0)))
         program = Program.of(plan, FIRST)
         self.generation: Any = SimpleNamespace(
             groups=SimpleNamespace(me=FIRST, together=nullcontext, counting=nullcontext,

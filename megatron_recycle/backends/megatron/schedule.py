@@ -91,7 +91,7 @@ class RecycleSchedule:
         if not forward_only:
             self._stage.script.made_step()
         self.speaks()  # a script may write log lines without asking
-        return self._stage.reports(reports, forward_only) if self.session.place.last else []
+        return self._stage.reports(reports, forward_only) if self.session.place.last() else []
 
     def _train(self, data_iterator: Any, microbatches: int) -> torch.Tensor:
         session, stepper = self.session, self.session.worker.stepper

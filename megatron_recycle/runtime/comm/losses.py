@@ -101,16 +101,18 @@ class LossRelay:
         reduction: how the losses become one.
         iteration, attempt: name the messages.
         left_out: micro-batches that this iteration goes without; the mean is of those that run.
+        stage: whose workers compute the loss; None: the last one.
 
     Attributes:
         reports: (total micro-batches, width), at the last stage, once `wait` has returned.
     """
 
     def __init__(self, groups: Groups, grid: Grid, width: int, reduction: Reduction, iteration: int,
-                 attempt: int, left_out: int = 0) -> None:
+                 attempt: int, left_out: int = 0, stage: int | None = None) -> None:
         self._groups, self._grid, self._reduction = groups, grid, reduction
         self._share = grid.total / (grid.total - left_out) if left_out < grid.total else math.nan
-        self._line = _Line(groups, grid.stages - 1, LOSSES[iteration * _ATTEMPTS + attempt % _ATTEMPTS])
+        last = grid.stages - 1 if stage is None else stage
+        self._line = _Line(groups, last, LOSSES[iteration * _ATTEMPTS + attempt % _ATTEMPTS])
         self._addition: _Addition | None = None
         self._known: tuple[float, float] | None = None
         self.reports = torch.zeros(grid.total, width, dtype=torch.float64)

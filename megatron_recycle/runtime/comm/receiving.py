@@ -19,12 +19,12 @@ from megatron_recycle.runtime.compute.transfer_times import Lags
 
 @dataclass
 class _Channel:
-    """Receiving end of a channel: what is expected, what is posted, what has arrived."""
+    """Receiving end of a channel: what is expected, what is posted, what has arrived; ``meta``: shapes of its
+    activations."""
 
     expected: tuple[Message, ...]
     header: Pending | None = None
     meta: Meta | None = None
-    of_activations: bool = False
     posted: int = 0
     pending: dict[Message, tuple[list[Pending], list[torch.Tensor]]] = field(default_factory=dict)
     number: int = 0
@@ -96,9 +96,7 @@ class Receiver:
         """Keep receives posted for the activations and gradients that are read next, where their shapes are known."""
         for kind, row in self._to_read.items():
             for source, number in row[self._read[kind]:self._read[kind] + AHEAD]:
-                channel = self._channels[source]
-                if channel.posted <= number and self._meta(source, channel, wait=False) is not None:
-                    self._post(source, channel, number + 1)
+                self._post(source, self._channels[source], number + 1, wait=False)
 
     def post(self, message: Message) -> None:
         """Have the receives of ``message`` and of those before it on its channel posted. Raises GenerationOver."""
@@ -129,27 +127,29 @@ class Receiver:
     @property
     def of_gradients(self) -> Meta | None:
         """dtype and shape of the gradients of what this worker receives; None where it has received nothing yet."""
-        metas = (channel.meta for channel in self._channels.values() if channel.of_activations)
+        metas = (channel.meta for channel in self._channels.values())
         return next((_with_gradient(meta) for meta in metas if meta is not None), None)
 
     # ---- what comes
 
-    def _post(self, source: Worker, channel: _Channel, upto: int) -> None:
+    def _post(self, source: Worker, channel: _Channel, upto: int, wait: bool = True) -> None:
         while channel.posted < upto:
             message = channel.expected[channel.posted]
-            meta = self._meta(source, channel, wait=True)
-            assert meta is not None
+            meta = self._meta(source, channel, message.kind, wait)
+            if meta is None:
+                assert not wait
+                return
             with self._groups.world.backend.ahead():
                 tensors = [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in meta]
                 channel.pending[message] = [self._start(source, channel, wire(tensor)) for tensor in tensors], tensors
             channel.posted += 1
 
-    def _meta(self, source: Worker, channel: _Channel, *, wait: bool) -> Meta | None:
-        """Shapes of the channel's messages; for activations told by its header, for gradients known."""
-        if channel.meta is None and channel.expected[0][0] == "B":
-            if self._sender.meta is not None:
-                channel.meta = _with_gradient(self._sender.meta)
-        elif channel.meta is None:
+    def _meta(self, source: Worker, channel: _Channel, kind: str, wait: bool) -> Meta | None:
+        """Shapes of the channel's next message, of this ``kind``: for activations told by its header, for gradients
+        known."""
+        if kind == "B":
+            return None if self._sender.meta is None else _with_gradient(self._sender.meta)
+        if channel.meta is None:
             if channel.header is None:
                 with self._groups.world.backend.ahead():
                     header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
@@ -157,7 +157,7 @@ class Receiver:
             if wait or channel.header.done():
                 channel.header.wait()
                 self._groups.world.backend.arrived(channel.header.tensor)
-                channel.meta, channel.of_activations = decode_header(channel.header.tensor), True
+                channel.meta = decode_header(channel.header.tensor)
         return channel.meta
 
     def _start(self, source: Worker, channel: _Channel, tensor: torch.Tensor) -> Pending:

@@ -17,13 +17,15 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import PIECES, SLICES
 from megatron_recycle.runtime.comm.tied_gradients import fold_ties, pipelines_alike
-from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Layout
+from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, ChunkedAccumulators, Layout
 from megatron_recycle.runtime.stage import Averaging, Tie
 
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
@@ -97,11 +99,14 @@ class ExactReduction:
         pieces: who accumulates which pieces of this stage (``plan.pieces``).
         me: this worker.
         averaging: "tokens" if gradients are not divided by the number of pipelines.
+        chunk, chunks: which of how many chunks of the stage this reduces.
     """
 
     def __init__(self, pipelines: int, microbatches: Sequence[int], block: int,
-                 pieces: Mapping[Worker, Sequence[Piece]], me: Worker, averaging: Averaging = "after") -> None:
+                 pieces: Mapping[Worker, Sequence[Piece]], me: Worker, averaging: Averaging = "after",
+                 chunk: int = 0, chunks: int = 1) -> None:
         self._pipelines = pipelines
+        self._chunk, self._chunks = chunk, chunks
         self._factor = 1.0 if averaging == "tokens" else 1.0 / pipelines
         self._microbatches = tuple(microbatches)
         self._offsets = [sum(self._microbatches[:pipeline]) for pipeline in range(pipelines)]
@@ -123,10 +128,10 @@ class ExactReduction:
                    for number, (_, worker) in enumerate(self._logical) if worker != groups.me}
         # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
         with groups.stage.batch():
-            sending = [groups.stage.send(flat[start:end], index, PIECES[number])
+            sending = [groups.stage.send(flat[start:end], index, self._tag(number))
                        for number, flat in mine.items()
                        for index, (start, end) in enumerate(slices) if peers[index] != groups.me]
-            arriving = {number: groups.stage.receive(buffer, peers.index(self._logical[number][1]), PIECES[number])
+            arriving = {number: groups.stage.receive(buffer, peers.index(self._logical[number][1]), self._tag(number))
                         for number, buffer in buffers.items()}
         ordered = []
         for number, (piece, worker) in enumerate(self._logical):
@@ -143,15 +148,19 @@ class ExactReduction:
         fold_ties(ties, sums.layout, result, groups)
         return result
 
+    def _tag(self, number: int) -> int:
+        """Of piece ``number``: peers need not be at the same chunk."""
+        return PIECES[number * self._chunks + self._chunk]
+
     def _share(self, result: torch.Tensor, slices: Sequence[tuple[int, int]], peers: Sequence[Worker],
                groups: Groups) -> None:
         """Every owner sends its slice of ``result`` to all peers."""
         mine = peers.index(groups.me)
         with groups.stage.batch():
-            moving = [groups.stage.receive(result[start:end], index, SLICES[0])
+            moving = [groups.stage.receive(result[start:end], index, SLICES[self._chunk])
                       for index, (start, end) in enumerate(slices) if index != mine]
             start, end = slices[mine]
-            moving += [groups.stage.send(result[start:end], index, SLICES[0])
+            moving += [groups.stage.send(result[start:end], index, SLICES[self._chunk])
                        for index in range(len(peers)) if index != mine]
         for pending in moving:
             pending.wait()
@@ -169,11 +178,42 @@ class ExactReduction:
         return sum(per_pipeline) / self._pipelines
 
 
+class ChunkedReduction:
+    """The exact reduction of a stage with several chunks, whose micro-batches may be dealt to its peers otherwise in
+    each: one chunk after the other, each as that of a stage of its own, so that the bits are those.
+
+    Args:
+        each: of the chunks, in order.
+    """
+
+    def __init__(self, each: Sequence[ExactReduction]) -> None:
+        self._each = tuple(each)
+        self.place = each[0].place
+        self.losses = each[0].losses
+        self.mean_loss = each[0].mean_loss
+
+    def sums(self, layout: Layout, modules: Sequence[nn.Module]) -> ChunkedAccumulators:
+        """Room for the sums of the chunks, which are ``modules``."""
+        own = [{id(parameter) for parameter in module.parameters()} for module in modules]
+        found = [[parameter for parameter in layout.parameters if id(parameter) in each] for each in own]
+        if [id(parameter) for each in found for parameter in each] != list(map(id, layout.parameters)):
+            raise AssertionError("the parameters of a stage lie one chunk behind the other, and each is of one chunk")
+        return ChunkedAccumulators(layout, [Accumulators(Layout(each, layout.dtype), reduction.place)
+                                            for each, reduction in zip(found, self._each, strict=True)])
+
+    def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
+        if ties:
+            raise UnsupportedError("stages with several chunks cannot have tied parameters yet: set chunks to 1")
+        return torch.cat([reduction.gradient(sums.of(chunk), groups) for chunk, reduction in enumerate(self._each)])
+
+
 def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> Reduction:
     """How a stage that follows ``plan`` reduces."""
-    grid, block = plan.problem.grid, plan.problem.block
+    grid, block, chunks = plan.problem.grid, plan.problem.block, plan.problem.chunks_of[me.stage]
     if exact:
-        return ExactReduction(grid.pipelines, grid.microbatches, block, pieces(plan, me.stage), me, averaging)
+        each = [ExactReduction(grid.pipelines, grid.microbatches, block, pieces(plan, chunk), me, averaging, place,
+                               len(chunks)) for place, chunk in enumerate(chunks)]
+        return each[0] if len(each) == 1 else ChunkedReduction(each)
     return FastReduction(grid.pipelines, max(grid.microbatches), averaging)
 
 

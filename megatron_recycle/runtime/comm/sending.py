@@ -116,8 +116,8 @@ class Sender:
 
     def can_fill(self, of_gradients: Meta | None) -> bool:
         """Whether this worker knows the shapes of all that it sends; ``of_gradients``: those of the gradients."""
-        return all((self.meta if channel.expected[0][0] == "F" else of_gradients) is not None
-                   for channel in self._channels.values() if channel.expected)
+        return all((self.meta if kind == "F" else of_gradients) is not None for channel in self._channels.values()
+                   for kind in {message.kind for message in channel.expected})
 
     def due(self, target: Worker, upto: int) -> Message | None:
         """The next message to ``target``, if fewer than ``upto`` transfers to it have begun."""

@@ -95,7 +95,8 @@ STAGE = Table()
 """Tags of `Groups.stage` and `Groups.stage_control`, which may be the same communicator."""
 PIECES = STAGE.take("pieces of the gradient", 2**28)
 """By the piece's place in the logical order; `exact` only."""
-SLICES = STAGE.take("a slice of the reduced gradient", 1)
+SLICES = STAGE.take("a slice of the reduced gradient", 2**10)
+"""By the chunk's place in its stage."""
 HELD = STAGE.take("the reduced gradient of a peer", 2)
 """The gradient, and the numbers that belong to it."""
 SHARD_SLICES = STAGE.take("a shard's slice of the reduced gradient", 2**20)

@@ -164,6 +164,10 @@ class Accumulators:
         self._place = place
         self._sums: dict[Piece, Accumulator] = {}
 
+    def of(self, chunk: int) -> Accumulators:
+        """The sums that the gradients of a chunk of the stage belong to."""
+        return self
+
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
         """The parameters whose gradients are summed up."""
@@ -211,12 +215,35 @@ class Accumulators:
         return self._sums.setdefault(piece, Accumulator(self.layout)).sum()
 
 
+class ChunkedAccumulators(Accumulators):
+    """The sums of a worker whose stage's chunks are summed apart, each as a stage of its own would be.
+
+    Args:
+        layout: of the whole gradient: one chunk behind the other.
+        each: of the chunks, in order.
+    """
+
+    def __init__(self, layout: Layout, each: Sequence[Accumulators]) -> None:
+        self.layout = layout
+        self._each = tuple(each)
+
+    def of(self, chunk: int) -> Accumulators:
+        return self._each[chunk]
+
+    def clear(self) -> None:
+        for sums in self._each:
+            sums.clear()
+
+
 class Copies(Accumulators):
     """Gives copies of ``sums``, for a reduction in place that may have to be made again."""
 
     def __init__(self, sums: Accumulators) -> None:
         self.layout = sums.layout
         self._whole = sums
+
+    def of(self, chunk: int) -> Accumulators:
+        return Copies(self._whole.of(chunk))
 
     def clear(self) -> None:
         """The sums stay: they may be reduced again."""

@@ -8,6 +8,7 @@ the backward begins are what it held, whoever holds them (autograd, a checkpoint
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,12 +18,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_recycle.plan import Microbatch
 from megatron_recycle.runtime.compute.device import Device
 from megatron_recycle.runtime.compute.split import WeightQueue
 
 _MEASURED = range(1, 3)
-"""Which of this worker's forwards are measured: not the first, which also fills caches that stay."""
+"""Which of this worker's forwards of a chunk are measured: not the first, which also fills caches that stay."""
+
+Item = tuple[int, ...]
+"""Pipeline and micro-batch; where its stage has several chunks, which of these."""
 
 
 class ActivationMemory:
@@ -32,7 +35,8 @@ class ActivationMemory:
         device: where they live.
 
     Attributes:
-        before_b: bytes that a micro-batch holds from its F to its B, 0 until they are measured.
+        before_b: bytes that a micro-batch holds from its F to its B, in the chunk where that is most; 0 until they are
+            measured.
         after_b: most bytes that one has held from its B to its W.
         message: bytes of the largest message that a micro-batch passes to another stage.
         peak: most bytes held at a time in the last complete iteration.
@@ -40,12 +44,17 @@ class ActivationMemory:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._forwards = 0
-        self._watched: dict[Microbatch, tuple[int, list[StorageWeakRef | int]]] = {}
-        self._between: set[Microbatch] = set()
-        self._queued: dict[Microbatch, int] = {}
+        self._forwards: Counter[Item] = Counter()
+        self._before: dict[Item, int] = {}
+        self._watched: dict[Item, tuple[int, list[StorageWeakRef | int]]] = {}
+        self._between: set[Item] = set()
+        self._queued: dict[Item, int] = {}
         self._peak = 0
-        self.before_b = self.after_b = self.message = self.peak = 0
+        self.after_b = self.message = self.peak = 0
+
+    @property
+    def before_b(self) -> int:
+        return max(self._before.values(), default=0)
 
     @property
     def now(self) -> int:
@@ -60,11 +69,11 @@ class ActivationMemory:
         self._queued.clear()
 
     @contextmanager
-    def forward(self, microbatch: Microbatch, inputs: Sequence[torch.Tensor] | None) -> Iterator[None]:
+    def forward(self, microbatch: Item, inputs: Sequence[torch.Tensor] | None) -> Iterator[None]:
         """Around the F of ``microbatch``, whose ``inputs`` came from another worker."""
         received = nbytes(inputs or ())
         before = self._device.allocated()
-        if self._forwards not in _MEASURED:
+        if self._forwards[microbatch[2:]] not in _MEASURED:
             yield
         elif before is not None:
             yield
@@ -74,21 +83,22 @@ class ActivationMemory:
             with _Watch() as watch:
                 yield
             self._watched[microbatch] = received, list(watch.seen.values())
-        self._forwards += 1
+        self._forwards[microbatch[2:]] += 1
         self._between.add(microbatch)
         self.message = max(self.message, received)
         self._count()
 
-    def begin_backward(self, microbatch: Microbatch, gradients: Sequence[torch.Tensor]) -> None:
+    def begin_backward(self, microbatch: Item, gradients: Sequence[torch.Tensor]) -> None:
         """Before the B of ``microbatch``, for which ``gradients`` came from another worker."""
         self.message = max(self.message, nbytes(gradients))
         if microbatch in self._watched:
             received, watched = self._watched.pop(microbatch)
             # A storage that nobody refers to any more has given its memory back.
-            self.before_b = received + sum(one if isinstance(one, int) else _size(one) for one in watched)
+            held = sum(one if isinstance(one, int) else _size(one) for one in watched)
+            self._before[microbatch[2:]] = received + held
             self._count()
 
-    def end_backward(self, microbatch: Microbatch, queue: WeightQueue) -> None:
+    def end_backward(self, microbatch: Item, queue: WeightQueue) -> None:
         """After the B of ``microbatch``, which left ``queue`` for its W."""
         self._between.discard(microbatch)
         self._queued[microbatch] = held = nbytes([
@@ -97,7 +107,7 @@ class ActivationMemory:
         self.after_b = max(self.after_b, held)
         self._count()
 
-    def weight(self, microbatch: Microbatch) -> None:
+    def weight(self, microbatch: Item) -> None:
         """After the W of ``microbatch``."""
         del self._queued[microbatch]
 

@@ -54,4 +54,5 @@ class Lags:
 
 
 def _named(times: Mapping[Message, float]) -> dict[str, float]:
-    return {str(message): round(seconds, 6) for message, seconds in times.items()}
+    # Those of a stage's second chunk may go the other way, and would be taken for others' (`measure.hops`).
+    return {str(message): round(seconds, 6) for message, seconds in times.items() if not message.chunk}

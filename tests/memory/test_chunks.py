@@ -1,0 +1,84 @@
+"""Stages with two chunks, V-shaped: first down the stages and then up again.
+
+Training ends with the bits of the same layers' job in which each chunk is a stage of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.memory.job import Job, Shape, check, undisturbed
+from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw
+from tests.moments import Moment
+from tests.seeds import seeds
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
+
+SHAPE = Shape(3, 2, 4, 3, blocks=6, chunks=2)
+SHAPES = {
+    "3x2": SHAPE, "2x3": Shape(2, 3, 3, 3, chunks=2),
+    "3x3": Shape(3, 3, 3, 3, chunks=2), "long blocks": Shape(3, 2, 6, 3, chunks=2).with_settings(block=2),
+    "waits": SHAPE.with_settings(step="barrier"), "clipped": Shape(3, 2, 2, 4, chunks=2, clipping=0.05),
+    "evaluates": Shape(3, 2, 2, 3, chunks=2, evaluate=(1, 2)),
+    "saves": Shape(3, 2, 2, 3, chunks=2, evaluate=(1,), save=(0, 1, 2)),
+}
+
+
+def flat(shape: Shape) -> Shape:
+    """The same layers, each chunk on a stage of its own."""
+    return replace(shape, stages=2 * shape.stages, chunks=1).with_settings(lend="off", step="barrier")
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["3x2", "2x3", "one stage", "long blocks", "evaluates"])
+def test_without_failures_it_trains_what_each_chunk_on_a_stage_of_its_own_does(name, seed):
+    shape = {**SHAPES, "one stage": Shape(2, 1, 3, 3, chunks=2)}[name]
+    job = Job(shape, seed=seed, slow=0.1)
+    with job:
+        results = job.wait()
+        check(job, results)
+    pipelines, others = shape.pipelines * shape.parts, undisturbed(flat(shape))
+    for rank, result in results.items():
+        stage, pipeline = divmod(rank, pipelines)
+        assert result.losses == others[0].losses and result.evaluated == others[0].evaluated
+        theirs = {prefixed(name, place): tensor for place, chunk in enumerate((stage, 2 * shape.stages - 1 - stage))
+                  for name, tensor in others[chunk * pipelines + pipeline].state.items()}
+        assert result.state.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in result.state.items())
+
+
+def prefixed(name: str, place: int) -> str:
+    """The name that a chunk's tensor has in its stage."""
+    kind, _, name = name.partition(" ")
+    return f"{kind} {place}.{name}"
+
+
+@pytest.mark.parametrize("worker", SHAPE.workers)
+@pytest.mark.parametrize("phase", PHASES)
+def test_each_worker_killed_at_each_moment(worker, phase):
+    number = SHAPE.workers.index(worker)
+    job = Job(SHAPE, [Moment(worker, phase, number % 3, number % 4 if phase in PER_MICROBATCH else 0)], seed=number)
+    with job:
+        check(job, job.wait(), {worker})
+
+
+def test_the_fast_reduction_agrees_to_rounding():
+    shape = SHAPE.with_settings(reduction="fast")
+    job = Job(shape, [Moment("1:1", "backward", 1, 1)], slow=0.1)
+    with job:
+        check(job, job.wait(), {"1:1"}, within=1e-5)
+
+
+def test_parts_of_a_worker_have_the_equal_parts_of_both_chunks():
+    job = Job(Shape(3, 2, 2, 3, chunks=2, parts=2), [Moment("1:1.1", "backward", 1)])
+    with job:
+        check(job, job.wait(), {"1:1.0", "1:1.1"})
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_random_campaign(seed):
+    """As that of jobs whose stages have one chunk."""
+    Draw(seed, SHAPES).scene().run(seed)
