@@ -144,7 +144,7 @@ class Toy:
         share = len(layers) // grid.stages
         self.module = nn.Sequential(*layers[number * share:(number + 1) * share])
         optimizer = torch.optim.Adam(self.module.parameters(), lr=1e-2)
-        self.stage = ToyStage(self.module, optimizer, loss_fn if place.last else None, max(grid.microbatches))
+        self.stage = ToyStage(self.module, optimizer, loss_fn if place.last() else None, max(grid.microbatches))
         self.session = Session(place, options.resolve({}), options, CPU)
         self._data = DatasetSource(dataset, grid.pipelines, batch, seeds=self.session.seeds())
 
