@@ -16,6 +16,7 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.membership import Standing
 from megatron_recycle.plan import Action, Message, Microbatch, passes_on, results_in
 from megatron_recycle.runtime.activity import REDUCE
+from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
 from megatron_recycle.runtime.comm.trained_alike import Agreement
@@ -32,7 +33,7 @@ from megatron_recycle.runtime.lent.loans import Loans
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
-from megatron_recycle.runtime.stage import Forward, chunks_of, running_chunk
+from megatron_recycle.runtime.stage import Forward
 from megatron_recycle.runtime.stepper import Stepper
 
 Handler = Callable[[Action], None]

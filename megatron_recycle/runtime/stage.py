@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from megatron_recycle.membership import Verdict
 from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.sharded_optimizer import ShardedOptimizer
 from megatron_recycle.runtime.lent.layers import Lending
-from megatron_recycle.runtime.place import Place
 
 Averaging = Literal["after", "before", "tokens"]
 """Where a reduced gradient is divided by the nominal number of pipelines: after the sum over workers, before it, or not
@@ -60,31 +58,6 @@ def fingerprint(parameters: Sequence[nn.Parameter]) -> str:
     shapes = ";".join(f"{tuple(parameter.shape)} {parameter.dtype}" for parameter in parameters)
     numbers = sum(parameter.numel() for parameter in parameters)
     return f"{len(parameters)} parameters of {numbers} numbers, shapes {zlib.crc32(shapes.encode()):08x}"
-
-
-class Chunked(Protocol):
-    """What a stage with several chunks has besides.
-
-    Attributes:
-        chunks: its modules, in the order of the model's layers; each parameter is in one of them, and
-            `Stage.parameters` are those of one chunk behind those of the other.
-    """
-
-    @property
-    def chunks(self) -> Sequence[nn.Module]: ...
-
-    def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
-        """Inside the block forwards and backwards are those of this chunk, counted within the stage."""
-
-
-def chunks_of(stage: Stage) -> Sequence[nn.Module]:
-    """The chunks of ``stage``, which has several."""
-    return cast(Chunked, stage).chunks
-
-
-def running_chunk(stage: Stage, place: Place, chunk: int) -> AbstractContextManager[None]:
-    """A block in which ``stage``, at ``place``, runs this chunk, counted within it."""
-    return cast(Chunked, stage).running_chunk(chunk) if place.placement else nullcontext()
 
 
 class Stage(Protocol):

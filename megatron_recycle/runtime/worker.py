@@ -21,6 +21,7 @@ from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
 from megatron_recycle.runtime.attempt import evaluate
 from megatron_recycle.runtime.between import Between
+from megatron_recycle.runtime.chunked import check_chunks
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call
@@ -70,6 +71,7 @@ class StageWorker:
                               "the last worker")
         _check_policy(place, config)
         check_shards(framework.stage, place, config)
+        check_chunks(framework.stage, place, config)
         me = Process(place.me, place.part if place.parts > 1 else None)
         self.standing = Standing(me, StepMode.of(config.step == "staggered"))
         phases = Phases(self.standing, agent, Activity(config.stall_floor), observer)

@@ -217,7 +217,7 @@ class SmallStage:
         self.model = fingerprint(self.parameters)
         self.tied_stages = ((0, stages - 1),) if tied else ()
         self.ties: list[Tie] = []
-        if tied and (self.first or self.last):
+        if tied and not placement and (self.first or self.last):
             inner = self.module[0].token if self.first else self.module[-1].out
             self.ties = [Tie(inner.weight, (0, stages - 1))]
         self.references: dict[str, Any] = {}

@@ -78,6 +78,15 @@ def test_parts_of_a_worker_have_the_equal_parts_of_both_chunks():
         check(job, job.wait(), {"1:1.0", "1:1.1"})
 
 
+def test_what_chunks_cannot_have_is_refused_by_name_when_the_worker_begins():
+    for shape, what in ((replace(SHAPE, sharded=True), "ZeRO-1"), (replace(SHAPE, tied=True), "tied parameters"),
+                        (SHAPE.with_settings(policy="rollback", reduction="fast"), "policy rollback")):
+        job = Job(shape)
+        with job:
+            assert all("stages with two chunks cannot have" in result.error and what in result.error
+                       for result in job.wait().values())
+
+
 @pytest.mark.parametrize("seed", seeds(20))
 def test_random_campaign(seed):
     """As that of jobs whose stages have one chunk."""

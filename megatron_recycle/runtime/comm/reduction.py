@@ -19,7 +19,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Piece, Plan, Worker, pieces
 from megatron_recycle.runtime.comm.comm import Comm
 from megatron_recycle.runtime.comm.handles import Groups
@@ -202,8 +201,7 @@ class ChunkedReduction:
                                             for each, reduction in zip(found, self._each, strict=True)])
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
-        if ties:
-            raise UnsupportedError("stages with several chunks cannot have tied parameters yet: set chunks to 1")
+        assert not ties, "refused when the worker begins (`check_chunks`)"
         return torch.cat([reduction.gradient(sums.of(chunk), groups) for chunk, reduction in enumerate(self._each)])
 
 
