@@ -1,0 +1,53 @@
+"""Stages that hold several chunks of the model (V-shaped: the first half of the layers down the stages, the second half
+up again)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, cast
+
+from torch import nn
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.stage import Stage
+
+
+class Chunked(Protocol):
+    """What a stage with several chunks has besides.
+
+    Attributes:
+        chunks: its modules, in the order of the model's layers; each parameter is in one of them, and
+            `Stage.parameters` are those of one chunk behind those of the other.
+    """
+
+    @property
+    def chunks(self) -> Sequence[nn.Module]: ...
+
+    def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
+        """Inside the block forwards and backwards are those of this chunk, counted within the stage."""
+
+
+def chunks_of(stage: Stage) -> Sequence[nn.Module]:
+    """The chunks of ``stage``, which has several."""
+    return cast(Chunked, stage).chunks
+
+
+def running_chunk(stage: Stage, place: Place, chunk: int) -> AbstractContextManager[None]:
+    """A block in which ``stage``, at ``place``, runs this chunk, counted within it."""
+    return cast(Chunked, stage).running_chunk(chunk) if place.placement else nullcontext()
+
+
+def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
+    """Refuse what stages with several chunks cannot have yet. Raises UnsupportedError."""
+    if not place.placement:
+        return
+    found = [what for what, there in {
+        "an optimizer in shards (ZeRO-1, Megatron's distributed optimizer)": stage.shards is not None,
+        "tied parameters": bool(stage.tied_stages), "lent layers": stage.lending is not None,
+        f"policy {config.policy}": config.policy != "reroute"}.items() if there]
+    if found:
+        raise UnsupportedError(f"stages with two chunks cannot have {' or '.join(found)} yet: "
+                               "give each stage one chunk")
