@@ -201,7 +201,7 @@ class Attempt:
         layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
         site.framework.generators.seed(
             seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.chunks[chunk]))
-        with (self._generation.groups.together(), layers, running, site.meters.watch.measure("F"),
+        with (self._generation.groups.together(), layers, running, self._measured(action),
               site.meters.memory.forward(action[1:], inputs), running_chunk(site.stage, place, chunk)):
             forward = site.stage.forward(inputs, batch)
         self._pass_on(action, forward.outputs)
@@ -237,6 +237,14 @@ class Attempt:
         else:
             self._send(result[1], tensors)
 
+    def _measured(self, action: Action) -> AbstractContextManager[None]:
+        """A block whose time is the action's. The coordinator is told what it takes with the stage's own layers: those
+        that are lent are no reason to plan for a slower stage, or a faster one."""
+        plan, me = self._program.plan, self._site.place.me
+        whole = plan.problem.duration(action.kind, me, action.chunk) if plan.crossings else 0
+        share = plan.duration(me, action) / whole if whole else 1.0
+        return self._site.meters.watch.measure(action.kind, share or 1.0)
+
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
         counting = self._generation.groups.counting(message) if self._keeping.sound else nullcontext()
@@ -262,7 +270,7 @@ class Attempt:
         later = queue if self._program.plan.problem.split_backward else None
         with (site.framework.splitter.into(later, forward.roots), self._generation.groups.together(),
               self._running(pipeline, microbatch), running_chunk(site.stage, site.place, action.chunk),
-              site.meters.watch.measure("B")):
+              self._measured(action)):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(action, for_inputs, queue)
         self.computed.queues[action[1:]] = queue
@@ -302,7 +310,7 @@ class Attempt:
         self._stepper.enter_action()
         self._keeping.torn = True
         queue = self.computed.queues.pop(action[1:])
-        with torch.no_grad(), self._site.meters.watch.measure("W"):
+        with torch.no_grad(), self._measured(action):
             self.computed.sums.of(chunk).add(pipeline, microbatch, queue.contributions())
         self._site.meters.memory.weight(action[1:])
 

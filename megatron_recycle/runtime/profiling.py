@@ -30,7 +30,8 @@ class Profiling:
         self._commits += 1
         taken = site.meters.watch.take()
         medians = {kind: round(median(seconds), 7) for kind, seconds in taken.items()}
-        medians.update(_spent(site.phases.activity.spent(), taken, medians, generation.groups.world.backend.host))
+        medians.update(_spent(site.phases.activity.spent(), taken, medians, site.meters.watch.more,
+                              generation.groups.world.backend.host))
         if self._commits > 1:  # the first has much in it that comes once: memory, threads, caches
             self._untold.append(medians)
             if self._commits <= _FIRST or iteration % _LAGS_EVERY == 0:
@@ -47,21 +48,22 @@ class Profiling:
 
 
 def _spent(parts: Mapping[str, float], taken: Mapping[str, Sequence[float]], medians: Mapping[str, float],
-           host: bool) -> dict[str, float]:
+           more: float, host: bool) -> dict[str, float]:
     """Where the thread's time went, in seconds, and on the ``host`` also ``gap``, by which an action, with what comes
     between two of them, takes longer than the median of its kind.
 
     Args:
         parts: `Activity.spent`.
-        taken, medians: durations of the actions themselves, by kind.
+        taken, medians: durations of the actions themselves, by kind, with the stage's own layers.
+        more: by which these took longer, for layers of other stages.
         host: whether they compute there; elsewhere the thread only starts them, and is ahead of the device.
     """
     found = dict(parts)
     actions = [seconds for kind in "FBW" for seconds in taken.get(kind, ())]
     if actions and host:
-        whole = found.get("actions", 0.0)
+        whole = found.get("actions", 0.0) - more
         usual = sum(len(taken[kind]) * medians[kind] for kind in "FBW" if kind in taken)
         found["between"] = max(0.0, whole - sum(actions))
-        found["actions"] = whole - found["between"]
+        found["actions"] = whole + more - found["between"]
         found["gap"] = max(0.0, whole - usual) / len(actions)
     return {name: round(seconds, 7) for name, seconds in found.items()}

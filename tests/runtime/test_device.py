@@ -83,6 +83,21 @@ def test_durations_are_the_devices_and_nobody_waits_for_them():
     assert watch.take() == {}, "an interrupted one does not count"
 
 
+def test_durations_are_those_of_the_stages_own_layers_also_where_it_runs_others():
+    """A stage's costs do not change because it lends a layer of four, or borrows one."""
+    queue = Queue()
+    watch = Stopwatch(queue)
+    for seconds, share in ((4.0, 1.0), (3.0, 0.75), (5.0, 1.25)):
+        with watch.measure("F", share):
+            queue.ask(seconds)
+    queue.done = 12.0
+    assert watch.take() == {"F": [4.0, 4.0, 4.0]} and watch.more == 0.0
+    with watch.measure("F", 1.25):
+        queue.ask(5.0)
+    queue.done = 17.0
+    assert watch.take() == {"F": [4.0]} and watch.more == 1.0
+
+
 def test_a_device_that_counts_its_bytes_is_asked_for_them():
     queue = Queue()
     memory = ActivationMemory(queue)
