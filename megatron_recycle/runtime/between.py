@@ -23,6 +23,7 @@ class Between:
         self._modes = Modes(site.stage.module)
         self._edits = Edits(site.stage)
         self._again = True
+        self._edited: bool | None = None  # while the job evaluates: whether the script had changed something before
         self._in_a_row = 0  # iterations before which the script has changed something
         self.find_generators()
 
@@ -75,8 +76,10 @@ class Between:
     def look_back(self) -> None:
         """A failure, between two iterations: to go back to before them would be to lose what the script has changed
         since the last one."""
-        trainable = self._site.trainable
-        if trainable.guard.returns and self._edits.found():
+        edited = self._edited
+        if edited is None:
+            edited = self._site.trainable.guard.returns and self._edits.found()
+        if edited:
             self._void()
 
     def _void(self) -> None:
@@ -114,6 +117,16 @@ class Between:
         self.look_back()
         yield
         self._watch_on()
+
+    @contextmanager
+    def evaluated(self) -> Iterator[None]:
+        """Inside the block the job evaluates: what that itself leaves behind is no change of the script's."""
+        self._edited = self._site.trainable.guard.returns and self._edits.found()
+        try:
+            with self._edits.aside():
+                yield
+        finally:
+            self._edited = None
 
     def _watch_on(self) -> None:
         """What the script changes from here on is to be found as well."""

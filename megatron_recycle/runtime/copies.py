@@ -126,7 +126,10 @@ class Guard:
         self.of = {stage: _latest({**self.of.get(stage, {}), iteration - 1: copy}) for stage, copy in of.items()}
 
     def save(self, iteration: int) -> None:
-        """A checkpoint of the state after ``iteration`` was written."""
+        """A checkpoint of the state after ``iteration`` was written. What the script had changed by then is in it, if
+        there was none of that iteration before."""
+        if iteration not in self.saved:
+            self.back = min(self.back, iteration)
         self.saved = (*self.saved, iteration)[-CHECKPOINTS:]
 
     def go_back(self, iteration: int) -> None:

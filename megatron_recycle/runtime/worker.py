@@ -152,7 +152,8 @@ class StageWorker:
             self.begin(iteration)
             self.settle()
             self.standing.ask_pass(iteration)
-            self._loop.apart(run)
+            with self._between.evaluated():
+                self._loop.apart(run)
         return self.site.asked.evaluations.of(self.standing.passes)
 
     def save(self, iteration: int, write: Write) -> None:

@@ -16,7 +16,7 @@ from megatron_recycle.runtime.copies import Guard, StateCopy
 from megatron_recycle.runtime.saving import Save, Written
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Disk, Job, Killed, Shape, differences, undisturbed
-from tests.memory.model import SmallStage
+from tests.memory.model import Block, SmallStage
 from tests.moments import Moment
 from tests.seeds import seeds
 
@@ -333,6 +333,57 @@ def test_what_the_script_changes_beside_a_checkpoint_or_an_evaluation_is_not_los
     assert not told(job, "restored")
     end = told(job, "finished")[-1]["message"]
     assert "the script has changed something since the last checkpoint" in end and "keeps a copy" not in end
+
+
+@pytest.mark.parametrize("kill", [Moment("1:0", "backward", 6), Moment("1:0", "evaluate", 3)])
+def test_what_an_evaluation_leaves_in_a_module_is_no_change_of_the_scripts(monkeypatch, kill):
+    """As Megatron's `set_input_tensor` does. The last copy may be lost in the evaluation itself."""
+    forward = Block.forward
+
+    def keeps(self: Block, x: torch.Tensor) -> torch.Tensor:
+        self.given = x.detach()
+        return forward(self, x)
+
+    monkeypatch.setattr(Block, "forward", keeps)
+    shape = replace(CHECKPOINTS, save=(3,), evaluate=(4,))
+    with Job(shape, [Moment("0:0", "forward", 1), kill]) as job:
+        check_ends_well(job, out={"0:0"})
+    (event,) = told(job, "restored")
+    assert event["iteration"] == 2 and not job.kills
+
+
+@pytest.mark.parametrize("step", ["barrier", "staggered"])
+def test_what_the_script_has_changed_just_before_a_checkpoint_is_in_it(monkeypatch, step):
+    """All may go back to that one; not to the one before, nor, once there is more, to this one."""
+    save = StageWorker.save
+
+    def by_hand(self: StageWorker, iteration: int, *rest: Any) -> None:
+        self.settle()
+        for group in self.site.stage.optimizer.param_groups if iteration == 4 else ():
+            group["lr"] *= 0.5
+        save(self, iteration, *rest)
+
+    monkeypatch.setattr(StageWorker, "save", by_hand)
+    undisturbed.cache_clear()
+    try:
+        with Job(CHECKPOINTS.with_settings(step=step),
+                 [Moment("0:1", "forward", 1), Moment("1:1", "backward", 6)]) as job:
+            check_ends_well(job, out={"0:1"})
+    finally:
+        undisturbed.cache_clear()  # its jobs had other rates
+    (event,) = told(job, "restored")
+    assert event["iteration"] == 3
+
+
+def test_a_change_between_two_checkpoints_of_one_iteration_bars_both():
+    """They look the same to who chooses, and the first one does not have it."""
+    guard = Guard()
+    guard.save(3)
+    guard.void(3)
+    guard.save(3)
+    assert guard.back == 4
+    guard.save(4)
+    assert guard.back == 4
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -152,3 +152,16 @@ def test_a_large_tensor_that_is_written_to_is_refused_with_the_remedies():
     (change,) = variables.changes()
     with pytest.raises(UnsupportedError, match=r"of shape \(5000,\).*engine.settle\(\)"):
         change.undo()
+
+
+def test_a_tensor_that_nobody_has_any_more_is_no_change():
+    """What a forward has left in a module, and others a while longer, goes when they let go of it."""
+    model = Scaled()
+    variables = Variables(model, [])
+    model.given = held = torch.zeros(2)
+    assert variables.changes()
+    variables.keep()  # looks into it from here on
+    model.given = torch.ones(2)
+    variables.keep()
+    del held
+    assert variables.changes() == []

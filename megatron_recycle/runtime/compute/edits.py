@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -91,10 +91,17 @@ class Edits:
             left.variables.changes()  # the insides of new values are watched from the next return on
             return left.open and bool(self._written_shards(left) or (
                 self._stage.may_guess_wrong and self._written(left)))
-        return not (
-            same(left.references, self._stage.references)
-            and same(_of_now(left.counters), _of_now(self._stage.counters()))
-            and not left.variables.changes() and not self._written(left) and not self._written_shards(left))
+        return not self._alike_beside_tensors(left) or bool(self._written(left) or self._written_shards(left))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside the block the job evaluates. What that leaves behind, such as inputs that a module keeps, is no change
+        of the script's; it is compared with later where the script itself had changed nothing of the kind before."""
+        clean = self._left is not None and self._alike_beside_tensors(self._left)
+        yield
+        if clean and self._left is not None:
+            self._left.variables.keep()
+            self._left = replace(self._left, references=self._stage.references, counters=self._stage.counters())
 
     def named(self) -> list[str]:
         """Names of what the script has changed, of variables and tensors that have one."""
@@ -152,6 +159,11 @@ class Edits:
         what it has made of their values would not be either."""
         if self._left is not None and self._left.open and self._stage.may_guess_wrong:
             raise UnsupportedError(f"the script took parameters out of the model {_MAY_CHANGE.format(iteration)}")
+
+    def _alike_beside_tensors(self, left: _Left) -> bool:
+        """Whether references, counters and variables are what they were."""
+        return (same(left.references, self._stage.references)
+                and same(_of_now(left.counters), _of_now(self._stage.counters())) and not left.variables.changes())
 
     def _written(self, left: _Left) -> list[str]:
         """Names of the tensors that the script has written to, or put others in the place of."""

@@ -91,7 +91,7 @@ class Variables:
         found = []
         filled = [_Kept(_Contents(container), {"": ()}) for container in self._empty if container]
         for kept in (*self._kept, *filled):
-            if kept.stands():
+            if kept.stands() or kept.holder.gone():
                 continue
             holder, before, now = kept.holder, kept.values, kept.holder.read()
             if not _all_alike(before, now):
@@ -125,6 +125,10 @@ class _Holder:
 
     def write(self, name: Any, value: Any) -> None:
         raise NotImplementedError
+
+    def gone(self) -> bool:
+        """Whether nobody has it any more: whoever had has changed, and is looked at for itself."""
+        return False
 
 
 @dataclass(frozen=True)
@@ -275,6 +279,9 @@ class _Elements(_Holder):
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
+
+    def gone(self) -> bool:
+        return self._tensor() is None
 
     def read(self) -> dict[Any, Any]:
         tensor = self._tensor()
