@@ -47,6 +47,7 @@ def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
     found = [what for what, there in {
         "an optimizer in shards (ZeRO-1, Megatron's distributed optimizer)": stage.shards is not None,
         "tied parameters": bool(stage.tied_stages), "lent layers": stage.lending is not None,
+        "moves of workers to other stages": config.moves,
         f"policy {config.policy}": config.policy != "reroute"}.items() if there]
     if found:
         raise UnsupportedError(f"stages with two chunks cannot have {' or '.join(found)} yet: "

@@ -80,6 +80,7 @@ def test_parts_of_a_worker_have_the_equal_parts_of_both_chunks():
 
 def test_what_chunks_cannot_have_is_refused_by_name_when_the_worker_begins():
     for shape, what in ((replace(SHAPE, sharded=True), "ZeRO-1"), (replace(SHAPE, tied=True), "tied parameters"),
+                        (SHAPE.with_settings(moves=True), "moves"),
                         (SHAPE.with_settings(policy="rollback", reduction="fast"), "policy rollback")):
         job = Job(shape)
         with job:
