@@ -29,7 +29,10 @@ class PlanFolder:
     def load(self, digest: str) -> dict[str, Any] | None:
         """The plan with this `digest`, or None if it was not kept."""
         try:
-            return Plan.load(self._file(digest)).to_json()
+            plan = Plan.load(self._file(digest))
+            if plan.digest != digest:
+                raise PlanError(f"{self._file(digest)} holds another plan, {plan.digest}: it was edited")
+            return plan.to_json()
         except PlanError as error:
             log.warning("recycle: a plan that is in use cannot be read again: %s", error)
             return None

@@ -214,6 +214,9 @@ class Planning:
             with self._lock:
                 self._best[failed] = better
         self._cache.put(better.problem, better)
+        if not taken and better.crossings:
+            log.info("recycle: that is not taken up: it gains less than %.0f %%, or than its new partners cost",
+                     100 * WORTHWHILE)
         return self._hand_out(better) if taken else None
 
     def _searched(self, problem: Problem, incumbent: Plan, budget: float, seed: int,

@@ -35,6 +35,9 @@ def test_every_plan_is_kept_as_a_file_that_its_digest_finds(tmp_path: Path) -> N
     planning = Planning(PlanFolder(tmp_path / "plans").keep)
     made = Plan.from_json(planning.plan(DESCRIPTION, frozenset({"1:1"})))
     assert PlanFolder(tmp_path / "plans").load(made.digest) == made.to_json()
+    file, = (tmp_path / "plans").iterdir()
+    file.write_text(file.read_text().replace('"block": 2', '"block": 1'))  # by hand
+    assert PlanFolder(tmp_path / "plans").load(made.digest) is None
     (tmp_path / "file").write_text("")
     assert Planning(PlanFolder(tmp_path / "file").keep).plan(DESCRIPTION, frozenset({"1:1"}))["digest"] == made.digest
 
