@@ -19,10 +19,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
-from megatron_recycle.plan import Plan
 from megatron_recycle.runtime.comm import reduction as reduce
 from megatron_recycle.runtime.compute.accumulate import Accumulators
-from megatron_recycle.runtime.lent import terms
+from tests.backends.lent import lend
 
 VOCABULARY, WIDTH, LENGTH, BATCH = 32, 16, 8, 2
 
@@ -154,16 +153,6 @@ def change(engine: Any, iteration: int) -> None:
             parameter.mul_(0.999)
     for parameter in parameters[:2]:
         parameter.requires_grad_(iteration % 5 != 3)
-
-
-def lend() -> None:
-    """Once somebody has failed, plans lend a layer at each boundary, block by block earlier or later."""
-    def crossings(plan: Plan) -> dict[tuple[int, int], tuple[int, ...]]:
-        grid, block = plan.problem.grid, plan.problem.block or 1
-        return {(d, m): ((-1) ** (d + m // block),) * (grid.stages - 1) for d, m in grid.items()
-                if plan.problem.failed}
-
-    terms.crossings_of = crossings
 
 
 def talk(engine: Any, loss: float) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
+from tests.backends.lent import lend
 
 SCRIPTS = str(Path(__file__).resolve().parents[2] / "scripts")
 SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--batch", "2", "--log-every", "1000")
@@ -20,12 +21,14 @@ SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--ba
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
           options: tuple[str, ...] = (), ramp: tuple[int, ...] = (), data_parallel: dict[str, Any] | None = None,
-          seed: int = 1) -> Any:
+          seed: int = 1, lends: bool = False) -> Any:
     """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers.
 
     ``ramp``: micro-batches of a pipeline in the first iterations. ``data_parallel``: options of Megatron's
-    DistributedDataParallelConfig that the script does not have.
+    DistributedDataParallelConfig that the script does not have. ``lends``: whether plans lend layers.
     """
+    if lends:
+        lend()
     if SCRIPTS not in sys.path:
         sys.path.insert(0, SCRIPTS)
     import pretrain_gpt_megatron as script
@@ -67,6 +70,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
 
         schedule: Any = get_forward_backward_func()
         result["members"] = [str(worker) for worker in schedule.session.live()]
+        result["borrowed"] = len(schedule.session.worker.site.trainable.neighbours.parameters)
         result["rerouted"] = schedule.log_part()
         result["kind of norm"] = type(schedule._stage.result[1]).__name__
         schedule.session.finish()

@@ -139,6 +139,8 @@ class Layers:
     """Those of a stage, as they are lent (`runtime.lent.layers.Lending`)."""
 
     why = "the others are an embedding or a head"
+    beside: Sequence[nn.Module] = ()
+    like = 0
 
     def __init__(self, stage: SmallStage, first: int, stages: int) -> None:
         self._stage, self.first, self.layers = stage, first, list(stage.module)

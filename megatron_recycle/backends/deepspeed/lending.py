@@ -30,6 +30,10 @@ class PipelineLayers:
         most: layers that each neighbour may run.
     """
 
+    beside: Sequence[nn.Module] = ()
+    like = 0
+    """The model's list tells of all stages."""
+
     def __init__(self, engine: PipelineEngine, most: int) -> None:
         self._engine = engine
         module: PipelineModule = engine.module

@@ -9,6 +9,7 @@ for another. The loop's own calls stay, and give back what they are given. Sizes
 from __future__ import annotations
 
 import uuid
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -70,15 +71,28 @@ class TensorGroup:
     def __init__(self, model: nn.Module) -> None:
         group = parallel_state.get_tensor_model_parallel_group()
         state: Any = parallel_state
-        self._holders: list[tuple[Any, str]] = [(state, "_TENSOR_MODEL_PARALLEL_GROUP")]
-        for module in model.modules():
-            holders = [module, *(value for value in vars(module).values() if isinstance(value, ProcessGroupCollection))]
-            self._holders += [(holder, name) for holder in holders for name, value in vars(holder).items()
-                              if value is group]
+        self._now = group
+        self._holders: list[tuple[Any, str]] = [(state, "_TENSOR_MODEL_PARALLEL_GROUP"), *_holders(model, group)]
+        self._adopted: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def adopt(self, module: nn.Module) -> None:
+        """One that has been built since computes in it too, for as long as there is such a module."""
+        self._adopted.add(module)
 
     def use(self, group: dist.ProcessGroup) -> None:
-        for holder, name in self._holders:
+        later = [holder for module in self._adopted for holder in _holders(module, self._now)]
+        for holder, name in (*self._holders, *later):
             setattr(holder, name, group)
+        self._now = group
+
+
+def _holders(model: nn.Module, group: Any) -> list[tuple[Any, str]]:
+    """What in ``model`` keeps ``group``, by which name."""
+    found: list[tuple[Any, str]] = []
+    for module in model.modules():
+        holders = [module, *(value for value in vars(module).values() if isinstance(value, ProcessGroupCollection))]
+        found += [(holder, name) for holder in holders for name, value in vars(holder).items() if value is group]
+    return found
 
 
 @contextmanager

@@ -224,7 +224,8 @@ class RecycleSchedule:
         optimizer = optimizer_of(config)
         changed = check_supported(models, config, optimizer)
         place = _place(microbatches)
-        self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings())
+        self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings(),
+                                    self._settings.lend_layers if self._settings.lend == "auto" else 0)
         self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left,
                                                        self._number)
         self._back = megatron_training.way_back()

@@ -28,6 +28,7 @@ from torch import nn
 from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.backends.megatron.distributed import Distributed
 from megatron_recycle.backends.megatron.groups import TensorGroup
+from megatron_recycle.backends.megatron.lending import BlockLayers
 from megatron_recycle.backends.megatron.main_grads import MainGrads
 from megatron_recycle.backends.megatron.rates import SET_BY_LOOP, SET_BY_STEP, Rates
 from megatron_recycle.backends.megatron.script import Script
@@ -56,14 +57,14 @@ class MegatronStage:
         optimizer: of this stage; its `step()` is taken out of the user's hands, since the runtime decides when.
         microbatches: nominal micro-batches of a pipeline.
         settings: of the training loop, which all workers must have alike.
+        lends: layers that each neighbour may run; 0: none, which the user wants.
     """
 
-    lending: Lending | None = None
     report_width = 1 + 2 * _KEYS + 1
     """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
 
     def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int,
-                 settings: Mapping[str, Any] | None = None) -> None:
+                 settings: Mapping[str, Any] | None = None, lends: int = 0) -> None:
         self.settings = settings or {}
         self.forward_step: ForwardStep
         self.result: tuple[Any, ...] = (True, None, None)
@@ -91,6 +92,9 @@ class MegatronStage:
         self.ties: Sequence[Tie] = ()
         self._find_ties()
         self._tensor_group = TensorGroup(model)
+        self.lending: Lending | None = BlockLayers(
+            get_attr_wrapped_model(model, "pre_process", return_model_obj=True), lends, self.gradient_dtype,
+            self._tensor_group.adopt) if lends else None
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         model.param_to_bucket_group.clear()
         self._single, = single_optimizers(optimizer)
@@ -141,6 +145,8 @@ class MegatronStage:
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given, output = forward.saved
+        if given is None and not output.requires_grad:
+            return []  # what it goes through here is frozen; others run the rest
         for_inputs = backward_step(given, output, gradients[0] if gradients else None, get_model_type(self._model),
                                    self._config)
         if given is None:

@@ -6,7 +6,7 @@ import functools
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.runtime.lent.options import Options, put
+from megatron_recycle.runtime.lent.options import PLAIN, Options, put
 from megatron_recycle.runtime.lent.terms import HOME, Span
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,8 @@ class Lending(Protocol):
         lendable: how many of the first and of the last of them neighbours may run: modules with inputs and outputs that
             are alike. They leave out one layer at least.
         why: why these are not more, in words.
+        beside: what the stage runs before or behind its layers, which nobody else does.
+        like: the same number on stages whose layers are alike, for a backend that knows its own stage's alone.
     """
 
     @property
@@ -42,6 +44,12 @@ class Lending(Protocol):
 
     @property
     def why(self) -> str: ...
+
+    @property
+    def beside(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def like(self) -> int: ...
 
     def build(self, number: int) -> nn.Module:
         """Another stage's layer ``number``, as it is built there; whatever it holds. Asked for those alone that their
@@ -71,7 +79,7 @@ def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple
 def offer(lending: Lending, most: int) -> dict[str, Any] | None:
     """What the planner is told of a stage's layers: how many of the first (``head``) and of the last (``tail``) may be
     lent, and of one of them the ``share`` of the stage's time and its ``bytes``; ``layers``: how many there are of
-    these. None: nothing may be lent."""
+    these; ``like``: as `Lending`'s. None: nothing may be lent."""
     head, tail = (min(count, most) for count in lending.lendable)
     if not head and not tail:
         return None
@@ -79,9 +87,10 @@ def offer(lending: Lending, most: int) -> dict[str, Any] | None:
     lent = [layer for layer in (*own[:head], *own[len(own) - tail:]) if isinstance(layer, nn.Module)]
     one = max(_work(layer) for layer in lent)
     like = [layer for layer in own if isinstance(layer, nn.Module) and type(layer) is type(lent[0])]
-    share = one / max(one, sum(map(_work, own))) if one else 1 / len(own)  # no matrices: layers are taken for alike
+    # No matrices: layers are taken for alike.
+    share = one / max(one, sum(map(_work, (*own, *lending.beside)))) if one else 1 / len(own)
     return {"head": head, "tail": tail, "layers": len(like), "share": share,
-            "bytes": max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent)}
+            "bytes": max(sum(tensor.nbytes for tensor in _tensors([layer])) for layer in lent), "like": lending.like}
 
 
 def said(lending: Lending | None, most: int) -> str:
@@ -323,6 +332,15 @@ def unpack(layers: Sequence[nn.Module], data: torch.Tensor) -> bytes:
     return data[_HEADER:_HEADER + length].cpu().numpy().tobytes()
 
 
+def likeness(layer: nn.Module, without: Collection[str] = ()) -> int:
+    """A number that layers have alike whose modules, tensors and plain attributes are, but for attributes ``without``
+    which they are compared."""
+    kinds = [(name, type(module).__qualname__, sorted((key, value) for key, value in vars(module).items() if (
+                  isinstance(value, PLAIN) and key not in without and not key.startswith("_"))))
+             for name, module in layer.named_modules()]
+    return zlib.crc32(repr((kinds, _kinds([layer]))).encode())
+
+
 def hooked(layer: nn.Module) -> bool:
     """Whether something of the script's is called when ``layer`` runs, or on its gradients: copies do not have it."""
     return any(_hooks(module) for module in layer.modules()) or any(
@@ -349,14 +367,18 @@ def _checksums(layers: Sequence[nn.Module]) -> list[int]:
     """Of what `_COMPARED` names."""
     modules = [[(name, type(module).__qualname__) for name, module in layer.named_modules()] for layer in layers]
     hooks = [hooked(layer) for layer in layers]
-    tensors = [[(name, tuple(tensor.shape), tensor.dtype)
-                for name, tensor in (*layer.named_parameters(), *layer.named_buffers())] for layer in layers]
-    return [zlib.crc32(repr(each).encode()) for each in (modules, hooks, tensors)]
+    return [zlib.crc32(repr(each).encode()) for each in (modules, hooks, _kinds(layers))]
+
+
+def _kinds(layers: Sequence[nn.Module]) -> list[Any]:
+    return [[(name, tuple(tensor.shape), tensor.dtype)
+             for name, tensor in (*layer.named_parameters(), *layer.named_buffers())] for layer in layers]
 
 
 def _hooks(module: nn.Module) -> bool:
+    # Those of its state dict are for saving and loading.
     return any(not isinstance(hook, _Draw) for key, found in vars(module).items()
-               if key.endswith("_hooks") and found for hook in found.values())
+               if key.endswith("_hooks") and "state_dict" not in key and found for hook in found.values())
 
 
 def _tensors(layers: Sequence[nn.Module]) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
 
-_PLAIN = (bool, int, float, str, type(None))
+PLAIN = (bool, int, float, str, type(None))
 _OF_ALL = vars(nn.Module()).keys() - {"training"}
 """Attributes that every module has: its parameters, hooks and the like, which are looked at elsewhere."""
 _LONGEST = 1000  # elements of a container that is looked into
@@ -89,7 +89,8 @@ class Options:
     def _now(self) -> dict[Key, Any]:
         return {(number, name, key): _state(value) for number, layer in self._layers().items()
                 for name, module in layer.named_modules() for key, value in vars(module).items()
-                if key not in _OF_ALL and not (isinstance(value, torch.Tensor) and value.grad_fn is not None)}
+                if key not in _OF_ALL and not (isinstance(value, torch.Tensor) and value.grad_fn is not None)
+                and not isinstance(value, torch.distributed.ProcessGroup)}  # with each generation others
 
 
 def put(told: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> None:
@@ -119,7 +120,7 @@ class _Other:
 
 def _state(value: Any) -> Any:
     """``value`` as it is now: something that JSON takes, with `_Other` where it does not."""
-    if isinstance(value, _PLAIN) and not isinstance(value, Enum):
+    if isinstance(value, PLAIN) and not isinstance(value, Enum):
         return value
     if type(value) in (list, tuple) and len(value) <= _LONGEST:
         return [type(value).__name__, *map(_state, value)]
