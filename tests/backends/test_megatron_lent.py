@@ -6,6 +6,7 @@ import pytest
 
 from tests.backends import megatron_job
 from tests.backends.comparing import differences
+from tests.backends.test_megatron_distributed import check
 from tests.harness import Hold, Job
 from tests.references import calm_run
 
@@ -19,7 +20,7 @@ SETTINGS = {"reduction": "exact", "lend": "auto"}
 @pytest.mark.parametrize(("pipelines", "stages", "tensor", "options"), [
     (3, 2, 1, ("--recompute", "full")),
     *[pytest.param(*case, marks=pytest.mark.night) for case in [
-        (2, 3, 1, ("--blocks", "6", "--distributed-optimizer", "--bf16")),
+        (2, 3, 1, ("--blocks", "9", "--distributed-optimizer", "--bf16")),
         (3, 2, 1, ("--recompute", "selective", "--untied", "--per-token-loss", "--distributed-optimizer")),
         (2, 2, 2, ("--recompute", "full"))]]])
 def test_whoever_runs_a_layer_the_bits_are_the_same(pipelines, stages, tensor, options):
@@ -35,8 +36,10 @@ def test_whoever_runs_a_layer_the_bits_are_the_same(pipelines, stages, tensor, o
     # A part that is left alone has no work, and ends when the job does.
     ended = {rank: result for rank, result in results.items() if result.status == 0 and result.value}
     assert len(ended) == processes - tensor, lending.where()
-    for rank, result in ended.items():
-        assert not differences(result, reference[rank])
+    if "--distributed-optimizer" in options:
+        check(ended, reference)  # shards are not where they were
+    else:
+        assert not any(differences(result, reference[rank]) for rank, result in ended.items())
     assert any(result.value["borrowed"] for result in ended.values())
     assert not any(result.value["borrowed"] for result in reference.values())
     committed = [event["iteration"] for event in lending.events if event["event"] == "committed"]

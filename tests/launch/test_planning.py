@@ -169,7 +169,8 @@ def test_nothing_is_lent_before_costs_are_known_or_where_the_user_does_not_want_
     assert lending(told, 3) == {"lend": [[2, 2], [2, 2]], "layers": [4] * 3, "share": [0.2] * 3, "bytes": [9] * 3}
     assert lending({**told, "1:1": {**one, "lendable": None}}, 3) is None
     assert lending({**told, "1:2": {**one, "lendable": None}}, 3)["lend"] == [[2, 2], [0, 0]]
-    unlike = {name: {**each, "lendable": {**one["lendable"], "like": int(name[2] > "1")}} for name, each in told.items()}
+    kinds = [{**one, "lendable": {**one["lendable"], "like": kind}} for kind in (7, 7, 8)]
+    unlike = {name: kinds[int(name[2])] for name in told}
     assert lending(unlike, 3)["lend"] == [[2, 2], [0, 0]]
     assert lending({name: {**each, "lend_layers": 1} for name, each in told.items()}, 3)["lend"] == [[1, 1]] * 2
     assert lending({name: {**each, "lend": "off"} for name, each in told.items()}, 3) is None
