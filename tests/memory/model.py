@@ -55,7 +55,7 @@ class Part(Block):
         self.linear = nn.Linear(WIDTH // parts, WIDTH, bias=False)
         self.bias = nn.Parameter(torch.zeros(WIDTH))
         self.columns = slice(part * WIDTH // parts, (part + 1) * WIDTH // parts)
-        self.siblings: Comm | None = None
+        self.siblings: Comm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = torch.rand(x.shape, generator=self.draw) > self.dropout

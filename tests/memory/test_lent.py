@@ -166,7 +166,8 @@ def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
 
 def test_a_layer_without_matrices_takes_as_much_as_the_others() -> None:
     lending = SmallStage(stages=2, stage=0, pipelines=1, microbatches=1, blocks=4).lending
-    flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="")
+    flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="", beside=(),
+                           like=0)
     assert offer(flat, 2)["share"] == 0.5
     assert 0 < offer(lending, 2)["share"] < 1
 

@@ -19,10 +19,13 @@ import torch
 from torch import nn
 
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.comm.comm import Comm
 
 PLAIN = (bool, int, float, str, type(None))
 _OF_ALL = vars(nn.Module()).keys() - {"training"}
 """Attributes that every module has: its parameters, hooks and the like, which are looked at elsewhere."""
+_HANDLES = (torch.distributed.ProcessGroup, Comm)
+"""Of tensor-parallel layers' groups, which are others in each generation; backends put them in, in copies too."""
 _LONGEST = 1000  # elements of a container that is looked into
 
 Key = tuple[int, str, str]
@@ -90,7 +93,7 @@ class Options:
         return {(number, name, key): _state(value) for number, layer in self._layers().items()
                 for name, module in layer.named_modules() for key, value in vars(module).items()
                 if key not in _OF_ALL and not (isinstance(value, torch.Tensor) and value.grad_fn is not None)
-                and not isinstance(value, torch.distributed.ProcessGroup)}  # with each generation others
+                and not isinstance(value, _HANDLES)}
 
 
 def put(told: bytes, layers: Mapping[int, nn.Module], before: bytes = b"") -> None:
