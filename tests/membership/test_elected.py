@@ -187,8 +187,8 @@ def test_no_generation_is_decided_twice_whatever_the_store_and_the_hosts_do() ->
     assert sum(campaign(seed) for seed in range(80)) > 1600, "the store let nobody decide"
 
 
-def test_the_campaign_finds_a_leader_that_does_not_ask_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transaction without the fence: on the record's number alone an old leader still writes."""
+def without_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transactions without the fence: on a record's number alone an old leader still writes."""
     real = ElectedJournal._put
 
     def unfenced(self: ElectedJournal, created: Mapping[str, int], contents: Mapping[str, Any]) -> None:
@@ -199,6 +199,10 @@ def test_the_campaign_finds_a_leader_that_does_not_ask_for_its_lease(monkeypatch
             self._mine = mine
 
     monkeypatch.setattr(ElectedJournal, "_put", unfenced)
+
+
+def test_the_campaign_finds_a_leader_that_does_not_ask_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_fence(monkeypatch)
     with pytest.raises(AssertionError, match="an old leader wrote"):
         for seed in range(300):
             campaign(seed)

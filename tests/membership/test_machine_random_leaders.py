@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from megatron_recycle.membership import state as st
 from megatron_recycle.membership.records import restore, untold
 from tests.membership import test_machine_random as base
 from tests.membership import test_machine_random_joins as joins
-from tests.membership.test_elected import TOKEN, Paper
+from tests.membership.test_elected import TOKEN, Paper, without_fence
 
 SIZE = base.PIPELINES * base.STAGES
 
@@ -289,16 +288,7 @@ def test_whoever_leads_each_generation_is_decided_once_and_training_goes_on() ->
 
 
 def test_the_campaign_finds_a_leader_that_does_not_ask_for_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = ElectedJournal._put
-
-    def unfenced(self: ElectedJournal, created: Mapping[str, int], contents: Mapping[str, Any]) -> None:
-        mine, self._mine = self._mine, {}
-        try:
-            real(self, created, contents)
-        finally:
-            self._mine = mine
-
-    monkeypatch.setattr(ElectedJournal, "_put", unfenced)
+    without_fence(monkeypatch)
     with pytest.raises(AssertionError, match="an old leader wrote"):
         for seed in range(60):
             campaign(seed)

@@ -8,6 +8,7 @@ run again with what it was run with before, so these variables are found, and th
 from __future__ import annotations
 
 import argparse
+import dis
 import functools
 import operator
 import queue
@@ -191,12 +192,11 @@ class _Named(_Holder):
 
 class _OfEngine(_Named):
     """Attributes that a script has given an engine, which a model or a loss function may know. Those that the engine's
-    own code names are its own, and training changes them: they are no variables of the script."""
+    own code sets are its own, and training changes them: they are no variables of the script."""
 
     def __init__(self, space: Any, names: Set[str], kind: type) -> None:
         super().__init__(space, names)
-        self._own = {name for each in kind.__mro__ for part in vars(each).values() if isinstance(part, FunctionType)
-                     for name in _names(part.__code__)}
+        self._own = _set_by(kind)
 
     def read(self) -> dict[Any, Any]:
         names = self._names or ()
@@ -412,6 +412,18 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
+
+
+@functools.cache
+def _set_by(kind: type) -> Set[str]:
+    """Names of the attributes that the methods of ``kind`` set, of whatever object."""
+    codes = [part.__code__ for each in kind.__mro__ for part in vars(each).values() if isinstance(part, FunctionType)]
+    found = set()
+    while codes:
+        code = codes.pop()
+        found |= {item.argval for item in dis.get_instructions(code) if item.opname == "STORE_ATTR"}
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return found
 
 
 def _is_librarys(module: str | None) -> bool:
