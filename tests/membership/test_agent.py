@@ -161,9 +161,9 @@ def test_without_a_launcher_the_end_of_a_connection_is_an_exit(tmp_path: Path) -
 
 def test_a_coordinator_that_follows_another_does_not_go_before_launchers_have_found_it(tmp_path: Path) -> None:
     """They would be told by nobody how the job has ended, and say that it has failed."""
-    with service(tmp_path, follows=True) as running:
-        agents = _all_ready(running)
-        _close(agents)
+    patient = Timeouts(heartbeat_interval=0.1, heartbeat_timeout=1000.0, report_timeout=1000.0)
+    with service(tmp_path, follows=True, timeouts=patient) as running:
+        _close(_all_ready(running))
         waits = asyncio.run_coroutine_threadsafe(running.coordinator.wait_quiet(LIMIT), running._loop)
         with pytest.raises(concurrent.futures.TimeoutError):
             waits.result(0.3)

@@ -31,6 +31,7 @@ from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.generation import Current, Program
 from megatron_recycle.runtime.grids import Grids
+from megatron_recycle.runtime.lent.terms import HOME
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.site import Framework, Meters, Site
@@ -342,3 +343,21 @@ def test_sums_that_are_lent_come_back_whatever_happens():
         raise KeyError
     assert one.grad is None and other.grad.tolist() == [2, 2] and hooked.grad.tolist() == [1, 1]
     assert sums.sum(WHOLE).tolist() == [8, 8, 0, 0, 7, 7]
+
+
+def test_each_layer_of_each_micro_batch_draws_numbers_of_its_own():
+    """Were they those of another layer, dropout would be equal with lent layers and without, and worse."""
+    drawn: list[int] = []
+    generators = SimpleNamespace(seed=drawn.append)
+
+    def running(span, seed):
+        seed(3)
+        seed(4)
+        return nullcontext()
+
+    loans = SimpleNamespace(span=lambda microbatch: HOME, running=running)
+    attempt = SimpleNamespace(_shared=SimpleNamespace(loans=loans), _iteration=1, _site=SimpleNamespace(
+        config=RecycleConfig(), framework=SimpleNamespace(generators=generators)))
+    for pipeline, microbatch in ((0, 0), (0, 1), (1, 0)):
+        Attempt._running(attempt, pipeline, microbatch)
+    assert len(set(drawn)) == len(drawn) == 6
