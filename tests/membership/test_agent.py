@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -167,7 +167,7 @@ def test_a_coordinator_that_follows_another_does_not_go_before_launchers_have_fo
         waits = asyncio.run_coroutine_threadsafe(running.coordinator.wait_quiet(LIMIT), running._loop)
         with pytest.raises(concurrent.futures.TimeoutError):
             waits.result(0.3)
-        launcher = SimpleNamespace(guest=False, host=None, send=lambda message: None)
+        launcher = MagicMock(guest=False)
         hello = {"type": "hello", "host": "test", "places": False, "ranks": [*range(6)]}
         running.call(running.coordinator.server._from_launcher, launcher, hello)
         waits.result(LIMIT)
