@@ -84,6 +84,12 @@ class RecycleConfig:
         "own stays",
         choices=("spread", "framework"),
     )
+    chunks: int = _option(
+        1,
+        "parts of the model that each stage holds; 2: V-shaped, the first half of the layers down the stages and the "
+        "second half up again, so that the first stage has the first layers and the loss: a worker waits less at the "
+        "ends of an iteration, and activations cross twice as many stage boundaries; 1: as the framework cuts it",
+    )
     clip_norm: str = _option(
         "stock",
         "gradient norm for clipping; stock: as the framework counts it (DeepSpeed in fp32: the first stage only); "
@@ -299,6 +305,8 @@ class RecycleConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{_where(self, name)} is {value}; give {least} or more")
+        if self.chunks not in (1, 2):
+            raise ConfigError(f"{_where(self, 'chunks')} is {self.chunks}; give 1, or 2 for V-shaped stages")
         for name in ("move_cost", "horizon"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):

@@ -43,6 +43,9 @@ def running_chunk(stage: Stage, place: Place, chunk: int) -> AbstractContextMana
 def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
     """Refuse what stages with several chunks cannot have yet. Raises UnsupportedError."""
     if not place.placement:
+        if config.chunks > 1:
+            raise UnsupportedError(f"chunks {config.chunks}, and this framework's stages have one each: leave it out, "
+                                   "so far it is DeepSpeed's PipelineModule that is cut into V-shaped stages")
         return
     found = [what for what, there in {
         "an optimizer in shards (ZeRO-1, Megatron's distributed optimizer)": stage.shards is not None,

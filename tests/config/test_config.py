@@ -135,6 +135,7 @@ def test_other_programs_variables_and_the_launchers_own_are_let_through():
         ({"enabled": 1}, "give true or false"),
         ({"reduction": "exat"}, "give fast or exact; did you mean 'exact'"),
         ({"cap": 0}, "give 1 or more"),
+        ({"chunks": 3}, "give 1, or 2 for V-shaped"),
         ({"memory": 0}, "a size in GiB above 0"),
         ({"block": 1.5}, "give an integer or auto"),
         ({"heartbeat_interval": 0}, "above 0"),
