@@ -73,7 +73,9 @@ class Shape:
     blocks: int = 0
     """Of the model; 0: few."""
     chunks: int = 1
-    """Of a stage; 2: V-shaped."""
+    """Of a stage; 2: V-shaped, down the stages and up again."""
+    interleaved: bool = False
+    """They go down the stages each time instead, as Megatron's virtual pipelines do."""
     hosts: tuple[tuple[str, str], ...] = ()
     """By worker, if not each is on the same."""
     overflows: tuple[tuple[int, int], ...] = ()
@@ -98,7 +100,10 @@ class Shape:
     @property
     def placement(self) -> tuple[int, ...]:
         """As `Place`'s."""
-        return (*range(self.stages), *reversed(range(self.stages))) if self.chunks == 2 else ()
+        down = range(self.stages)
+        return () if self.chunks == 1 else tuple(
+            stage for turn in range(self.chunks) for stage in (down if self.interleaved or turn % 2 == 0
+                                                               else reversed(down)))
 
     @property
     def step(self) -> str:

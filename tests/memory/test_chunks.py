@@ -1,4 +1,4 @@
-"""Stages with two chunks, V-shaped: first down the stages and then up again.
+"""Stages with several chunks. V-shaped: first down the stages and then up again; interleaved: down each time.
 
 Training ends with the bits of the same layers' job in which each chunk is a stage of its own.
 """
@@ -24,16 +24,21 @@ SHAPES = {
     "waits": SHAPE.with_settings(step="barrier"), "clipped": Shape(3, 2, 2, 4, chunks=2, clipping=0.05),
     "evaluates": Shape(3, 2, 2, 3, chunks=2, evaluate=(1, 2)),
     "saves": Shape(3, 2, 2, 3, chunks=2, evaluate=(1,), save=(0, 1, 2)),
+    "interleaved": Shape(3, 2, 4, 3, blocks=6, chunks=2, interleaved=True),
+    "interleaved, 2x3": Shape(2, 3, 3, 3, chunks=2, interleaved=True, evaluate=(1, 2)),
+    "interleaved thrice": Shape(3, 2, 4, 3, blocks=6, chunks=3, interleaved=True),
+    "W-shaped": Shape(3, 2, 4, 3, blocks=6, chunks=3, evaluate=(1, 2)),
 }
 
 
 def flat(shape: Shape) -> Shape:
     """The same layers, each chunk on a stage of its own."""
-    return replace(shape, stages=2 * shape.stages, chunks=1).with_settings(lend="off", step="barrier")
+    return replace(shape, stages=shape.chunks * shape.stages, chunks=1).with_settings(lend="off", step="barrier")
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", ["3x2", "2x3", "one stage", "long blocks", "evaluates"])
+@pytest.mark.parametrize("name", ["3x2", "2x3", "one stage", "long blocks", "evaluates", "interleaved", *(
+    pytest.param(name, marks=pytest.mark.night) for name in ("interleaved, 2x3", "interleaved thrice", "W-shaped"))])
 def test_without_failures_it_trains_what_each_chunk_on_a_stage_of_its_own_does(name, seed):
     shape = {**SHAPES, "one stage": Shape(2, 1, 3, 3, chunks=2)}[name]
     job = Job(shape, seed=seed, slow=0.1)
@@ -44,7 +49,8 @@ def test_without_failures_it_trains_what_each_chunk_on_a_stage_of_its_own_does(n
     for rank, result in results.items():
         stage, pipeline = divmod(rank, pipelines)
         assert result.losses == others[0].losses and result.evaluated == others[0].evaluated
-        theirs = {prefixed(name, place): tensor for place, chunk in enumerate((stage, 2 * shape.stages - 1 - stage))
+        own = [chunk for chunk, at in enumerate(shape.placement) if at == stage]
+        theirs = {prefixed(name, place): tensor for place, chunk in enumerate(own)
                   for name, tensor in others[chunk * pipelines + pipeline].state.items()}
         assert result.state.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in result.state.items())

@@ -37,11 +37,11 @@ class _Order:
 
     def __init__(self, postings: Sequence[Transfer], me: Worker) -> None:
         self._receives: list[Message] = []
-        self._before: dict[Message, int] = {}
-        """How many of the receives come before each message. What comes has the name of what is sent on for it, later:
-        the latter counts."""
-        for _, target, message in postings:
-            self._before[message] = len(self._receives)
+        self._before: dict[tuple[Message, bool], int] = {}
+        """How many of the receives come before each message that comes, or (true) is sent: one of either may have the
+        name of one of the other, which may come later or earlier."""
+        for source, target, message in postings:
+            self._before[message, source == me] = len(self._receives)
             if target == me:
                 self._receives.append(message)
         self._posted = 0
@@ -50,9 +50,9 @@ class _Order:
         """A new iteration: nothing is posted."""
         self._posted = 0
 
-    def before(self, message: Message) -> list[Message]:
-        """The receives, not asked for yet, that come before ``message``."""
-        upto = self._before.get(message, 0)
+    def before(self, message: Message, sent: bool) -> list[Message]:
+        """The receives, not asked for yet, that come before ``message``, which is ``sent`` or comes."""
+        upto = self._before.get((message, sent), 0)
         due = self._receives[self._posted:upto]
         self._posted = max(self._posted, upto)
         return due
@@ -155,7 +155,7 @@ class Transport:
     def send(self, message: Message, tensors: Sequence[torch.Tensor]) -> None:
         """Start sending ``tensors``; never waits for the receiver."""
         target = self._sender.target(message)
-        self._post_before(message)
+        self._post_before(message, sent=True)
         self._sender.send(message, target, tensors)
 
     def receive(self, message: Message) -> list[torch.Tensor]:
@@ -163,7 +163,7 @@ class Transport:
 
         Raises GenerationOver when the generation ends while waiting.
         """
-        self._post_before(message)
+        self._post_before(message, sent=False)
         tensors = self._receiver.receive(message)
         self._sender.read(self.proved(message))
         return tensors
@@ -209,8 +209,8 @@ class Transport:
         receiver.end()
         sender.end()
 
-    def _post_before(self, message: Message) -> None:
+    def _post_before(self, message: Message, sent: bool) -> None:
         """Where transfers have an order: post the receives that come in it before ``message``."""
         if self._order is not None:
-            for receive in self._order.before(message):
+            for receive in self._order.before(message, sent):
                 self._receiver.post(receive)
