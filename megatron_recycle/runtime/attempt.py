@@ -125,7 +125,7 @@ class Attempt:
         place, stepper, transport = self._site.place, self._stepper, self._generation.transport
         stepper.standing.take_up(kept.done)
         self.computed = kept.computed
-        transport.know(kept.meta)
+        transport.know(kept.metas)
         unread = transport.outgoing
         for action in kept.done:
             passed = passes_on(self._program.plan, place.me, action)
@@ -145,7 +145,7 @@ class Attempt:
         given_up = standing.committed < self._iteration and (kind is None or isinstance(error, GenerationOver))
         if keeping.wanted and not keeping.torn and given_up:
             self._site.current.kept = Kept(self._iteration, keeping.chain, tuple(standing.done), self.computed,
-                                           keeping.sent, self._generation.transport.meta)
+                                           keeping.sent, self._generation.transport.metas)
         else:
             self._site.current.torn = keeping.torn
             self.computed.discard()

@@ -30,7 +30,7 @@ class Kept:
         done: the actions, in order.
         computed: by them.
         sent: messages that may not have been read.
-        meta: shapes of the activations that this worker sends, if it has sent one.
+        metas: shapes of the activations that this worker has sent, by the boundary that they cross.
     """
 
     iteration: int
@@ -38,7 +38,7 @@ class Kept:
     done: tuple[Action, ...]
     computed: Computed
     sent: Mapping[Message, Sequence[torch.Tensor]]
-    meta: Meta | None
+    metas: Mapping[int, Meta]
 
     def report(self) -> dict[str, int]:
         """For the coordinator."""

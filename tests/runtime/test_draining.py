@@ -9,20 +9,25 @@ import pytest
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.plan import Costs, Grid, Message, Plan, Problem, Worker, channels, reads
+from megatron_recycle.plan import Costs, Grid, Message, Plan, Problem, Worker, channels, needs, passes_on
 from megatron_recycle.planner import quick
 from megatron_recycle.runtime.comm.activations import Transport
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.memory import Fabric
+from megatron_recycle.runtime.comm.messages import boundary
 from tests.runtime.comms import connected
 
 GRID = Grid(3, (4, 4, 4))
 LOST = Worker(1, 1)
 LIVE = [Worker(pipeline, stage) for pipeline in range(3) for stage in range(3) if (pipeline, stage) != LOST]
+PLACEMENTS = ((), (0, 1, 2, 2, 1, 0), (0, 1, 2, 0, 1, 2))
+"""One chunk on each stage, V-shaped, interleaved."""
 
 
 def problem(seed: int) -> Problem:
-    return Problem(GRID, Costs.uniform(3, 20, 22, 18, 1), (LOST,) if seed % 3 else ())
+    placement = PLACEMENTS[seed % 7 % 3]
+    return Problem(GRID, Costs.uniform(len(placement) or 3, 20, 22, 18, 1), (LOST,) if seed % 3 else (),
+                   placement=placement)
 
 
 class Party:
@@ -36,22 +41,22 @@ class Party:
     def follow(self, plan: Plan) -> None:
         self.plan = plan
         self.transport.follow(plan)
-        self._come = {message for _, message in reads(plan, self.me)}
-        self._go = {message for (source, _), messages in channels(plan).items() if source == self.me
-                    for message in messages}
 
     def iterate(self, iteration: int, actions: int | None = None) -> None:
         """``iteration``, or its first ``actions``."""
         self.transport.begin()
-        for kind, pipeline, microbatch, _ in self.plan.actions(self.me)[:actions]:
-            message = Message("B" if kind == "FB" else kind, pipeline, microbatch)
-            content = [torch.full((3,), float(number)) for number in (iteration, pipeline, microbatch)]
-            if message in self._come:
-                found = self.transport.receive(message)
-                assert all(torch.equal(*pair) for pair in zip(found, content, strict=True)), f"{message}: {found}"
-            if message in self._go:
-                self.transport.send(message, content)
+        for action in self.plan.actions(self.me)[:actions]:
+            if come := needs(self.plan, self.me, action):
+                found, wanted = self.transport.receive(come[1]), self._content(iteration, self.me, come[1])
+                assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True)), f"{come[1]}: {found}"
+            if go := passes_on(self.plan, self.me, action):
+                self.transport.send(go[1], self._content(iteration, *go))
             self.transport.post()
+
+    def _content(self, iteration: int, reader: Worker, message: Message) -> list[torch.Tensor]:
+        """Of another shape at each boundary."""
+        at = boundary(self.plan.problem.chunks_of, reader, message)
+        return [torch.full((3 + at,), float(number)) for number in (iteration, *message[1:3])]
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["gloo's rules", "NCCL's rules"])

@@ -9,8 +9,8 @@ number of a message is its tag as well, which turns a lost message into a visibl
 Where a library runs a communicator's operations one after the other (NCCL), nothing is posted ahead: all workers post
 in one order, the plan's (`plan.transfers`), in which no plan can deadlock.
 
-Shapes: a channel's first activation of a generation is preceded by a header that tells them; later ones
-are of the same shapes. Gradients have the shapes of what the receiver itself sent.
+Shapes: a channel's first activation of a generation over each boundary between two chunks is preceded by a header that
+tells them; later ones are of the same shapes. Gradients have the shapes of what the receiver itself sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from megatron_recycle.plan import Plan, Transfer, Worker, channels, postings, read_by, reads, transfers
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.messages import Message, Meta
+from megatron_recycle.runtime.comm.messages import Chunks, Message, Meta
 from megatron_recycle.runtime.comm.receiving import Receiver
 from megatron_recycle.runtime.comm.sending import Sender
 from megatron_recycle.runtime.compute.transfer_times import Label, Lags
@@ -92,19 +92,19 @@ class Transport:
         self.use({pair: kept for pair, messages in channels(plan).items()
                   if (kept := [message for message in messages if wanted(pair[1], message)])},
                  [each for each in reads(plan, me) if wanted(me, each[1])],
-                 read_by(plan, me) if kinds == "FB" else None)
+                 read_by(plan, me) if kinds == "FB" else None, plan.problem.chunks_of)
         if self._groups.world.backend.ordered:
             self._order = _Order([each for each in postings(transfers(plan), me)
                                   if wanted(each.target, each.message)], me)
 
     @property
-    def meta(self) -> Meta | None:
-        """Shapes of the activations that this worker sends, once they are known."""
-        return self._sender.meta
+    def metas(self) -> Mapping[int, Meta]:
+        """Shapes of the activations that this worker has sent, by the boundary that they cross."""
+        return dict(self._sender.metas)
 
-    def know(self, meta: Meta | None) -> None:
+    def know(self, metas: Mapping[int, Meta]) -> None:
         """The shapes of what was sent in an earlier generation, whose gradients are still to come."""
-        self._sender.meta = meta
+        self._sender.metas = dict(metas)
 
     @property
     def outgoing(self) -> Collection[Message]:
@@ -117,7 +117,7 @@ class Transport:
 
     def use(self, channels: Mapping[tuple[Worker, Worker], Sequence[Message]],
             reads: Iterable[tuple[Worker, Message]],
-            read_by: Mapping[Message, Sequence[Message]] | None = None) -> None:
+            read_by: Mapping[Message, Sequence[Message]] | None = None, chunks: Chunks = ()) -> None:
         """Adopt another plan's channels, between two iterations; message numbers run on.
 
         Args:
@@ -125,13 +125,15 @@ class Transport:
                 (``plan.channels``); pairs without this worker are ignored.
             reads: what this worker reads, with its sender, in the order of its actions (``plan.reads``).
             read_by: which messages have been read once one has come (``plan.read_by``): they are not kept any longer.
+            chunks: of each stage.
         """
         me = self._groups.me
         self._read_by = read_by or {}
         self._order = None
-        self._sender.use({target: messages for (source, target), messages in channels.items() if source == me})
+        self._sender.use({target: messages for (source, target), messages in channels.items() if source == me},
+                         chunks)
         self._receiver.use({source: messages for (source, target), messages in channels.items() if target == me},
-                           [message for _, message in reads])
+                           [message for _, message in reads], chunks)
 
     def begin(self, label: Label | None = None) -> None:
         """A new iteration: every channel starts over, and its first receives are posted.

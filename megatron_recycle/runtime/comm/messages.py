@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from megatron_recycle.errors import UnsupportedError
-from megatron_recycle.plan import Message
+from megatron_recycle.plan import Message, Worker
 
-__all__ = ["HEADER_SIZE", "Message", "Meta", "decode_header", "encode_header", "in_words", "meta_of", "wire"]
+__all__ = ["HEADER_SIZE", "Chunks", "Message", "Meta", "boundary", "decode_header", "encode_header", "in_words",
+           "meta_of", "wire"]
 
 Meta = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
 """dtype and shape of each tensor of a message."""
@@ -19,6 +20,17 @@ _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.ui
            torch.int32, torch.int64, torch.bool)
 HEADER_SIZE = 128
 """Numbers in a header."""
+
+
+Chunks = Sequence[Sequence[int]]
+"""The chunks of each stage, counted through the model (`Problem.chunks_of`); (): each stage is one."""
+
+
+def boundary(chunks: Chunks, reader: Worker, message: Message) -> int:
+    """The boundary between two chunks that ``message`` crosses, by the number of the later one. All activations that
+    cross a boundary have the same shapes, and the gradients that come back over it have those."""
+    chunk = chunks[reader.stage][message.chunk] if chunks else reader.stage
+    return chunk if message.kind == "F" else chunk + 1
 
 
 def meta_of(tensors: Sequence[torch.Tensor]) -> Meta:

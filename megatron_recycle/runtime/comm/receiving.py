@@ -11,7 +11,7 @@ import torch
 from megatron_recycle.plan import AHEAD, Worker
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.messages import HEADER_SIZE, Message, Meta, decode_header, wire
+from megatron_recycle.runtime.comm.messages import HEADER_SIZE, Chunks, Message, Meta, boundary, decode_header, wire
 from megatron_recycle.runtime.comm.sending import Sender
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS
 from megatron_recycle.runtime.compute.transfer_times import Lags
@@ -19,12 +19,12 @@ from megatron_recycle.runtime.compute.transfer_times import Lags
 
 @dataclass
 class _Channel:
-    """Receiving end of a channel: what is expected, what is posted, what has arrived; ``meta``: shapes of its
-    activations."""
+    """Receiving end of a channel: what is expected, what is posted, what has arrived; ``metas``: shapes of its
+    activations, by the boundary that they cross; ``header``: what tells those of the next message, on its way."""
 
     expected: tuple[Message, ...]
     header: Pending | None = None
-    meta: Meta | None = None
+    metas: dict[int, Meta] = field(default_factory=dict)
     posted: int = 0
     pending: dict[Message, tuple[list[Pending], list[torch.Tensor]]] = field(default_factory=dict)
     number: int = 0
@@ -43,14 +43,17 @@ class Receiver:
     def __init__(self, groups: Groups, device: torch.device, lags: Lags, sender: Sender) -> None:
         self._groups, self._device, self._lags, self._sender = groups, device, lags, sender
         self._channels: dict[Worker, _Channel] = {}
+        self._chunks: Chunks = ()
         self._places: dict[Message, tuple[Worker, int]] = {}
         """Whose channel each message comes by, and how many come by that before it."""
         self._to_read: dict[str, list[tuple[Worker, int]]] = {"F": [], "B": []}
         self._read = {"F": 0, "B": 0}
 
-    def use(self, channels: Mapping[Worker, Sequence[Message]], reads: Iterable[Message]) -> None:
+    def use(self, channels: Mapping[Worker, Sequence[Message]], reads: Iterable[Message],
+            chunks: Chunks = ()) -> None:
         """Adopt the messages of an iteration from each worker, in the order of sending, and ``reads``, the same in the
         order of reading; message numbers run on."""
+        self._chunks = chunks
         # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
         self._channels = {source: replace(old, expected=(), posted=0, pending={})
                           for source, old in self._channels.items()}
@@ -72,7 +75,7 @@ class Receiver:
     def forget_shapes(self) -> None:
         """The next activation of each channel is preceded by its shapes again."""
         for channel in self._channels.values():
-            channel.meta = channel.header = None
+            channel.metas, channel.header = {}, None
 
     def receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""
@@ -113,8 +116,7 @@ class Receiver:
         """The next message from ``source``, if fewer than ``upto`` transfers from it have begun, or if only its header
         has: the sender sends both together."""
         channel = self._channels[source]
-        halfway = channel.header is not None and channel.meta is None
-        return channel.expected[channel.posted] if channel.number < upto or halfway else None
+        return channel.expected[channel.posted] if channel.number < upto or channel.header is not None else None
 
     def end(self) -> None:
         """Wait for all that is under way, and throw it away. Raises GenerationOver."""
@@ -125,17 +127,16 @@ class Receiver:
             channel.pending = {}
 
     @property
-    def of_gradients(self) -> Meta | None:
-        """dtype and shape of the gradients of what this worker receives; None where it has received nothing yet."""
-        metas = (channel.meta for channel in self._channels.values())
-        return next((_with_gradient(meta) for meta in metas if meta is not None), None)
+    def of_gradients(self) -> Mapping[int, Meta]:
+        """dtype and shape of the gradients of what this worker has received, by the boundary that it has crossed."""
+        return {at: _with_gradient(meta) for channel in self._channels.values() for at, meta in channel.metas.items()}
 
     # ---- what comes
 
     def _post(self, source: Worker, channel: _Channel, upto: int, wait: bool = True) -> None:
         while channel.posted < upto:
             message = channel.expected[channel.posted]
-            meta = self._meta(source, channel, message.kind, wait)
+            meta = self._meta(source, channel, message, wait)
             if meta is None:
                 assert not wait
                 return
@@ -144,12 +145,13 @@ class Receiver:
                 channel.pending[message] = [self._start(source, channel, wire(tensor)) for tensor in tensors], tensors
             channel.posted += 1
 
-    def _meta(self, source: Worker, channel: _Channel, kind: str, wait: bool) -> Meta | None:
-        """Shapes of the channel's next message, of this ``kind``: for activations told by its header, for gradients
-        known."""
-        if kind == "B":
-            return None if self._sender.meta is None else _with_gradient(self._sender.meta)
-        if channel.meta is None:
+    def _meta(self, source: Worker, channel: _Channel, message: Message, wait: bool) -> Meta | None:
+        """Shapes of ``message``, the channel's next one: for activations told by its header, for gradients known."""
+        at = boundary(self._chunks, self._groups.me, message)
+        if message.kind == "B":
+            sent = self._sender.metas.get(at)
+            return None if sent is None else _with_gradient(sent)
+        if at not in channel.metas:
             if channel.header is None:
                 with self._groups.world.backend.ahead():
                     header = torch.empty(HEADER_SIZE, dtype=torch.int64, device=self._device)
@@ -157,8 +159,8 @@ class Receiver:
             if wait or channel.header.done():
                 channel.header.wait()
                 self._groups.world.backend.arrived(channel.header.tensor)
-                channel.meta = decode_header(channel.header.tensor)
-        return channel.meta
+                channel.metas[at], channel.header = decode_header(channel.header.tensor), None
+        return channel.metas.get(at)
 
     def _start(self, source: Worker, channel: _Channel, tensor: torch.Tensor) -> Pending:
         channel.number += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,17 +16,27 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
-from megatron_recycle.runtime.comm.messages import Message, Meta, encode_header, in_words, meta_of, wire
+from megatron_recycle.runtime.comm.messages import (
+    Chunks,
+    Message,
+    Meta,
+    boundary,
+    encode_header,
+    in_words,
+    meta_of,
+    wire,
+)
 from megatron_recycle.runtime.comm.tags import ACTIVATIONS
 from megatron_recycle.runtime.compute.transfer_times import Lags
 
 
 @dataclass
 class _Channel:
-    """Sending end of a channel: what is expected, whether its shapes have been told, how much of it has been sent."""
+    """Sending end of a channel: what is expected, of which boundaries the shapes have been told, how much has been
+    sent."""
 
     expected: tuple[Message, ...]
-    announced: bool = False
+    announced: set[int] = field(default_factory=set)
     sent: int = 0
     number: int = 0
 
@@ -40,19 +50,21 @@ class Sender:
         lags: told of every message.
 
     Attributes:
-        meta: of every activation that this worker sends; None before the first.
+        metas: of the activations that this worker has sent, by the boundary that they cross.
     """
 
     def __init__(self, groups: Groups, device: torch.device, lags: Lags) -> None:
-        self.meta: Meta | None = None
+        self.metas: dict[int, Meta] = {}
+        self._chunks: Chunks = ()
         self._groups, self._device, self._lags = groups, device, lags
         self._channels: dict[Worker, _Channel] = {}
         self._targets: dict[Message, Worker] = {}
         self._unread: dict[Message, list[Pending]] = {}
         self._before: list[Pending] = []
 
-    def use(self, channels: Mapping[Worker, Sequence[Message]]) -> None:
+    def use(self, channels: Mapping[Worker, Sequence[Message]], chunks: Chunks = ()) -> None:
         """Adopt the messages of an iteration to each worker, in the order of sending; message numbers run on."""
+        self._chunks = chunks
         # A pair without a channel now may have one again later: its numbers run on, but nothing is expected on it.
         self._channels = {target: _Channel((), announced=was.announced, number=was.number)
                           for target, was in self._channels.items()}
@@ -71,9 +83,9 @@ class Sender:
 
     def forget_shapes(self) -> None:
         """The next activation of each channel is preceded by its shapes again."""
-        self.meta = None
+        self.metas = {}
         for channel in self._channels.values():
-            channel.announced = False
+            channel.announced = set()
 
     @property
     def messages(self) -> Collection[Message]:
@@ -95,15 +107,15 @@ class Sender:
         channel.sent += 1
         payload = [tensor.detach().contiguous() for tensor in tensors]
         if message[0] == "F":
-            meta = meta_of(payload)
-            if self.meta not in (None, meta):
+            meta, at = meta_of(payload), boundary(self._chunks, target, message)
+            before = self.metas.setdefault(at, meta)
+            if before != meta:
                 raise UnsupportedError(
-                    f"worker {self._groups.me} has {in_words(meta)} to send after {in_words(self.meta)}; "
+                    f"worker {self._groups.me} has {in_words(meta)} to send after {in_words(before)}; "
                     "all micro-batches must have the same shapes: pad them, and if a dataset's last micro-batch is "
                     "smaller, drop it (DeepSpeed: \"dataloader_drop_last\": true)")
-            self.meta = meta
-            if not channel.announced:
-                channel.announced = True
+            if at not in channel.announced:
+                channel.announced.add(at)
                 payload = [encode_header(meta).to(self._device), *payload]
         self._lags.sent(message, time.monotonic())
         self._unread[message] = [self._start(target, channel, wire(tensor)) for tensor in payload]
@@ -114,21 +126,21 @@ class Sender:
         """How many transfers have begun on each channel, in all iterations."""
         return {target: channel.number for target, channel in self._channels.items()}
 
-    def can_fill(self, of_gradients: Meta | None) -> bool:
-        """Whether this worker knows the shapes of all that it sends; ``of_gradients``: those of the gradients."""
-        return all((self.meta if kind == "F" else of_gradients) is not None for channel in self._channels.values()
-                   for kind in {message.kind for message in channel.expected})
+    def can_fill(self, of_gradients: Mapping[int, Meta]) -> bool:
+        """Whether this worker knows the shapes of all that it sends; ``of_gradients``: those of the gradients, by the
+        boundary."""
+        return all(boundary(self._chunks, target, message) in (self.metas if message.kind == "F" else of_gradients)
+                   for target, channel in self._channels.items() for message in channel.expected)
 
     def due(self, target: Worker, upto: int) -> Message | None:
         """The next message to ``target``, if fewer than ``upto`` transfers to it have begun."""
         channel = self._channels[target]
         return channel.expected[channel.sent] if channel.number < upto else None
 
-    def fill(self, message: Message, of_gradients: Meta | None) -> None:
+    def fill(self, message: Message, of_gradients: Mapping[int, Meta]) -> None:
         """Send something in place of ``message``, which its receiver waits for and throws away."""
         target = self.target(message)
-        meta = self.meta if message[0] == "F" else of_gradients
-        assert meta is not None
+        meta = (self.metas if message.kind == "F" else of_gradients)[boundary(self._chunks, target, message)]
         self.send(message, target, [torch.empty(shape, dtype=dtype, device=self._device) for dtype, shape in meta])
 
     def end(self) -> None:
