@@ -20,6 +20,14 @@ class UnsupportedError(RecycleError):
     """The model, optimizer or engine uses a feature that the plugin cannot keep correct yet."""
 
 
+class LendingError(UnsupportedError):
+    """Layers of ``stage`` that the plan lends cannot be lent, or not any more; the job can go on without that."""
+
+    def __init__(self, message: str, stage: int) -> None:
+        super().__init__(message)
+        self.stage = stage
+
+
 class SetUpError(RecycleError, RuntimeError):
     """A process that is to join a running job asked the others something that nobody can answer."""
 

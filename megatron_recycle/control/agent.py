@@ -269,6 +269,10 @@ class Agent:
         message = {"type": "adopted", "generation": generation, "iteration": iteration, "digest": digest}
         self._send_kept(message)
 
+    def unlent(self, generation: int, stage: int, why: str) -> None:
+        """The plan on offer is not taken here: it lends layers of ``stage`` that cannot be lent."""
+        self._send_kept({"type": "unlent", "generation": generation, "stage": stage, "why": why})
+
     def finished(self, timeout: float | None = None) -> bool:
         """The script has nothing more to do; stand by until that is so everywhere.
 

@@ -215,7 +215,8 @@ class Coordinator:
         """Look for a better plan for the membership in force: the planner's measurements have changed."""
         state = self.state
         if state.phase is Phase.TRAINING and state.plan is not None:
-            self._executor.improve(Improve(state.generation, state.failed, state.plan))
+            plan = state.plan if state.offered is None else state.offered["plan"]
+            self._executor.improve(Improve(state.generation, state.failed, plan))
             for search in moving.seek(state):
                 self._executor.find_moves(search)
 

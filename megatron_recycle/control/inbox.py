@@ -39,6 +39,7 @@ _INPUTS: Mapping[str, Callable[[str, Message], inputs.Input]] = {
     "resumed": lambda who, m: inputs.Resumed(who, m["generation"], m["t"]),
     "committed": lambda who, m: inputs.Committed(who, m["iteration"], m["loss"]),
     "adopted": lambda who, m: inputs.Adopted(who, m["generation"], m["iteration"], m["digest"]),
+    "unlent": lambda who, m: inputs.Unlent(who, m["generation"], m["stage"], m["why"][:_LONGEST_TEXT]),
     "saved": lambda who, m: inputs.Saved(who, m["generation"], m["place"][:_LONGEST_PLACE], m["error"][:_LONGEST_TEXT]),
     "unreadable": lambda who, m: inputs.Unreadable(
         who, m["generation"], m["place"], m["why"][:_LONGEST_TEXT]),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
+from megatron_recycle.errors import GenerationOver, JobEnded, LendingError, RecycleError
 from megatron_recycle.observe.text import one_line
 
 _LONGEST = {"error": 120, "text": 1500, "action": 40}
@@ -39,6 +39,8 @@ class Fault:
     """Whether the worker waits in it for what the coordinator decides, with all of its state."""
     recovery: bool = False
     """Whether it came up because others have failed: in a recovery, or for want of memory in a guest's micro-batch."""
+    unlent: int | None = None
+    """The stage whose layers cannot be lent, where that is all there is to it."""
 
     @classmethod
     def of(cls, error: BaseException, iteration: int | None = None, action: str | None = None,
@@ -53,14 +55,15 @@ class Fault:
         except Exception as worse:  # noqa: BLE001 - the script's own type may fail here too
             text = f"(its text cannot be had: {type(worse).__name__})"
         most = _LONGEST["text"] if refused else _LONGEST_OF_SCRIPTS
-        return cls(one_line(name, _LONGEST["error"]), one_line(text, most), iteration, action, refused, whole, recovery)
+        return cls(one_line(name, _LONGEST["error"]), one_line(text, most), iteration, action, refused, whole, recovery,
+                   error.stage if isinstance(error, LendingError) else None)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Fault:
         """As another process has sent it. Raises KeyError, TypeError or ValueError for anything else."""
         fault = cls(**{name: data[name] for name in cls.__dataclass_fields__})
         kinds: dict[str, Any] = {"error": str, "text": str, "iteration": (int, type(None)), "action": (str, type(None)),
-                 "refused": bool, "whole": bool, "recovery": bool}
+                 "refused": bool, "whole": bool, "recovery": bool, "unlent": (int, type(None))}
         for name, kind in kinds.items():
             value = getattr(fault, name)
             if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):

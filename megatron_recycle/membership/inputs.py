@@ -147,6 +147,16 @@ class Adopted:
 
 
 @dataclass(frozen=True)
+class Unlent:
+    """A member cannot take the plan on offer, since layers of ``stage`` cannot be lent."""
+
+    incarnation: str
+    generation: int
+    stage: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Finished:
     incarnation: str
     generation: int
@@ -286,6 +296,7 @@ Input = (
     | Resumed
     | Committed
     | Adopted
+    | Unlent
     | Finished
     | Leave
     | Boundary

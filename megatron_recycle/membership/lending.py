@@ -1,4 +1,4 @@
-"""Which layers a job may lend: what all processes of the stages say of theirs, put together."""
+"""Which layers a job may lend: what all processes of the stages say of theirs, put together, and taken back."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def lending(told: Mapping[str, Mapping[str, Any]], stages: int) -> dict[str, Any
             "layers": [max(least(stage, key) for key in ("layers", "head", "tail")) for stage in range(stages)],
             "share": [max((float(each.get("share", 0.0)) for each in row), default=0.0) for row in of],
             "bytes": [max((int(each.get("bytes", 0)) for each in row), default=0) for row in of]}
+
+
+def without(lent: Mapping[str, Any] | None, stage: int) -> dict[str, Any] | None:
+    """What `lending` has made, without the layers of ``stage``; None if nothing is left, or was there."""
+    if lent is None:
+        return None
+    lend = [[0 if boundary == stage else earlier, 0 if boundary + 1 == stage else later]
+            for boundary, (earlier, later) in enumerate(lent["lend"])]
+    return {**lent, "lend": lend} if any(map(any, lend)) else None

@@ -28,6 +28,7 @@ from megatron_recycle.membership import (
     script_errors,
     surviving,
     training,
+    unlending,
 )
 from megatron_recycle.membership.decisions import Step, Tell
 from megatron_recycle.membership.inputs import Hello, Input, Ready
@@ -92,6 +93,7 @@ _HANDLERS: Mapping[type, Callable[[State, Any, float], Step]] = {
     inputs.Committed: training.committed,
     inputs.Improved: training.improved,
     inputs.Adopted: training.adopted,
+    inputs.Unlent: unlending.declined,
     inputs.MovesFound: moving.begin,
     inputs.StaysOut: moving.stays_out,
     inputs.Holds: joining.acknowledged,

@@ -55,6 +55,7 @@ FROM_WORKER: Mapping[str, Mapping[str, Any]] = {
     "hint": {"generation": int, "error": str},
     "raised": {"number": int, "fault": dict, "t": _NUMBER},
     "adopted": {"generation": int, "iteration": int, "digest": str},
+    "unlent": {"generation": int, "stage": int, "why": str},
     "finished": {"generation": int},
     "leave": {},
     "speaks": {"offset": int},

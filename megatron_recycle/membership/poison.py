@@ -37,8 +37,10 @@ def repeated(state: State, member: Member, number: int) -> bool:
 
 
 def said_by(state: State, member: Member) -> Fault | None:
-    """The last error of this process, but for those of recoveries that went well when they were tried again."""
+    """The last error of this process, but for those of recoveries that went well when they were tried again, and of
+    layers that are not lent any more."""
     return next((said.fault for said in reversed(state.faults) if said.incarnation == member.incarnation
+                 and said.fault.unlent is None
                  and (state.retries or not (said.fault.recovery and said.fault.whole))), None)
 
 
@@ -100,7 +102,7 @@ def too_many(state: State, fault: Fault, text: str) -> str:
 
 def how(state: State, out: list[str], kinds: Mapping[str, FailureKind] | None = None) -> str:
     """Each of ``out`` with the kind of its failure (of ``kinds``, or as it is known), and with what it has said."""
-    said = {one.worker: str(one.fault) for one in state.faults}
+    said = {one.worker: str(one.fault) for one in state.faults if one.fault.unlent is None}
     kinds = state.out if kinds is None else kinds
     return ", ".join(f"{name} {kinds[name]}" + (f" ({said[name]})" if name in said else "")
                      for name in in_order(out))

@@ -36,9 +36,14 @@ class Promises:
     def promise(self, iteration: int, offer: Offer | None) -> int:
         """Number of the offer that the commit of ``iteration`` carries the promise of; 0 for none. ``offer``: the last
         one that this worker has heard of."""
-        new = offer is not None and offer.generation == self.generation and offer.number > self._agreed
-        self._promised = (iteration, offer) if new and offer is not None else None
+        offer = self.new(offer)
+        self._promised = (iteration, offer) if offer is not None else None
         return self._promised[1].number if self._promised is not None else 0
+
+    def new(self, offer: Offer | None) -> Offer | None:
+        """The ``offer``, if it is of this generation and not agreed upon yet."""
+        new = offer is not None and offer.generation == self.generation and offer.number > self._agreed
+        return offer if new else None
 
     def agreed(self, iteration: int) -> None:
         """The commit of ``iteration`` shows that all workers have promised what this one has."""

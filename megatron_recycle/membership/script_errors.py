@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_recycle.membership import closing, failing, joining, poison, retrying
+from megatron_recycle.membership import closing, failing, joining, poison, retrying, unlending
 from megatron_recycle.membership.decisions import Emit, Step
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.membership.fault import Fault
@@ -34,6 +34,8 @@ def raised(state: State, happened: Raised, now: float) -> Step:
     state = poison.remembered(state, who, fault, happened.number)
     if member is not None and fault.whole and (state.closing is not None or poison.left_out(state, fault)):
         return state, (closing.answer(member, happened.number),)
+    if member is not None and (without_lending := unlending.raised(state, member, happened, now)) is not None:
+        return without_lending
     if member is not None and state.closing is None and fault.recovery and not fault.refused:
         return retrying.raised(state, member, happened, now)
     if member is None or state.closing is not None or (text := poison.fatal(state, member, fault)) is None:

@@ -142,7 +142,7 @@ class State:
     description: Message | None = None
     reports: Mapping[str, Message] = field(default_factory=dict, metadata=_OF_GENERATION)
     plan: Message | None = field(default=None, metadata=_OF_GENERATION)
-    """The plan of this generation, from when it is made."""
+    """The plan of this generation, from when it is made; another one once all have adopted that."""
     go: Message | None = None
     """The last announced go, to be told again to a worker that lost its connection."""
     resume: Resume | None = None

@@ -140,7 +140,7 @@ def _offer(state: State, plan: Message, plan_ms: float, now: float) -> Step:
     number = state.offers + 1
     offer = {"type": "offer", "generation": state.generation, "number": number, "plan": plan}
     event = planned_event(state, plan, plan_ms, now)
-    state = state.with_(offers=number, plan=plan, adopted={}, offered=offer, better=None)
+    state = state.with_(offers=number, adopted={}, offered=offer, better=None)
     return state, (records.offer(state, number), Emit(event), Tell(tuple(state.incarnations().values()), offer))
 
 
@@ -160,6 +160,8 @@ def adopted(state: State, happened: Adopted, now: float) -> Step:
         "iteration": happened.iteration,
         "digest": happened.digest,
     }
+    if state.offered is not None and state.offered["plan"].get("digest") == happened.digest:
+        state = state.with_(plan=state.offered["plan"])
     state = state.with_(offered=None)
     record = records.adopted(state, happened.digest, event)
     state, more = (state, ()) if state.better is None or state.switch else _offer(state, *state.better, now)

@@ -29,7 +29,7 @@ from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Exchanges, Generation
 from megatron_recycle.runtime.kept import Keeping, Kept, read_already
-from megatron_recycle.runtime.lent.loans import Loans
+from megatron_recycle.runtime.lent.loans import Loans, acceptable
 from megatron_recycle.runtime.phases import OF_ACTION, Phase
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
@@ -348,9 +348,8 @@ class Attempt:
             squares, zeros = norms(stage, self._generation.cuts, groups, site.trainable.layout, gradient)
         held = Held(iteration, gradient, squares, loss, weight, self.computed.digests, self._shared.losses.reports,
                     zeros)
-        offer = site.agent.offer
-        lends = offer is not None and offer.plan is not None and bool(offer.plan.get("crossings"))
-        promised = standing.promises.promise(iteration, offer if site.trainable.neighbours.ready(lends) else None)
+        offer = acceptable(standing.promises.new(site.agent.offer), site.trainable.neighbours, site.agent, site.place.me)
+        promised = standing.promises.promise(iteration, offer)
         self._stepper.hold(held, groups, promised, self._program.number)
 
 

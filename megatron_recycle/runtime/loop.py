@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
+from megatron_recycle.errors import GenerationOver, JobEnded, LendingError, RecycleError
 from megatron_recycle.membership import Standing
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Grid
@@ -198,6 +198,10 @@ class Loop:
                 kept = self.site.agent.raised(fault)
             if not kept:
                 raise
+            if isinstance(error, LendingError):
+                get_logger().warning("megatron-recycle: layers are not lent any more, training goes on without: %s",
+                                     error)
+                raise _Kept(str(fault)) from None
             what = "a recovery" if fault.recovery else "the script"
             get_logger().error("megatron-recycle: %s has failed %s", what, fault.where, exc_info=error)
             raise _Kept(str(fault)) from None

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from megatron_recycle.control import Agent
+from megatron_recycle.errors import LendingError
 from megatron_recycle.membership import Fault, Standing
 from megatron_recycle.plan import Action
 from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
@@ -122,6 +123,8 @@ class Phases:
         if self.running is not None:
             return Fault.of(error, self._standing.iteration, str(self.running), whole=True,
                             recovery=_full(error) and self.running.pipeline != self._standing.me.worker.pipeline)
+        if isinstance(error, LendingError):  # before the attempt's first action, or between two
+            return Fault.of(error, self._standing.iteration, whole=True)
         if self._last is None:
             return Fault.of(error, None, None)
         return Fault.of(error, self._last.iteration, "S" if self._last.phase in _STEP else None)

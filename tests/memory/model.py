@@ -141,6 +141,7 @@ class Layers:
     why = "the others are an embedding or a head"
     beside: Sequence[nn.Module] = ()
     like = 0
+    refused = ""
 
     def __init__(self, stage: SmallStage, first: int, stages: int) -> None:
         self._stage, self.first, self.layers = stage, first, list(stage.module)

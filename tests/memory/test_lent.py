@@ -167,19 +167,46 @@ def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
 def test_a_layer_without_matrices_takes_as_much_as_the_others() -> None:
     lending = SmallStage(stages=2, stage=0, pipelines=1, microbatches=1, blocks=4).lending
     flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="", beside=(),
-                           like=0)
+                           like=0, refused="")
     assert offer(flat, 2)["share"] == 0.5
     assert 0 < offer(lending, 2)["share"] < 1
 
 
+def changed(job: Job, *names: str) -> None:
+    """These workers' scripts put a hook on their last layer, of which no copy can know."""
+    for process in job.processes.values():
+        if process.worker is not None and process.name in names:
+            process.worker.site.stage.module[-1].register_forward_hook(lambda module, inputs, output: None)
+
+
 def test_a_layer_that_the_script_has_changed_is_not_lent_and_training_goes_on():
+    """The coordinator hears that, and what it plans from then on does not lend the stage's layers."""
     shape, late = replace(DEEP, iterations=6), Moment("0:0", "forward", 1)
     job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late])
     with job:
         offered(job, late)
-        for process in job.processes.values():
-            if process.worker is not None and process.name == "0:1":
-                process.worker.site.stage.module[-1].register_forward_hook(lambda module, inputs, output: None)
+        changed(job, "0:1")
         job.release(late)
         check(job, job.wait(), {"1:1"})
         assert not borrows(job) and not any(event["event"] == "adopted" for event in job.control.events)
+        assert job.wait_event("unlent", worker="0:1", stage=1)
+        assert job.control.state.description["lending"]["lend"] == [[2, 0], [0, 2]]
+
+
+def test_a_layer_that_the_script_changes_while_it_is_lent_goes_home():
+    """In a new generation with the same members, whose plan lends nothing."""
+    shape, late = replace(DEEP, iterations=9), Moment("0:0", "forward", 1)
+    held = Moment("0:0", "forward", 5)
+    job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late, held])
+    with job:
+        better = offered(job, late)
+        job.release(late)
+        job.wait_event("adopted", digest=better.digest)
+        job.wait_held(held)
+        assert borrows(job)
+        changed(job, "0:1", "2:1")
+        job.release(held)
+        check(job, job.wait(), {"1:1"})
+        assert not borrows(job)
+        assert [event["stage"] for event in job.control.events if event["event"] == "unlent"] == [1]
+        assert len([event for event in job.control.events if event["event"] == "decided"]) == 2

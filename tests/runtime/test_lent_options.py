@@ -87,7 +87,7 @@ def test_what_cannot_be_told_is_not_lent_otherwise_than_it_is(change: Callable[[
 def test_a_copy_that_the_script_makes_of_a_layer_draws_what_the_script_wants():
     """It does not copy the worker with it, and does not draw for the layer."""
     class Lending:
-        first, layers, lendable, why, build = 0, [Layer(), Layer()], (0, 1), "", None
+        first, layers, lendable, refused, build = 0, [Layer(), Layer()], (0, 1), "", None
 
         def running(self, layers):
             return torch.no_grad()
@@ -105,21 +105,22 @@ def test_a_copy_that_the_script_makes_of_a_layer_draws_what_the_script_wants():
 def test_a_layer_that_became_another_is_refused_where_it_is_at_home():
     """A neighbour's room for a copy is of the layer as it began: gloo ends a process whose room is too small."""
     class Lending:
-        first, layers, lendable, why, build = 0, [Layer(), Layer()], (0, 1), "", None
+        first, layers, lendable, refused, build = 0, [Layer(), Layer()], (0, 1), "", None
 
     neighbours = Neighbours(Lending(), lambda module: None, True)
     neighbours.give(False, 1)
-    assert neighbours.ready(lends=True)
+    neighbours.check((0, 1))
     Lending.layers[1].extra = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match="other modules and parameters or buffers"):
         neighbours.give(False, 1)
-    assert neighbours.ready(lends=False) and not neighbours.ready(lends=True)
+    with pytest.raises(UnsupportedError, match="other modules and parameters or buffers"):
+        neighbours.check((0, 1))
 
 
 def test_a_layer_that_is_tied_to_another_later_is_not_lent():
     """Sums that a helper brings would be added in another order than at home."""
     class Lending:
-        first, layers, lendable, why, build = 0, [Layer(), Layer()], (0, 1), "", None
+        first, layers, lendable, refused, build = 0, [Layer(), Layer()], (0, 1), "", None
 
     neighbours = Neighbours(Lending(), lambda module: None, True)
     Lending.layers[0].linear.weight = Lending.layers[1].linear.weight

@@ -33,6 +33,7 @@ class PipelineLayers:
     beside: Sequence[nn.Module] = ()
     like = 0
     """The model's list tells of all stages."""
+    refused = ""
 
     def __init__(self, engine: PipelineEngine, most: int) -> None:
         self._engine = engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -17,9 +16,6 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.lent.options import PLAIN, Options, put
 from megatron_recycle.runtime.lent.terms import HOME, Span
 
-log = logging.getLogger(__name__)
-
-
 class Lending(Protocol):
     """The layers of one stage, for a backend whose stages can run others' too.
 
@@ -31,6 +27,7 @@ class Lending(Protocol):
         why: why these are not more, in words.
         beside: what the stage runs before or behind its layers, which nobody else does.
         like: the same number on stages whose layers are alike, for a backend that knows its own stage's alone.
+        refused: why the stage neither lends nor borrows any more, in words; nothing: it does.
     """
 
     @property
@@ -50,6 +47,9 @@ class Lending(Protocol):
 
     @property
     def like(self) -> int: ...
+
+    @property
+    def refused(self) -> str: ...
 
     def build(self, number: int) -> nn.Module:
         """Another stage's layer ``number``, as it is built there; whatever it holds. Asked for those alone that their
@@ -128,10 +128,12 @@ class Neighbours:
     Attributes:
         draws: whether each layer draws random numbers of its own, so that they do not depend on who runs it.
         options: of the stage's own layers.
+        declined: number of the last plan on offer that lends what cannot be lent; 0: there was none.
     """
 
     def __init__(self, lending: Lending | None, adopt: Callable[[nn.Module], None], draws: bool) -> None:
         self.draws = draws and lending is not None
+        self.declined = 0
         self._lending, self._adopt = lending, adopt
         self._before: list[nn.Module] = []
         """The last layers of the stage before, in order."""
@@ -139,7 +141,6 @@ class Neighbours:
         self._seed: Callable[[int], None] | None = None
         self.options = Options(self._watched)
         self._began = {number: _checksums([layer]) for number, layer in self._watched().items()}
-        self._warned = False
         self._told: dict[bool, bytes] = {}
         """What the copies at an end were told the last time."""
 
@@ -158,20 +159,32 @@ class Neighbours:
                                    f"set lend to {'auto' if self._lending is not None else 'off'} on all ranks")
         return self._lending
 
-    def hold(self, before: int, behind: int) -> None:
-        """Have copies of so many layers of the stage before and of the stage behind, and of no more."""
-        if not before and not behind:
-            self._before, self._behind, self._told = [], [], {}
+    def hold(self, head: bool, count: int) -> None:
+        """Have copies of so many layers of the stage behind, of its ``head``, or of the end of the stage before, and of
+        no more. Raises UnsupportedError."""
+        if not count:
+            if head:
+                self._behind = []
+            else:
+                self._before = []
+            self._told.pop(head, None)
             return
         lending, last = self.lending, self.lending.first + len(self.lending.layers)
-        del self._before[:max(0, len(self._before) - before)], self._behind[behind:]
-        while len(self._before) < before:
+        if head:
+            del self._behind[count:]
+            while len(self._behind) < count:
+                self._behind.append(self._built(last + len(self._behind)))
+            return
+        del self._before[:max(0, len(self._before) - count)]
+        while len(self._before) < count:
             self._before.insert(0, self._built(lending.first - len(self._before) - 1))
-        while len(self._behind) < behind:
-            self._behind.append(self._built(last + len(self._behind)))
 
     def _built(self, number: int) -> nn.Module:
-        module = self.lending.build(number)
+        try:
+            module = self.lending.build(number)
+        except Exception as error:
+            raise UnsupportedError(f"layer {number}, of another stage, cannot be built here "
+                                   f"({type(error).__name__}: {error})") from error
         module.requires_grad_(True)  # who lends it picks those that it trains
         self._told = {}
         self._adopt(module)
@@ -201,6 +214,8 @@ class Neighbours:
 
     def _lent(self, head: bool, count: int) -> tuple[Sequence[nn.Module], bytes]:
         """So many layers at this end, and what is told of them. Raises UnsupportedError if they cannot be lent."""
+        if self.lending.refused:
+            raise UnsupportedError(self.lending.refused)
         layers, end = self.own(head, count), self.lending.first + len(self.lending.layers)
         first = self.lending.first if head else end - count
         for number, layer in enumerate(layers, first):  # nor has a helper room for anything else
@@ -208,21 +223,14 @@ class Neighbours:
         self._check_apart(layers)
         return layers, self.options.told(first, first + count)
 
-    def ready(self, lends: bool) -> bool:
-        """Whether a plan can be taken up that lends layers, or does not: not one that does after the script has made
-        something of the stage's layers that cannot be lent. That is told once."""
-        if not lends:
-            return True
-        try:
-            for head, count in zip((True, False), self.lending.lendable, strict=True):
-                if count:
-                    self._lent(head, count)
-        except UnsupportedError as error:
-            if not self._warned:
-                log.warning("recycle: a plan that lends layers is not taken up, training goes on without: %s", error)
-            self._warned = True
-            return False
-        return True
+    def check(self, given: tuple[int, int], borrowed: bool = False) -> None:
+        """Raises UnsupportedError if so many of the first and of the last layers cannot be lent, because of something
+        that the script has made of them; ``borrowed``: or others' cannot be run here."""
+        if borrowed and self.lending.refused:
+            raise UnsupportedError(self.lending.refused)
+        for head, count in zip((True, False), given, strict=True):
+            if count:
+                self._lent(head, count)
 
     def _check_apart(self, layers: Sequence[nn.Module]) -> None:
         """Raises UnsupportedError if the script has tied one of ``layers`` to another layer of the stage."""

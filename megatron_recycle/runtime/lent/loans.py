@@ -10,20 +10,26 @@ no order of transfers can deadlock where a library runs a communicator's one aft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
-from megatron_recycle.plan import Microbatch, Piece
+from megatron_recycle.control import Agent
+from megatron_recycle.errors import LendingError, UnsupportedError
+from megatron_recycle.membership import Offer
+from megatron_recycle.plan import Microbatch, Piece, Plan, Worker
 from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import LENT_COPIES, LENT_SUMS
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
 from megatron_recycle.runtime.lent.layers import Neighbours, parameters_of, room
 from megatron_recycle.runtime.lent.sums import LentAccumulators, Place
-from megatron_recycle.runtime.lent.terms import Span, Terms
+from megatron_recycle.runtime.lent.terms import HOME, Span, Terms, terms_of
+
+log = logging.getLogger(__name__)
 
 
 class Loans:
@@ -40,16 +46,20 @@ class Loans:
         self._coming: dict[bool, Pending] = {}
         """Copies that nobody has waited for, by whether they are of the head of the stage behind."""
         self._sent: list[Pending] = []
-        neighbours.hold(*terms.borrowed(groups.me))
+        for head, count in zip((False, True), terms.borrowed(groups.me), strict=True):
+            with self._lent_by(head):
+                neighbours.hold(head, count)
 
     def begin(self) -> None:
-        """Copies of what the stages hold now are on their way. Raises GenerationOver, UnsupportedError."""
+        """Copies of what the stages hold now are on their way. Raises GenerationOver, LendingError."""
         self._neighbours.options.begin()
         world, me = self._groups.world, self._groups.me
         mine = [(number, loan) for number, loan in enumerate(self._terms.copies) if me in (loan.principal, loan.helper)]
         if not mine:
             return
-        packs = {number: self._neighbours.give(loan.head, loan.layers) for number, loan in mine if loan.principal == me}
+        with _lent_of(me.stage):
+            packs = {number: self._neighbours.give(loan.head, loan.layers)
+                     for number, loan in mine if loan.principal == me}
         rooms = {number: room(self._neighbours.borrowed(loan.head)) for number, loan in mine if loan.helper == me}
         with world.batch():
             for number, loan in mine:
@@ -64,18 +74,27 @@ class Loans:
         return self._terms.span(self._groups.me.stage, microbatch)
 
     def arrive(self, span: Span) -> None:
-        """Wait for the copies of layers that ``span`` has. Raises GenerationOver, UnsupportedError."""
+        """Wait for the copies of layers that ``span`` has. Raises GenerationOver, LendingError."""
         for head, count in zip((False, True), span.borrowed, strict=True):
             if count and head in self._coming:
                 coming = self._coming[head]
                 coming.wait()
                 del self._coming[head]
                 self._groups.world.backend.arrived(coming.tensor)
-                self._neighbours.take(head, coming.tensor)
+                with self._lent_by(head):
+                    self._neighbours.take(head, coming.tensor)
 
-    def running(self, span: Span, seed: Callable[[int], None]) -> AbstractContextManager[None]:
-        """As `Neighbours.running`."""
-        return self._neighbours.running(span, seed)
+    @contextmanager
+    def running(self, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
+        """As `Neighbours.running`. Raises LendingError where a stage cannot run these layers."""
+        lent = nullcontext() if span == HOME else self._lent_by(True) if span.borrowed[1] else (
+            self._lent_by(False) if span.borrowed[0] else _lent_of(self._groups.me.stage))
+        with lent, self._neighbours.running(span, seed):
+            yield
+
+    def _lent_by(self, head: bool) -> AbstractContextManager[None]:
+        """A block about layers of the stage behind, or of the stage before."""
+        return _lent_of(self._groups.me.stage + (1 if head else -1))
 
     def sums(self, layout: Layout, place: Place, block: int) -> Accumulators:
         """Room for the sums of an attempt. ``block``: micro-batches in one of the plan's blocks, 0 if it has none."""
@@ -133,6 +152,38 @@ class Loans:
         for pending in self._sent:
             pending.wait(read=True)
         self._sent = []
+
+
+def acceptable(offer: Offer | None, neighbours: Neighbours, agent: Agent, me: Worker) -> Offer | None:
+    """The ``offer``, unless its plan lends layers that cannot be lent, or run here: the coordinator is told that."""
+    if offer is None or offer.plan is None or not offer.plan.get("crossings"):
+        return offer
+    if offer.number == neighbours.declined:
+        return None
+    terms = terms_of(Plan.from_json(offer.plan))
+    before, behind = terms.borrowed(me)
+    for stage, given, borrowed in ((me.stage, terms.of_stage(me.stage), False), (me.stage - 1, (0, 0), bool(before)),
+                                   (me.stage + 1, (0, 0), bool(behind))):
+        try:
+            neighbours.check(given, borrowed)
+        except UnsupportedError as error:
+            log.warning("recycle: a plan that lends layers of stage %d is not taken up, training goes on without: %s",
+                        stage, error)
+            agent.unlent(offer.generation, stage, str(error))
+            neighbours.declined = offer.number
+            return None
+    return offer
+
+
+@contextmanager
+def _lent_of(stage: int) -> Iterator[None]:
+    """A block about lent layers of ``stage``, whose refusals need not be the job's."""
+    try:
+        yield
+    except LendingError:
+        raise
+    except UnsupportedError as error:
+        raise LendingError(str(error), stage) from error
 
 
 def _by_piece(sums: Sequence[tuple[Piece, Sequence[nn.Parameter], torch.Tensor]],

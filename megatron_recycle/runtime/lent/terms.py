@@ -81,6 +81,12 @@ class Terms(NamedTuple):
         return (max((loan.layers for loan in mine if not loan.head), default=0),
                 max((loan.layers for loan in mine if loan.head), default=0))
 
+    def of_stage(self, stage: int) -> tuple[int, int]:
+        """The most of the first and of the last layers of ``stage`` that others run."""
+        mine = [loan for loan in self.copies if loan.principal.stage == stage]
+        return (max((loan.layers for loan in mine if loan.head), default=0),
+                max((loan.layers for loan in mine if not loan.head), default=0))
+
     def given(self, me: Worker) -> tuple[int, int]:
         """How many of its first and of its last layers are run by others for some micro-batch of ``me``."""
         mine = [loan for loan in self.sums if loan.principal == me]

@@ -1,0 +1,63 @@
+"""Layers that were to be lent, and cannot be: the script has changed them, or a neighbour cannot run them. Pure, like
+`machine`.
+
+The planner does not lend them any more, whatever becomes of the job. Where they are lent already the iteration is begun
+again in a new generation, whose plan lends nothing; where a plan is on offer that lends them it is taken back, and a
+better one is looked for again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_recycle.membership import closing, failing
+from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step
+from megatron_recycle.membership.inputs import Raised, Unlent
+from megatron_recycle.membership.lending import without
+from megatron_recycle.membership.state import Member, Phase, State
+
+
+def raised(state: State, member: Member, happened: Raised, now: float) -> Step | None:
+    """A member has begun an iteration whose plan lends what cannot be lent. None: it has done so before, and what has
+    been done about it does not help."""
+    fault = happened.fault
+    if fault.unlent is None or not fault.whole or state.closing is not None:
+        return None
+    if state.phase is Phase.RECOVERING and member.worker not in state.reports:  # that is over already
+        state = _taken_out(state, fault.unlent) or state
+        return state, (closing.answer(member, happened.number),)
+    left, said = _taken_out(state, fault.unlent), [one.fault for one in state.faults]
+    if left is None and sum(one.unlent == fault.unlent for one in said) > 1:
+        return None
+    reason = f"layers of stage {fault.unlent} are not lent any more"
+    event = _event(state, member, fault.unlent, fault.text, now)
+    state, decisions = failing.next_generation(left or state, {}, happened.since, now, reason=reason, more=(event,))
+    return state, (*decisions, closing.answer(member, happened.number))
+
+
+def declined(state: State, happened: Unlent, now: float) -> Step:
+    """A member does not take the plan on offer, which lends what cannot be lent."""
+    member, left = state.member(happened.incarnation), _taken_out(state, happened.stage)
+    if member is None or left is None:
+        return state, ()
+    decisions: list[Decision] = [Emit(_event(state, member, happened.stage, happened.why, now))]
+    state = left
+    if state.phase is Phase.TRAINING and happened.generation == state.generation:
+        state = state.with_(offered=None, better=None)
+        decisions += [] if state.plan is None else [Improve(state.generation, state.failed, state.plan)]
+    return state, tuple(decisions)
+
+
+def _taken_out(state: State, stage: int) -> State | None:
+    """The state of a job that does not lend this stage's layers; None if it did not before."""
+    description = dict(state.description or {})
+    before = description.pop("lending", None)
+    left = without(before, stage)
+    if left == before:
+        return None
+    return state.with_(description={**description, "lending": left} if left else description)
+
+
+def _event(state: State, member: Member, stage: int, why: str, now: float) -> dict[str, Any]:
+    return {"event": "unlent", "t": now, "generation": state.generation, "worker": member.worker, "stage": stage,
+            "why": why}
