@@ -348,7 +348,8 @@ class Attempt:
             squares, zeros = norms(stage, self._generation.cuts, groups, site.trainable.layout, gradient)
         held = Held(iteration, gradient, squares, loss, weight, self.computed.digests, self._shared.losses.reports,
                     zeros)
-        offer = acceptable(standing.promises.new(site.agent.offer), site.trainable.neighbours, site.agent, site.place.me)
+        offer = standing.promises.new(site.agent.offer)
+        offer = acceptable(offer, site.trainable.neighbours, site.agent, site.place.me)
         promised = standing.promises.promise(iteration, offer)
         self._stepper.hold(held, groups, promised, self._program.number)
 

@@ -104,15 +104,23 @@ def test_a_stage_that_lends_nothing_says_why(made, why):
     ({"attention_mask": torch.zeros(1, 1, 3, 3)}, "attention mask of its own"),
     ({"attention_mask": None, "attention_bias": torch.zeros(1)}, "attention_bias"),
     ({"attention_mask": torch.ones(3, 3).triu(1).bool()[None, None]}, "")])
-def test_what_a_layer_is_given_at_home_alone_ends_the_job(given, said):
+def test_what_a_layer_is_given_at_home_alone_keeps_it_there(given, said):
+    """An iteration in which layers are lent already is begun again, without."""
     from megatron_recycle.errors import UnsupportedError
+    from megatron_recycle.runtime.lent.layers import Neighbours
 
     model = stage()
-    lending(model)
+    layers = lending(model)
+    neighbours = Neighbours(layers, lambda module: None, True)
     model.decoder.layers = torch.nn.ModuleList()
     model.set_input_tensor(torch.zeros(3, 1, 8))
+    assert model.decoder(None, **given).shape == (3, 1, 8)
+    assert bool(said) == bool(layers.refused)
     if not said:
-        assert model.decoder(None, **given).shape == (3, 1, 8)
+        neighbours.check((2, 0), borrowed=True)
         return
-    with pytest.raises(UnsupportedError, match=said):
+    for lent, borrowed in (((2, 0), False), ((0, 0), True)):
+        with pytest.raises(UnsupportedError, match=said):
+            neighbours.check(lent, borrowed)
+    with pytest.raises(UnsupportedError, match=said), layers.running([]):
         model.decoder(None, **given)

@@ -7,6 +7,7 @@ micro-batch crosses between two layers, where stages pass on the same hidden sta
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -57,6 +58,7 @@ class BlockLayers:
         output = getattr(model, "output_layer", None)
         self.beside: Sequence[nn.Module] = [output] if isinstance(output, nn.Module) else []
         self.why = self._why_not()
+        self.refused = ""
         if any(self.lendable):
             self._masks: dict[tuple[int, torch.device], torch.Tensor] = {}
             block.register_forward_pre_hook(self._check, with_kwargs=True)
@@ -126,19 +128,26 @@ class BlockLayers:
             block.num_layers_per_pipeline_rank, config.recompute_num_layers = number, recomputed
 
     def _check(self, block: nn.Module, positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> None:
-        """Whoever runs a layer has to give it the same. Raises UnsupportedError."""
+        """Whoever runs a layer has to give it the same: else none are lent from now on. Raises UnsupportedError where
+        some are."""
         if not torch.is_grad_enabled():
             return  # an evaluation lends nothing
         given = {**dict(zip(("hidden_states", "attention_mask"), positional, strict=False)), **keywords}
         odd = sorted(name for name, value in given.items() if value is not None and name not in _PASSED)
         mask = given.get("attention_mask")
         if len(positional) > 2 or odd:
-            raise UnsupportedError(f"layers get more than hidden states of their stage ({', '.join(odd)}), and other "
-                                   "stages' workers cannot give it to them: set lend to off")
-        if mask is not None and not self._causal(mask):
-            raise UnsupportedError("forward_step gives this stage an attention mask of its own, which other stages' "
-                                   "workers do not have for its layers: give None, or what hides all that comes "
-                                   "later and nothing else, or set lend to off")
+            self._refuse(f"layers get more than hidden states of their stage ({', '.join(odd)}), and other "
+                         "stages' workers cannot give it to them")
+        elif mask is not None and not self._causal(mask):
+            self._refuse("forward_step gives this stage an attention mask of its own, which other stages' workers do "
+                         "not have for its layers (they are lent where it gives None, or what hides all that comes "
+                         "later and nothing else)")
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        running = vars(self._block).get("layers", self.layers)
+        if len(running) != len(self.layers) or any(map(operator.is_not, running, self.layers)):
+            raise UnsupportedError(why)
 
     def _causal(self, mask: torch.Tensor) -> bool:
         size = mask.shape[-1]

@@ -16,6 +16,7 @@ from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.runtime.lent.options import PLAIN, Options, put
 from megatron_recycle.runtime.lent.terms import HOME, Span
 
+
 class Lending(Protocol):
     """The layers of one stage, for a backend whose stages can run others' too.
 
