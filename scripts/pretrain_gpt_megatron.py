@@ -59,10 +59,10 @@ def batches(args: argparse.Namespace, validation: bool) -> Iterator[tuple[Tensor
 
 
 def forward_step(data_iterator: Iterator[tuple[Tensor, Tensor]] | None, model: Any) -> tuple[Tensor, Any]:
-    """One micro-batch through this stage, and the function that makes a loss of the last stage's output."""
-    from megatron.core import parallel_state
+    """One micro-batch through a stage, or a chunk of one, and the function that makes a loss of the last output."""
+    from megatron.core.utils import get_attr_wrapped_model
 
-    if not (parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()):
+    if not (get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")):
         return model(None, None, None), None
     assert data_iterator is not None
     tokens, labels = (part.cuda() for part in next(data_iterator))
@@ -78,8 +78,8 @@ def loss_function(losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
 
 
-def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Configuration, model of this stage wrapped for data parallelism, optimizer."""
+def build(args: argparse.Namespace) -> tuple[Any, list[Any], Any]:
+    """Configuration, models of this stage (one for each of its chunks) wrapped for data parallelism, optimizer."""
     from megatron.core import parallel_state
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -101,30 +101,42 @@ def build(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     config = TransformerConfig(
         num_layers=args.blocks, hidden_size=args.width, num_attention_heads=args.heads,
         use_cpu_initialization=True, tensor_model_parallel_size=args.tensor,
-        pipeline_model_parallel_size=args.stages, bf16=args.bf16, params_dtype=dtype, pipeline_dtype=dtype,
+        pipeline_model_parallel_size=args.stages, virtual_pipeline_model_parallel_size=args.interleave,
+        bf16=args.bf16, params_dtype=dtype, pipeline_dtype=dtype,
         hidden_dropout=args.dropout, attention_dropout=args.dropout, calculate_per_token_loss=args.per_token_loss,
         gradient_accumulation_fusion=False, bias_dropout_fusion=False, masked_softmax_fusion=False,
         persist_layer_norm=False, deallocate_pipeline_outputs=True, **recompute)
-    model: Any = GPTModel(
-        config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
-        vocab_size=VOCABULARY, max_sequence_length=args.length, position_embedding_type="learned_absolute",
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untied)
-    model.to(torch.cuda.current_device())
-    if args.bf16:
-        model = Float16Module(config, model)
     data_parallel = DistributedDataParallelConfig(
         grad_reduce_in_fp32=not args.grad_reduce_in_bf16, use_distributed_optimizer=args.distributed_optimizer)
-    model = DistributedDataParallel(config, data_parallel, model)
-    model.broadcast_params()
+    models = []
+    for chunk in range(args.interleave or 1):
+        place: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk if args.interleave else None}
+        model: Any = GPTModel(
+            config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+            vocab_size=VOCABULARY, max_sequence_length=args.length, position_embedding_type="learned_absolute",
+            pre_process=parallel_state.is_pipeline_first_stage(**place),
+            post_process=parallel_state.is_pipeline_last_stage(**place),
+            share_embeddings_and_output_weights=not args.untied, vp_stage=place["vp_stage"])
+        model.to(torch.cuda.current_device())
+        if args.bf16:
+            model = Float16Module(config, model)
+        models.append(DistributedDataParallel(config, data_parallel, model))
+        models[-1].broadcast_params()
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer=args.optimizer, lr=args.lr, min_lr=args.min_lr, weight_decay=args.weight_decay,
                         clip_grad=args.clip, log_num_zeros_in_grad=args.count_zeros, bf16=args.bf16,
-                        params_dtype=dtype, use_distributed_optimizer=args.distributed_optimizer), [model])
+                        params_dtype=dtype, use_distributed_optimizer=args.distributed_optimizer), models)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = model.no_sync
-    return config, model, optimizer
+    config.no_sync_func = [model.no_sync for model in models] if args.interleave else models[0].no_sync
+    return config, models, optimizer
+
+
+def named(models: list[Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of this stage's models by name; of several with the model's number before it."""
+    for number, model in enumerate(models):
+        for name, value in model.module.named_parameters():
+            yield name if len(models) == 1 else f"{number}.{name}", value
 
 
 def scheduler_of(args: argparse.Namespace, optimizer: Any) -> Any:
@@ -143,30 +155,33 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    parallel_state.initialize_model_parallel(args.tensor, args.stages)
+    parallel_state.initialize_model_parallel(args.tensor, args.stages, args.interleave)
     torch.manual_seed(args.seed + parallel_state.get_pipeline_model_parallel_rank())
     model_parallel_cuda_manual_seed(args.seed)
-    _, model, optimizer = build(args)
-    initial = {name: value.detach().clone() for name, value in model.module.named_parameters()}
-    data, validation = batches(args, validation=False), batches(args, validation=True)
+    _, models, optimizer = build(args)
+    initial = {name: value.detach().clone() for name, value in named(models)}
+    data, validation = ([batches(args, unseen) for _ in models] for unseen in (False, True))
     step = partial(
-        get_forward_backward_func(), forward_step_func=forward_step, model=[model],
+        get_forward_backward_func(), forward_step_func=forward_step, model=models,
         num_microbatches=args.microbatches, seq_length=args.length, micro_batch_size=args.batch)
     scheduler = None if args.min_lr is None else scheduler_of(args, optimizer)
     losses, norms, zeros, validations, times, begin = [], [], [], [], [], time.time()
 
     def evaluate() -> None:
-        model.eval()
+        for model in models:
+            model.eval()
         with torch.no_grad():
             for _ in range(args.eval_iterations):
                 validations.append(mean_loss(step(data_iterator=validation, forward_only=True)))
-        model.train()
+        for model in models:
+            model.train()
 
     for iteration in range(args.iterations):
         if args.eval_every and iteration % args.eval_every == 0:
             evaluate()
         began, processor = time.perf_counter(), time.process_time()
-        model.zero_grad_buffer()
+        for model in models:
+            model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = step(data_iterator=data, forward_only=False,
                        num_microbatches=[*args.ramp, args.microbatches][min(iteration, len(args.ramp))])
@@ -187,7 +202,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         "losses": losses, "norms": [float(norm) for norm in norms],
         "zeros": [float(none or 0) for none in zeros], "times": times, "validations": validations,
         "initial": initial,
-        "parameters": {name: value.detach() for name, value in model.module.named_parameters()},
+        "parameters": {name: value.detach() for name, value in named(models)},
         "optimizer": [{key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
                       for state in optimizer.optimizer.state.values()],
         "seconds": time.time() - begin}
@@ -240,17 +255,17 @@ def validate(folder: Path, data: Path | None = None, windows: int = 256) -> dict
     if args.tensor > 1:
         raise SystemExit(f"--validate: the parameters in {folder} are cut for --tensor {args.tensor}; only those of "
                          "--tensor 1 can be joined")
-    stages, args.stages = args.stages, 1
+    stages, virtual, args.stages, args.interleave = args.stages, args.interleave, 1, None
     torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1, backend="gloo")
     parallel_state.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(args.seed)
-    model = build(args)[1].module
+    model = build(args)[1][0].module
     model = (model if isinstance(model, GPTModel) else model.module).float().eval()
     dataset = Windows(read_text(data), args.length, validation=True)
     tokens, labels = (torch.stack(part) for part in zip(*(dataset[at] for at in range(min(windows, len(dataset))))))
     found = {}
     for name, key in (("first_validation_loss", "initial"), ("final_validation_loss", "parameters")):
-        joined = {whole_name(part, dump["stage"], args.blocks // stages): value.float()
+        joined = {whole_name(part, dump["stage"], stages, args.blocks, virtual): value.float()
                   for dump in dumps for part, value in dump[key].items()}
         if not args.untied:
             joined.pop("output_layer.weight")  # the embedding's
@@ -261,11 +276,12 @@ def validate(folder: Path, data: Path | None = None, windows: int = 256) -> dict
     return found
 
 
-def whole_name(name: str, stage: int, layers: int) -> str:
-    """A parameter's name in the whole model, given its stage and the layers of a stage."""
-    parts = name.removeprefix("module.").split(".")
+def whole_name(name: str, stage: int, stages: int, layers: int, virtual: int | None) -> str:
+    """A parameter's name in the whole model of so many layers, given its name on one of so many stages."""
+    chunk, rest = name.split(".", 1) if virtual else ("0", name)
+    parts = rest.removeprefix("module.").split(".")
     if parts[:2] == ["decoder", "layers"]:
-        parts[2] = str(int(parts[2]) + stage * layers)
+        parts[2] = str(int(parts[2]) + (int(chunk) * stages + stage) * (layers // (stages * (virtual or 1))))
     return ".".join(parts)
 
 
@@ -274,6 +290,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="a text file or a folder of them (default: the standard library)")
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--stages", type=int, default=2, help="pipeline stages")
+    parser.add_argument("--interleave", type=int, help="chunks of each stage (virtual pipelines); at least 2")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks of a worker")
     parser.add_argument("--microbatches", type=int, default=4, help="micro-batches per pipeline and iteration")
     parser.add_argument("--ramp", type=int, nargs="*", default=(), help="those of the first iterations")

@@ -55,7 +55,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, habits: tuple[str, ..
     torch.manual_seed(args.seed + rank // pipelines)
     model_parallel_cuda_manual_seed(args.seed)
     distributed.DistributedDataParallel = Wrapped  # type: ignore[misc]
-    config, model, optimizer = script.build(args)
+    config, (model,), optimizer = script.build(args)
     distributed.DistributedDataParallel = wrap  # type: ignore[misc]
     job = SimpleNamespace(
         config=config, model=model, optimizer=optimizer, parameters=[*model.module.parameters()], forward=forward_step,

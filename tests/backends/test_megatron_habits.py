@@ -52,7 +52,7 @@ def world() -> SimpleNamespace:
     weight = torch.nn.Parameter(torch.zeros(4))
     optimizer = SimpleNamespace(groups=[weight])
     model = SimpleNamespace()
-    script = Script(model, lambda: [id(each) for each in optimizer.groups], lambda: [gradients._version])
+    script = Script([model], lambda: [id(each) for each in optimizer.groups], lambda: [gradients._version])
     data, validation = (SimpleNamespace(_num_yielded=0) for _ in range(2))
 
     def call(forward_only: bool = False, *, of: Any = model, by: Any = None) -> None:
@@ -82,6 +82,7 @@ def test_a_plain_script_is_never_stopped():
     (lambda job: (job.step(), job.call(of=object())), "another model"),
     (lambda job: job.call(forward_only=True, of=object()), "another model"),
     (lambda job: (job.step(), job.call(by=iter([]))), "another data iterator"),
+    (lambda job: (job.step(), job.call(by=[job.data, None])), "2 data iterators for 1 models"),
     (lambda job: job.call(forward_only=True, by=job.data), "use one data iterator"),
     (lambda job: (job.step(), setattr(job.data, "_num_yielded", 1), job.call()), "taken batches"),
     (lambda job: (job.step(), job.optimizer.groups.append(torch.zeros(1)), job.call()), "optimizer's parameters")])

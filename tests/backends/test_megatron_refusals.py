@@ -26,13 +26,14 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Sizes of the parallel groups, as Megatron would tell them."""
     from megatron.core import parallel_state
 
-    found = {"tensor_model": 1, "context": 1, "expert_model": 1, "pipeline_model": 2}
+    found = {"tensor_model": 1, "context": 1, "expert_model": 1, "pipeline_model": 2, "virtual_pipeline_model": 0}
     for name in found:
         monkeypatch.setattr(parallel_state, f"get_{name}_parallel_world_size", lambda name=name: found[name])
     return found
 
 
-def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, **changes: Any) -> str:
+def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, models: int = 1,
+            **changes: Any) -> str:
     """What is said to a job like this; "" if nothing is wrong with it."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -54,7 +55,7 @@ def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, 
         assert hasattr(config, name)
         setattr(config, name, value)
     try:
-        check_supported([model], config, optimizer)
+        check_supported([model] * models, config, optimizer)
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -69,6 +70,19 @@ def test_tensor_parallelism_is_taken_but_not_with_norms_of_queries_and_keys(size
     sizes["tensor_model"] = 2
     assert refusal() == ""
     assert "qk_layernorm with tensor parallelism" in refusal(qk_layernorm=True)
+
+
+def test_a_virtual_pipeline_is_taken_with_one_model_for_each_of_its_chunks(sizes):
+    assert "2 models of a worker where the virtual pipeline has 1 chunks" in refusal(models=2)
+    sizes["virtual_pipeline_model"] = 2
+    assert refusal(models=2, virtual_pipeline_model_parallel_size=2, overlap_p2p_comm=True) == ""
+    assert "1 models of a worker where the virtual pipeline has 2 chunks" in refusal()
+
+
+def test_this_plugins_own_chunks_are_refused_with_stocks_in_their_place():
+    from megatron_recycle.backends.megatron.options import v_shaped
+
+    assert not v_shaped(1) and "--num-virtual-stages-per-pipeline-rank 2" in v_shaped(2)[0]
 
 
 @pytest.mark.parametrize("name", ["context", "expert_model"])
@@ -103,7 +117,7 @@ def test_ways_of_reducing_that_change_no_result(name, sizes):
 @pytest.mark.parametrize(("changes", "word"), [
     ({"fp16": True}, "use bf16"), ({"cuda_graph_impl": "local"}, "CUDA graphs"),
     ({"num_moe_experts": 4}, "dense layers"),
-    ({"sequence_parallel": True}, "sequence_parallel off"), ({"virtual_pipeline_model_parallel_size": 2}, "virtual")])
+    ({"sequence_parallel": True}, "sequence_parallel off")])
 def test_options(changes, word, sizes):
     assert word in refusal(**changes)
 

@@ -88,8 +88,9 @@ def watch_arguments(options: Options) -> None:
     """
 
     def set_global_variables(stock: Callable[..., Any], args: Any, *rest: Any, **keywords: Any) -> Any:
-        if options.resolve({}).enabled:
-            _judge(args)
+        settings = options.resolve({})
+        if settings.enabled:
+            _judge(args, settings.chunks)
         return stock(args, *rest, **keywords)
 
     _rebind(ARGUMENTS, "set_global_variables", set_global_variables)
@@ -113,13 +114,13 @@ def watch_groups(options: Options) -> None:
     _rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
 
 
-def _judge(arguments: Any) -> None:
+def _judge(arguments: Any, chunks: int) -> None:
     from megatron_recycle.backends.megatron.training import check_arguments, keep_batch
     from megatron_recycle.backends.megatron.version import check_version
     launched = Launched.read()
     try:
         check_version()
-        lines = check_arguments(arguments) + keep_batch(arguments, launched.microbatches)
+        lines = check_arguments(arguments, chunks) + keep_batch(arguments, launched.microbatches)
     except UnsupportedError as error:
         if launched.run_dir is not None or not launched.local_rank:
             print(error, file=sys.stderr, flush=True)

@@ -18,13 +18,13 @@ class MainGrads:
     """`main_grad` of a stage's ``parameters``.
 
     Args:
-        model: the stage, in Megatron's DistributedDataParallel, whose buffers are emptied.
+        models: the stage's, in Megatron's DistributedDataParallel, whose buffers are emptied.
         parameters: those that have places for gradients.
     """
 
-    def __init__(self, model: Any, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, models: Sequence[Any], parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        self._buffers = [*model.buffers, *model.expert_parallel_buffers]
+        self._buffers = [buffer for model in models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
         self._nothing: dict[int, torch.Tensor] = {}
         for buffer in self._buffers:
             buffer.grad_data = torch.empty_like(buffer.grad_data, device="meta")

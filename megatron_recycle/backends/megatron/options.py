@@ -48,9 +48,6 @@ def _given(value: Any) -> bool:
 ANYWHERE = (
     Option("pipeline_model_parallel_size", "set pipeline_model_parallel_size to 2 or more", lambda size: size < 2,
            title="a pipeline of one stage"),
-    Option("virtual_pipeline_model_parallel_size", "leave virtual_pipeline_model_parallel_size unset "
-           "(--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank); a split backward fills "
-           "bubbles too", _given, title="virtual pipelines"),
     Option("sequence_parallel", "leave sequence_parallel off", title="sequence parallelism"),
     Option("context_parallel_size", "set context_parallel_size to 1", _several, title="context parallelism"),
     Option("hybrid_context_parallel", "leave it off"),
@@ -75,7 +72,6 @@ ANYWHERE = (
     Option("cuda_graph_impl", "leave them off", lambda kind: kind not in (None, "none"), title="CUDA graphs"),
     Option("enable_cuda_graph", "leave them off", title="CUDA graphs"),
     Option("external_cuda_graph", "leave them off", title="CUDA graphs"),
-    Option("overlap_p2p_comm", "leave it off"),
     Option("variable_seq_lengths", "use one length for all micro-batches"),
     Option("num_microbatches_with_partial_activation_checkpoints", "leave it unset", _given),
     Option("fine_grained_activation_offloading", "leave it off"),
@@ -85,6 +81,9 @@ ANYWHERE = (
     Option("overlap_grad_reduce", "gradients are reduced when the plan says so", becomes=True),
     Option("overlap_param_gather", "parameters are gathered when a step is final", becomes=False),
     Option("overlap_param_gather_with_optimizer_step", "parameters are gathered when a step is final", becomes=False),
+    Option("overlap_p2p_comm", "activations and gradients travel beside computation in any case", becomes=False),
+    Option("overlap_p2p_comm_warmup_flush", "activations and gradients travel beside computation in any case",
+           becomes=False),
     Option("defer_embedding_wgrad_compute", "the plan defers all weight gradients", becomes=False),
     Option("check_for_large_grads", "it looks at each rank's own sums, which depend on who computes what",
            becomes=False),
@@ -154,6 +153,13 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
             setattr(holder, option.name, option.becomes)
             changed[f"{_named(option.name, value)} is off under recycle: {option.then}"] = None
     return list(refused), list(changed)
+
+
+def v_shaped(chunks: int) -> list[str]:
+    """The refusal of this plugin's own ``chunks``, if it is more than 1."""
+    return [] if chunks == 1 else [
+        f"chunks {chunks}: V-shaped stages are there with DeepSpeed; leave it out (Megatron's own chunks, interleaved, "
+        "are there: --num-virtual-stages-per-pipeline-rank 2, virtual_pipeline_model_parallel_size)"]
 
 
 def message(refused: Sequence[str]) -> str:

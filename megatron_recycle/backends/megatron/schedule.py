@@ -22,6 +22,7 @@ from megatron.core.utils import get_model_config
 from megatron_recycle.backends.megatron import groups as megatron_groups
 from megatron_recycle.backends.megatron import setup as megatron_setup
 from megatron_recycle.backends.megatron import training as megatron_training
+from megatron_recycle.backends.megatron.chunks import placement
 from megatron_recycle.backends.megatron.data import LateSource, Shifted, source_of
 from megatron_recycle.backends.megatron.last import LastCheckpoint
 from megatron_recycle.backends.megatron.late import LateNumber
@@ -91,7 +92,8 @@ class RecycleSchedule:
         if not forward_only:
             self._stage.script.made_step()
         self.speaks()  # a script may write log lines without asking
-        return self._stage.reports(reports, forward_only) if self.session.place.last() else []
+        place = self.session.place
+        return self._stage.reports(reports, forward_only) if place.me.stage == place.loss_stage else []
 
     def _train(self, data_iterator: Any, microbatches: int) -> torch.Tensor:
         session, stepper = self.session, self.session.worker.stepper
@@ -222,9 +224,9 @@ class RecycleSchedule:
     def _start(self, models: list[Any], microbatches: int) -> None:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
-        changed = check_supported(models, config, optimizer)
-        place = _place(microbatches)
-        self._stage = MegatronStage(models[0], optimizer, microbatches, megatron_setup.settings(),
+        changed = check_supported(models, config, optimizer, self._settings.chunks)
+        place = _place(microbatches, len(models))
+        self._stage = MegatronStage(models, optimizer, microbatches, megatron_setup.settings(),
                                     self._settings.lend_layers if self._settings.lend == "auto" else 0)
         self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left,
                                                        self._number)
@@ -250,9 +252,9 @@ class RecycleSchedule:
         self._microbatches = microbatches
 
 
-def _place(microbatches: int) -> Place:
+def _place(microbatches: int, chunks: int) -> Place:
     """Where this process is, and the ranks of every position, as all ranks tell it (one that joins: as they told it at
-    the start)."""
+    the start). ``chunks``: of each stage."""
     stages, pipelines = (parallel_state.get_pipeline_model_parallel_world_size(),
                          parallel_state.get_data_parallel_world_size())
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
@@ -264,4 +266,4 @@ def _place(microbatches: int) -> Place:
     ranks = {Worker(pipeline, stage): tuple(rank_of[pipeline, stage, index] for index in range(
         parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
     return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
-                 backend=megatron_training.backend() or backend_for(mine.device))
+                 backend=megatron_training.backend() or backend_for(mine.device), placement=placement(stages, chunks))

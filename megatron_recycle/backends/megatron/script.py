@@ -7,8 +7,11 @@ else: it is refused at that moment, by name.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from megatron.core import parallel_state
 
 from megatron_recycle.errors import UnsupportedError
 
@@ -17,14 +20,14 @@ class Script:
     """Watches one worker's script.
 
     Args:
-        model: the stage, in Megatron's DistributedDataParallel.
+        models: the stage's, in Megatron's DistributedDataParallel.
         optimized: gives what the optimizer steps, by identity, where that is to stay the same.
         versions: of gradients; they count changes in place.
     """
 
-    def __init__(self, model: Any, optimized: Callable[[], Sequence[int]],
+    def __init__(self, models: Sequence[Any], optimized: Callable[[], Sequence[int]],
                  versions: Callable[[], Sequence[int]]) -> None:
-        self._model = model
+        self._models = tuple(models)
         self._versions = versions
         self._now_optimized = optimized
         self._optimized = optimized()
@@ -35,10 +38,14 @@ class Script:
     def calls(self, model: Any, data_iterator: Any, forward_only: bool) -> None:
         """The script calls `forward_backward_func()`. Raises UnsupportedError."""
         models = model if isinstance(model, Sequence) else [model]
-        if len(models) != 1 or models[0] is not self._model:
+        if len(models) != len(self._models) or any(map(operator.is_not, models, self._models)):
             raise UnsupportedError(
                 "forward_backward_func() was called with another model than at first: the plugin trains and evaluates "
                 "one. To evaluate other parameters (averages of them), copy them in for the evaluation and out again")
+        if isinstance(data_iterator, Sequence) and len(data_iterator) != len(models):
+            raise UnsupportedError(f"forward_backward_func() got {len(data_iterator)} data iterators for {len(models)} "
+                                   "models of this worker: give one for each, as a list, with None for those that read "
+                                   "nothing")
         self._check_data(data_iterator, training=not forward_only)
         if forward_only:
             return
@@ -90,9 +97,12 @@ class Script:
 
 
 def unwrapped(data_iterator: Any) -> Any:
-    """The iterator itself, without the list of one that Megatron allows."""
-    if isinstance(data_iterator, list) and len(data_iterator) == 1:
-        return data_iterator[0]
+    """The iterator itself, without the list that Megatron allows. With virtual pipelines the list has one for each of
+    the worker's models: here the one of that which reads, the model's first on the first stage, its last on the last.
+    """
+    if isinstance(data_iterator, list) and data_iterator:
+        first = len(data_iterator) == 1 or parallel_state.is_pipeline_first_stage()
+        return data_iterator[0 if first else -1]
     return data_iterator
 
 

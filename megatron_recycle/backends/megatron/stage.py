@@ -11,6 +11,7 @@ import copy
 import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from struct import Struct
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config, get_mo
 from torch import nn
 
 from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.backends.megatron.chunks import Chunks
 from megatron_recycle.backends.megatron.distributed import Distributed
 from megatron_recycle.backends.megatron.groups import TensorGroup
 from megatron_recycle.backends.megatron.lending import BlockLayers
@@ -50,10 +52,11 @@ ForwardStep = Callable[[Any, Any], Any]
 
 
 class MegatronStage:
-    """The runtime's view of one stage (`runtime.stage.Stage`).
+    """The runtime's view of one stage (`runtime.stage.Stage`, with virtual pipelines `runtime.chunked.Chunked`).
 
     Args:
-        model: the stage, in Megatron's DistributedDataParallel; its own reduction is taken out of use.
+        models: the stage, in Megatron's DistributedDataParallel, whose own reduction is taken out of use; several with
+            virtual pipelines.
         optimizer: of this stage; its `step()` is taken out of the user's hands, since the runtime decides when.
         microbatches: nominal micro-batches of a pipeline.
         settings: of the training loop, which all workers must have alike.
@@ -63,24 +66,23 @@ class MegatronStage:
     report_width = 1 + 2 * _KEYS + 1
     """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
 
-    def __init__(self, model: Any, optimizer: MegatronOptimizer, microbatches: int,
+    def __init__(self, models: Sequence[Any], optimizer: MegatronOptimizer, microbatches: int,
                  settings: Mapping[str, Any] | None = None, lends: int = 0) -> None:
         self.settings = settings or {}
         self.forward_step: ForwardStep
         self.result: tuple[Any, ...] = (True, None, None)
         """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
-        self._model = self.module = model
-        self._config = get_model_config(model)
+        self._chunks = Chunks(models)
+        self.chunks, self.module = self._chunks.models, self._chunks.module
+        self._config = get_model_config(models[0])
         self.microbatches = microbatches
         """Of a pipeline in the iteration that is to be trained."""
         self._keys: dict[str, list[tuple[str, int]]] = {}
-        self._hidden = HiddenState(model)
+        self._hidden = HiddenState(self.module)
         self._coefficient = 1.0
         self.passed = 0.0, 0.0, torch.zeros(0, self.report_width, dtype=torch.float64)
         """Gradient norm, zeros and reports of an iteration that the script passes over."""
-        # Megatron's buffer is laid out in this order, which decides gloo's order of sums.
-        self.parameters: Sequence[nn.Parameter] = [
-            parameter for parameter in model.module.parameters() if hasattr(parameter, "main_grad")][::-1]
+        self.parameters: Sequence[nn.Parameter] = self._chunks.parameters
         if not self.parameters:
             raise UnsupportedError("this stage has no parameters to train: let each stage have some, by another number "
                                    "of stages or other layers frozen")
@@ -91,21 +93,22 @@ class MegatronStage:
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
         self.ties: Sequence[Tie] = ()
         self._find_ties()
-        self._tensor_group = TensorGroup(model)
+        self._tensor_group = TensorGroup(self.module)
         self.lending: Lending | None = BlockLayers(
-            get_attr_wrapped_model(model, "pre_process", return_model_obj=True), lends, self.gradient_dtype,
-            self._tensor_group.adopt) if lends else None
+            get_attr_wrapped_model(models[0], "pre_process", return_model_obj=True), lends, self.gradient_dtype,
+            self._tensor_group.adopt) if lends and len(models) == 1 else None
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
-        model.param_to_bucket_group.clear()
+        for model in models:
+            model.param_to_bucket_group.clear()
         self._single, = single_optimizers(optimizer)
         self.distributed = Distributed(self._single) if isinstance(self._single, DistributedOptimizer) else None
         """The optimizer, if its state is cut into shards."""
         self.shards: ShardedOptimizer | None = None if self.distributed is None else self.distributed.shards
         self._take_over(optimizer)
-        self._state = OptimizerState(model, self._single.optimizer, self._masters(), own=SET_BY_LOOP)
+        self._state = OptimizerState(self.module, self._single.optimizer, self._masters(), own=SET_BY_LOOP)
         self._state.train(self._optimized())
-        self._main_grads = MainGrads(model, self.parameters)
-        self.script = Script(model, self._steps, self._main_grads.versions)
+        self._main_grads = MainGrads(models, self.parameters)
+        self.script = Script(models, self._steps, self._main_grads.versions)
         self.rates = Rates(self._single.optimizer)
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(self._single.optimizer).__name__}"
 
@@ -118,19 +121,23 @@ class MegatronStage:
                 parameter.grad = None
         return False
 
+    def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
+        """As `runtime.chunked.Chunked`."""
+        return self._chunks.running(chunk)
+
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
-        if not self._model.training:
+        if not self._chunks.model.training:
             return self._forward(inputs, batch)
         return self._hidden.unchanged(lambda: self._forward(inputs, batch))
 
     def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
-        last = parallel_state.is_pipeline_last_stage()
+        last = self._chunks.computes_loss
         given = None if inputs is None else inputs[0]
         communicated = _operations()
         reports: list[Any] = []
         output, tokens = forward_step(
-            self.forward_step, None if batch is None else iter([batch]), self._model, self.microbatches, given,
-            reports, self._config, cp_group_size=1, is_last_stage=last)
+            self.forward_step, None if batch is None else iter([batch]), self._chunks.model, self.microbatches,
+            given, reports, self._config, cp_group_size=1, vp_stage=self._chunks.vp_stage, is_last_stage=last)
         if communicated != _operations() and parallel_state.get_data_parallel_world_size() > 1:
             raise UnsupportedError("forward_step or the loss function communicates in Megatron's data- or "
                                    "model-parallel group, whose other members are not there: a micro-batch may run "
@@ -147,8 +154,8 @@ class MegatronStage:
         given, output = forward.saved
         if given is None and not output.requires_grad:
             return []  # what it goes through here is frozen; others run the rest
-        for_inputs = backward_step(given, output, gradients[0] if gradients else None, get_model_type(self._model),
-                                   self._config)
+        for_inputs = backward_step(given, output, gradients[0] if gradients else None,
+                                   get_model_type(self._chunks.model), self._config)
         if given is None:
             return []
         return [torch.zeros_like(given) if for_inputs is None else for_inputs]
@@ -159,7 +166,7 @@ class MegatronStage:
             return 0.0
         overflow = torch.zeros(1, dtype=torch.int, device=self.device)
         norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [counted], False)
-        if self._model.ddp_config.check_for_nan_in_grad and not math.isfinite(norm.item()):
+        if self.chunks[0].ddp_config.check_for_nan_in_grad and not math.isfinite(norm.item()):
             raise VerificationError(
                 f"the norm of this stage's gradient is {norm.item()}: look at the data and the learning rate, or train "
                 "on with --no-check-for-nan-in-loss-and-grad (check_for_nan_in_grad of DistributedDataParallelConfig)")
@@ -305,13 +312,14 @@ class MegatronStage:
         return kinds.pop()
 
     def _find_ties(self) -> None:
+        """The embedding is in the first chunk of the first stage, the output layer in the last one of the last."""
         last = parallel_state.get_pipeline_model_parallel_world_size() - 1
-        part = get_attr_wrapped_model(self._model, "pre_process", return_model_obj=True)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        part = get_attr_wrapped_model(self.chunks[0 if stage == 0 else -1], "pre_process", return_model_obj=True)
         if not part.share_embeddings_and_output_weights:
             return
         self.tied_stages = ((0, last),)
-        weight = (part.shared_embedding_or_output_weight()
-                  if parallel_state.get_pipeline_model_parallel_rank() in (0, last) else None)
+        weight = part.shared_embedding_or_output_weight() if stage in (0, last) else None
         if hasattr(weight, "main_grad"):  # not if it is frozen
             self.ties = [Tie(weight, (0, last))]
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer.optimizer import (
 
 from megatron_recycle.backends.hidden_state import statistics
 from megatron_recycle.backends.megatron.distributed import check as check_distributed
-from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message
+from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message, v_shaped
 from megatron_recycle.backends.megatron.script import foreign_synchronisation
 from megatron_recycle.errors import UnsupportedError
 
@@ -38,20 +38,25 @@ def single_optimizers(optimizer: MegatronOptimizer) -> Sequence[MegatronOptimize
     return optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
 
 
-def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer) -> list[str]:
+def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptimizer, chunks: int = 1) -> list[str]:
     """Raises UnsupportedError that lists everything about this job that cannot be kept correct.
 
-    Returns lines on options that it has set otherwise, in the configurations (see `megatron_options`).
+    Returns lines on options that it has set otherwise, in the configurations (see `megatron_options`). ``chunks``: of
+    each stage, that the plugin is to make.
     """
     singles = single_optimizers(optimizer)
-    holders = [_sizes(), config, *([models[0].ddp_config] if hasattr(models[0], "ddp_config") else []),
+    holders = [_sizes(), config, *(model.ddp_config for model in models if hasattr(model, "ddp_config")),
                *(single.config for single in singles[:1])]
     found, changed = apply(ANYWHERE, holders)
-    if len(models) != 1:
-        found.append("virtual pipelines: give one model per worker")
-    elif not isinstance(models[0], DistributedDataParallel):
-        found.append(f"{type(models[0]).__name__} around the model: wrap it in megatron.core.distributed."
-                     "DistributedDataParallel")
+    found += v_shaped(chunks)
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+    if len(models) != virtual:
+        found.append(f"{len(models)} models of a worker where the virtual pipeline has {virtual} chunks on each stage: "
+                     "give forward_backward_func() one for each, and initialize_model_parallel() "
+                     f"virtual_pipeline_model_parallel_size={len(models) if len(models) > 1 else None}")
+    found += [f"{name} around the model: wrap it in megatron.core.distributed.DistributedDataParallel"
+              for name in {type(model).__name__: None for model in models
+                           if not isinstance(model, DistributedDataParallel)}]
     if config.finalize_model_grads_func not in (None, finalize_model_grads):
         found.append("a finalize_model_grads_func of your own: gradients are final when the plugin has reduced them")
     found += [f"a {name} of your own: the plan decides when gradients are reduced; leave it unset"

@@ -20,7 +20,7 @@ from megatron_recycle.backends.megatron import back
 from megatron_recycle.backends.megatron.aside import aside
 from megatron_recycle.backends.megatron.background import Background, Unfinished
 from megatron_recycle.backends.megatron.last import LastCheckpoint, what_failed
-from megatron_recycle.backends.megatron.options import ALL_AT_ONCE, ANYWHERE, OF_THE_LOOP, apply, message
+from megatron_recycle.backends.megatron.options import ALL_AT_ONCE, ANYWHERE, OF_THE_LOOP, apply, message, v_shaped
 from megatron_recycle.backends.session import Session
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
@@ -51,13 +51,15 @@ class PluginSchedule(Protocol):
         """A block in which the loop saves ``iteration`` for good."""
 
 
-def check_arguments(arguments: Any) -> list[str]:
-    """Judge Megatron-LM's ``arguments`` and set some of them otherwise; returns the lines on those.
+def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
+    """Judge Megatron-LM's ``arguments`` and set some of them otherwise; returns the lines on those. ``chunks``: of each
+    stage, that the plugin is to make.
 
     Raises UnsupportedError listing all that cannot be kept right.
     """
     beside = () if getattr(arguments, "ckpt_format", None) == "torch_dist" else (ALL_AT_ONCE,)
     refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *beside), [arguments])
+    refused += v_shaped(chunks)
     if refused:
         raise UnsupportedError(message(refused))
     return changed

@@ -178,14 +178,15 @@ class ExactReduction:
 
 
 class ChunkedReduction:
-    """The exact reduction of a stage with several chunks, whose micro-batches may be dealt to its peers otherwise in
-    each: one chunk after the other, each as that of a stage of its own, so that the bits are those.
+    """The reduction of a stage with several chunks: one chunk after the other, each as that of a stage of its own, so
+    that the bits are those. In the exact one micro-batches may be dealt to peers otherwise in each chunk; in the fast
+    one the order of sums in a library goes by where numbers lie in what is added up.
 
     Args:
         each: of the chunks, in order.
     """
 
-    def __init__(self, each: Sequence[ExactReduction]) -> None:
+    def __init__(self, each: Sequence[ExactReduction | FastReduction]) -> None:
         self._each = tuple(each)
         self.place = each[0].place
         self.losses = each[0].losses
@@ -208,11 +209,13 @@ class ChunkedReduction:
 def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> Reduction:
     """How a stage that follows ``plan`` reduces."""
     grid, block, chunks = plan.problem.grid, plan.problem.block, plan.problem.chunks_of[me.stage]
+    each: list[ExactReduction | FastReduction]
     if exact:
         each = [ExactReduction(grid.pipelines, grid.microbatches, block, pieces(plan, chunk), me, averaging, place,
                                len(chunks)) for place, chunk in enumerate(chunks)]
-        return each[0] if len(each) == 1 else ChunkedReduction(each)
-    return FastReduction(grid.pipelines, max(grid.microbatches), averaging)
+    else:
+        each = [FastReduction(grid.pipelines, max(grid.microbatches), averaging) for _ in chunks]
+    return each[0] if len(each) == 1 else ChunkedReduction(each)
 
 
 def per_token(gradient: torch.Tensor, tokens: float) -> None:
