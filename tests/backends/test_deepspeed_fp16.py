@@ -12,6 +12,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.lr_schedules import WarmupLR
 
+from megatron_recycle.backends.deepspeed.clipping import Clipping
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from tests.backends import gpt_job
@@ -89,11 +90,12 @@ def test_steps_are_those_of_stocks_fp16_optimizer(clipping, monkeypatch):
     masters = MasterWeightOptimizer(torch.optim.Adam(mine, lr=0.1), scaling)
     stage = object.__new__(DeepSpeedStage)
     stage.parameters, stage._stepped = mine, list(masters.masters.values())
-    stage._clipping = clipping
-    stage._optimizer, stage._staggered, stage._global_norm, stage._speaks = masters, False, True, lambda: True
-    stage._zero = None
+    stage._optimizer, stage._staggered, stage._speaks, stage._zero = masters, False, lambda: True, None
+    stage._state = SimpleNamespace(trained={str(number): parameter for number, parameter in enumerate(mine)})
     whole = SimpleNamespace(get_slice_parallel_rank=lambda: 0)  # no tensor-parallel part of something
-    stage._engine = SimpleNamespace(global_steps=0, _exec_optimizer_step=masters.step, grid=whole)
+    stage._engine = SimpleNamespace(global_steps=0, _exec_optimizer_step=masters.step, grid=whole,
+                                    gradient_clipping=lambda: clipping)
+    stage._clipping = Clipping(stage._engine, masters, everywhere=True)
     for number in range(6):
         gradients = [(2**POWER * torch.randn(value.shape, generator=numbers)).half() for value in initial]
         if number == 2:

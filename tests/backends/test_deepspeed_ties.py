@@ -9,7 +9,7 @@ import pytest
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
-from megatron_recycle.backends.deepspeed.stage import _tied_stages, _ties
+from megatron_recycle.backends.deepspeed.ties import tied_stages, ties_of
 
 
 def module_of(*layers: tuple[str, tuple[int, ...]]) -> Any:
@@ -27,7 +27,7 @@ def module_of(*layers: tuple[str, tuple[int, ...]]) -> Any:
     ([("a", (1, 1))], ()),
 ])
 def test_layers_with_a_stage_in_common_make_one_group_of_stages(layers: Any, groups: Any):
-    assert _tied_stages(module_of(*layers)) == groups
+    assert tied_stages(module_of(*layers)) == groups
 
 
 def test_a_tie_has_the_same_number_on_all_of_its_stages():
@@ -37,6 +37,6 @@ def test_a_tie_has_the_same_number_on_all_of_its_stages():
         module.tied_comms = {key: {"ranks": stages, "weight_attr": ["weight", "bias"]}
                              for key, stages in (("a", (0, 1)), ("b", (0, 2))) if stage in stages}
         engine: Any = SimpleNamespace(module=module, grid=SimpleNamespace(topology=lambda: topology))
-        found.append([(tie.stages, tie.number) for tie in _ties(engine)])
+        found.append([(tie.stages, tie.number) for tie in ties_of(engine)])
     of_a, of_b = [((0, 1), 0), ((0, 1), 1)], [((0, 2), 2), ((0, 2), 3)]
     assert found == [[*of_a, *of_b], of_a, of_b]

@@ -101,6 +101,7 @@ class RecyclePipelineEngine(WrappingEngine):
     def __init__(self, settings: RecycleConfig, options: Options, *args: Any, **keywords: Any) -> None:
         self._dataset = keywords.get("training_data")
         self._given: Any = None  # an iterator that the script has set for the next train_batch()
+        self._loss_stage: int | None = None
         super().__init__(settings.state_copies, *args, **keywords)
         check_supported(self)
         # Activations travel whole: cut over tensor-parallel ranks they would be the same on arrival.
@@ -113,6 +114,7 @@ class RecyclePipelineEngine(WrappingEngine):
         layout = Layout(self._stage.parameters, self._stage.gradient_dtype)
         self._splitter = Splitter(self.module, fused_kernel(layout.dtype, layout.device))
         place = place_of(self)
+        self._loss_stage = place.loss_stage
         self._seconds = 0.0  # of training since the last log line
         self._started_with = sizes(self)
         self.session = Session(place, settings, options, self.device)
@@ -123,6 +125,14 @@ class RecyclePipelineEngine(WrappingEngine):
             get_logger().info("megatron-recycle: stage %d: %s", place.me.stage, self._splitter.describe())
         # Whoever asks for the state, or puts another in its place, wants it as it stays.
         settle_when_asked(self.module, torch_optimizer(self), self.settle)
+
+    def is_last_stage(self) -> bool:
+        """Whether this worker computes the loss, and so gets labels and gives losses and logits: with two chunks per
+        stage those of the first stage, which has the last layers too."""
+        return super().is_last_stage() if self._loss_stage is None else self.stage_id == self._loss_stage
+
+    def _loss_stage_global_rank(self) -> int:
+        return self.grid.stage_to_global(self.num_stages - 1 if self._loss_stage is None else self._loss_stage)
 
     # ---- training
 

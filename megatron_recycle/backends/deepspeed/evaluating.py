@@ -56,11 +56,11 @@ class Evaluations:
             if self._data.asked == wanted:
                 found.append(outputs)
 
-        self._stage.evaluated = seen
+        self._stage.running.evaluated = seen
         try:
             yield found
         finally:
-            self._stage.evaluated = None
+            self._stage.running.evaluated = None
 
     def _logits(self, outputs: Sequence[Any]) -> Any:
         """The last of ``outputs``, on the last stage."""

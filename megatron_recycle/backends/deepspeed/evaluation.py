@@ -43,6 +43,10 @@ class EvaluationData:
 
     def __init__(self, place: Place, seeds: Seeds) -> None:
         self._me, self._grid, self._part = place.me, place.grid, place.part
+        self._ends = 0, (len(place.placement) or place.grid.stages) - 1
+        """The first chunk of the model and the last one."""
+        self._reading = {0, place.loss_stage}
+        """The stages that have them."""
         self._seeds = seeds
         self._reads = False
         self._iterator: Any = None
@@ -54,16 +58,12 @@ class EvaluationData:
         self._alike = False
         self._missing = ""
 
-    @property
-    def _ends(self) -> tuple[int, int]:
-        return 0, self._grid.stages - 1
-
     def begin(self, iterator: Iterator[Any] | None, microbatches: int) -> None:
         """An evaluation of so many ``microbatches`` of each pipeline begins: those of ``iterator`` are taken, whatever
         becomes of them. Raises DataError where there is none and one is needed, and what it raises."""
         self._first, self._next = self._next, self._next + microbatches
         self.ended, self._shared, self._missing = False, {}, ""
-        self._reads = self._me.stage in self._ends and (iterator is not None or not self._part)
+        self._reads = self._me.stage in self._reading and (iterator is not None or not self._part)
         if not self._reads:
             return
         if iterator is None:
@@ -105,15 +105,15 @@ class EvaluationData:
             return False
         route = plan.route()
         away = [(pipeline, microbatch) for pipeline, microbatch in microbatches
-                if any(route[pipeline, microbatch, stage].pipeline != pipeline for stage in self._ends)]
-        givers = {worker.pipeline: worker for worker in reversed(groups.members) if worker.stage in self._ends}
+                if any(route[pipeline, microbatch, end].pipeline != pipeline for end in self._ends)]
+        givers = {worker.pipeline: worker for worker in reversed(groups.members) if worker.stage in self._reading}
         told = self._tell(away, givers, number, groups)
         self._shared = {place: batch for one in told for place, batch in one.batches.items()}
         digests = {one.pipeline: one.digests for one in told if one.digests}
         if len(digests) > 1:  # of a single one nobody can tell: it stays as it was
             self._alike = len(set(digests.values())) == 1
         orphans = [place for place in away if self._reads and place[0] not in givers and groups.me in (
-            route[place[0], place[1], stage] for stage in self._ends)]
+            route[place[0], place[1], end] for end in self._ends)]
         try:
             if orphans and not self._alike:
                 self._source.check(self._first, [digests[pipeline][0] if pipeline in digests else None

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
+from megatron_recycle.backends.deepspeed.running import running
 from megatron_recycle.runtime.lent.layers import hooked, lendable
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -89,18 +90,12 @@ class PipelineLayers:
     @contextmanager
     def running(self, layers: Sequence[Callable[..., Any]]) -> Iterator[None]:
         module: PipelineModule = self._engine.module
-        own, checked = module.forward_funcs, getattr(module, "is_checkpointable_results", None)
-        self._own, module.forward_funcs = own, list(layers)
-        interval = module.activation_checkpoint_interval
-        if interval and checked is not None:
-            module.is_checkpointable_results = [module._is_checkpointable(module.forward_funcs[start:start + interval])
-                                                for start in range(0, len(layers), interval)]
+        self._own = module.forward_funcs
         try:
-            yield
+            with running(module, layers):
+                yield
         finally:
-            self._own, module.forward_funcs = None, own
-            if checked is not None:
-                module.is_checkpointable_results = checked
+            self._own = None
 
 
 def _same(one: Any = None, other: Any = None) -> bool:

@@ -8,17 +8,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.module import TiedLayerSpec
-from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from megatron_recycle.backends.deepspeed.chunks import chunks_of
+from megatron_recycle.backends.deepspeed.clipping import Clipping
 from megatron_recycle.backends.deepspeed.lending import PipelineLayers
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.native_adam import NativeAdam
@@ -30,10 +28,10 @@ from megatron_recycle.backends.deepspeed.optimizer import (
     schedule_data,
     set_schedule,
 )
+from megatron_recycle.backends.deepspeed.running import Running
 from megatron_recycle.backends.deepspeed.support import torch_optimizer
-from megatron_recycle.backends.deepspeed.timers import Timers
-from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer, clipping_coefficient
-from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.backends.deepspeed.ties import tied_stages, ties_of
+from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.membership import Verdict
@@ -43,7 +41,7 @@ from megatron_recycle.runtime.compute.data import Batch
 from megatron_recycle.runtime.compute.edits import copied
 from megatron_recycle.runtime.compute.optimizer_state import OptimizerState
 from megatron_recycle.runtime.lent.layers import Lending
-from megatron_recycle.runtime.stage import Averaging, Forward, Tie, fingerprint
+from megatron_recycle.runtime.stage import Averaging, Forward, fingerprint
 
 _REFERENCES = ("lr_scheduler", "batch_fn")
 """Attributes of the engine that a script may set, and that a step or a micro-batch is computed with."""
@@ -77,12 +75,9 @@ class DeepSpeedStage:
         self._optimizer = keeper
         self.averaging: Averaging = "after" if self._zero is None else self._zero.averaging
         self._staggered = settings.step == "staggered"
-        self._global_norm = settings.clip_norm == "global" or keeper is not None
         self._speaks = speaks
         self._read_with = read_with
         self.device = engine.device
-        self.evaluated: Callable[[Any], None] | None = None
-        """Gets what the last stage's module gives of each micro-batch of an evaluation; None: nobody."""
         self.passed = 0.0
         """The squared gradient norm of an iteration that the script passes over."""
         self.module: nn.Module = engine.module
@@ -90,8 +85,10 @@ class DeepSpeedStage:
             PipelineLayers(engine, settings.lend_layers) if settings.lend == "auto" else None)
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
+        self.running = Running(engine)
+        """What runs of each micro-batch."""
         self._use(self._found())
-        self._clipping = self._limit()
+        self._clipping = Clipping(engine, keeper, settings.clip_norm == "global")
         optimizer = torch_optimizer(engine)
         self.native = NativeAdam(optimizer)
         self._first_steps = FirstSteps({"optimizer": optimizer, "lr_scheduler": engine.lr_scheduler})
@@ -100,14 +97,15 @@ class DeepSpeedStage:
         if self._zero is not None:
             self.gradient_dtype = engine.get_data_types()[1]
         self.model = f"{fingerprint(self.parameters)}, optimizer {type(optimizer).__name__}"
-        self.tied_stages = _tied_stages(engine.module)
-        self.ties = _ties(engine)
-        self._hidden = HiddenState(engine.module)
+        self.tied_stages = tied_stages(engine.module)
+        self.ties = ties_of(engine)
 
     def _found(self) -> dict[str, nn.Parameter]:
-        """The parameters that are to be trained, by name, as stock lists them."""
-        return {name: parameter for name, parameter in self._state.parameters().items()
-                if parameter.requires_grad and parameter.numel()}
+        """The parameters that are to be trained, by name, as stock lists them; of two chunks one's behind the other's.
+        """
+        found = {name: parameter for name, parameter in self._state.parameters().items()
+                 if parameter.requires_grad and parameter.numel()}
+        return found if chunks_of(self.module) is None else self.running.by_chunk(found)
 
     def _use(self, trained: Mapping[str, nn.Parameter]) -> None:
         self._state.trained = trained
@@ -115,15 +113,11 @@ class DeepSpeedStage:
         # In 16 bits, those that the optimizer was given: without a copy there is nothing to step.
         self._stepped = [self._masters.get(parameter) if self._masters else parameter for parameter in self.parameters]
 
-    def _limit(self) -> float:
-        """On the gradient's norm, from where stock reads it."""
-        return float(self._engine.gradient_clipping() if self._zero is None else self._zero.clip_grad)
-
     def look(self) -> bool:
         """Follows parameters that were frozen, unfrozen, added or replaced; refuses what a step could not be undone
         with, gradients of the script's own, and hooks on sums of gradients, which are formed otherwise here."""
         engine = self._engine
-        self._clipping = self._limit()
+        self._clipping.look()
         if self._staggered:
             refuse_hooks(torch_optimizer(engine))
         found = self._found()
@@ -146,119 +140,32 @@ class DeepSpeedStage:
         return changed
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
-        if self.module.training:
-            return self._hidden.unchanged(lambda: self._forward(inputs, batch))
-        made = self._forward(inputs, batch)
-        checkpointing.reset()  # as stock, between forwards that no backward follows
-        return made
-
-    def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
-        engine = self._engine
-        if inputs is None:
-            assert batch is not None
-            inputs = self._load(batch[0])
-        single = inputs[0] if len(inputs) == 1 else inputs
-        outputs = engine.module(single)
-        if not engine.is_last_stage():
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            if engine.has_attention_mask or engine.has_bool_tensors:  # stock's next stage gets it as booleans
-                outputs = (*outputs[:-1], outputs[-1].bool())
-            if torch.is_grad_enabled() and self._trains() and not any(tensor.requires_grad for tensor in outputs):
-                raise UnsupportedError(
-                    "no output of this stage has a gradient, so that its parameters would never be trained. Reentrant "
-                    "activation checkpointing takes the gradients of a first layer whose inputs have none, such as an "
-                    'embedding: set "pipeline": {"use_reentrant": false} in the DeepSpeed JSON, or give '
-                    "PipelineModule(checkpointable_layers=[...]) the names of the classes behind it")
-            return Forward((inputs, outputs), outputs, None, roots=outputs)
-        assert batch is not None
-        if self.evaluated is not None and not self.module.training:
-            self.evaluated(outputs)
-        loss = engine.module.loss_fn(outputs, self._labels(batch[1])) if engine.module.loss_fn else outputs
-        if not isinstance(loss, torch.Tensor) or engine.module.get_additional_losses() is not None:
-            raise UnsupportedError("a loss of several tensors is not supported yet; return one scalar from loss_fn")
-        return Forward((inputs, (loss,)), (), loss, roots=(loss,))
-
-    def _trains(self) -> bool:
-        """Whether something is trained of what this micro-batch goes through here; the rest others may run."""
-        if self.lending is None:
-            return bool(self.parameters)
-        return any(parameter.requires_grad for layer in self._engine.module.forward_funcs for module in
-                   (layer, *getattr(layer, "args", ())) if isinstance(module, nn.Module)
-                   for parameter in module.parameters())
+        return self.running.forward(inputs, batch)
 
     def backward(self, forward: Forward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        engine = self._engine
-        inputs, outputs = forward.saved
-        engine._running_engine_backward = True  # keeps DeepSpeed's hooks for direct .backward() calls quiet
-        try:
-            if engine.is_last_stage():
-                loss = outputs[0] / engine.gradient_accumulation_steps()
-                (loss if self._scaled is None else loss.float() * self._scaled.loss_scale).backward()
-            else:
-                floating = [tensor for tensor in outputs if tensor.is_floating_point()]
-                pairs = [(tensor, gradient) for tensor, gradient in zip(floating, gradients, strict=True)
-                         if tensor.requires_grad]
-                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
-        finally:
-            engine._running_engine_backward = False
-        return [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                for tensor in inputs if tensor.is_floating_point()]
+        scaled = self._clipping.scaled
+        return self.running.backward(forward, gradients, None if scaled is None else scaled.loss_scale)
 
     @property
-    def _scaled(self) -> MasterWeightOptimizer | ZeroOptimizer | None:
-        """The optimizer, if losses are scaled for it (fp16)."""
-        return self._optimizer if self._optimizer is not None and self._optimizer.scales else None
+    def chunks(self) -> Sequence[nn.Module]:
+        """As `runtime.chunked.Chunked`."""
+        return self.running.modules
+
+    def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
+        """As `runtime.chunked.Chunked`."""
+        return self.running.chunk(chunk)
 
     def norm_square(self, gradients: Sequence[torch.Tensor]) -> float:
-        """Stock's way of counting (`_counts`). Infinite if losses are scaled and a gradient has overflowed."""
-        if self._scaled is not None and not all(gradient.isfinite().all() for gradient in gradients):
-            return math.inf
-        if self._clipping <= 0.0 and self._optimizer is None:
-            return 0.0
-        kind = torch.float32 if self._zero is None else self._zero.norm_type
-        counted = [gradient.detach().to(kind) for parameter, gradient in zip(self.parameters, gradients)
-                   if gradient.numel() and self._counts(parameter)]
-        total = torch.stack(torch._foreach_norm(counted, 2.0)).pow(2.0).sum().float().item() if counted else 0.0
-        return total if self._scaled is None else total / self._scaled.loss_scale**2
-
-    def _counts(self, parameter: nn.Parameter) -> bool:
-        """Whether ``parameter`` counts in the global norm: in fp32 those of model-parallel rank 0, which is the first
-        stage's first tensor-parallel part, and those that are cut over ranks, anywhere; in 16 bits those of all
-        stages, a tied one once, and of the other parts what is cut over them."""
-        cut, grid = is_model_parallel_parameter(parameter), self._engine.grid
-        if not self._global_norm:
-            return cut or grid.get_model_parallel_rank() == 0
-        return (cut or grid.get_slice_parallel_rank() == 0) and not getattr(parameter, "ds_pipe_replicated", False)
+        return self._clipping.norm_square(self._state.trained, gradients)
 
     def zeros(self, gradients: Sequence[torch.Tensor]) -> float:
         return 0.0  # DeepSpeed does not count them
 
     def coefficient(self, norm_squares: Sequence[float], weight: float) -> float:
-        """Stock's clipping (`clip_grad_norm_`; with a loss scale `unscale_and_clip_grads`), operation by operation; not
-        a number if some stage's gradients have overflowed."""
-        engine = self._engine
-        if self._scaled is not None and not math.isfinite(sum(norm_squares)):
-            return math.nan
-        if self._zero is not None:
-            return clipping_coefficient(norm_squares, engine.num_stages, self._clipping)
-        if self._clipping <= 0.0:
-            return 1.0
-        if self._scaled is not None:
-            return 1.0 / max(1.0, (math.sqrt(sum(norm_squares)) + 1e-6) / self._clipping)
-        total = torch.zeros(1)
-        for value in norm_squares:
-            total += value
-        # Stock averages the norm over data-parallel ranks, which all have the same one.
-        pipelines = engine.grid.data_parallel_size
-        scaled = total.pow(1.0 / 2.0) * 1.0 / float(pipelines)
-        norm = scaled.clone()
-        for _ in range(pipelines - 1):
-            norm += scaled
-        limit = torch.tensor([self._clipping])
-        return torch.min(torch.tensor([1.0]), limit / (norm + 1e-6)).item()
+        return self._clipping.coefficient(norm_squares)
 
     def step(self, gradients: Sequence[torch.Tensor], coefficient: float) -> None:
-        skipping = self._scaled or self._zero  # what leaves out a step whose gradients are not finite
+        skipping = self._clipping.scaled or self._zero  # what leaves out a step whose gradients are not finite
         if skipping is not None:
             skipping.overflow = math.isnan(coefficient)
         if skipping is not None and skipping.overflow:
@@ -269,14 +176,14 @@ class DeepSpeedStage:
                                      self._engine.global_steps)
         elif self._zero is not None:
             self._zero.shards.load(gradients, coefficient / self._zero.loss_scale)
-        elif self._scaled is None:
+        elif self._clipping.scaled is None:
             for parameter, gradient in zip(self._stepped, gradients, strict=True):
                 if parameter is not None:
                     parameter.grad = gradient if coefficient == 1.0 else gradient.mul_(coefficient)
         else:
             for master, gradient in zip(self._stepped, gradients, strict=True):
                 if master is not None:
-                    master.grad = gradient.float().mul_(coefficient / self._scaled.loss_scale)
+                    master.grad = gradient.float().mul_(coefficient / self._clipping.scaled.loss_scale)
         if not self._staggered or self._first_steps.over:
             self._engine._exec_optimizer_step()
         else:
@@ -355,8 +262,8 @@ class DeepSpeedStage:
     @property
     def may_guess_wrong(self) -> bool:
         # Under ZeRO-1 a step is left out where the gradients of any stage are not finite.
-        return self._scaled is not None or self._zero is not None or (
-            self._clipping > 0.0 and self._engine.num_stages > 1)
+        return self._clipping.scaled is not None or self._zero is not None or (
+            self._clipping.limit > 0.0 and self._engine.num_stages > 1)
 
     def summary(self, verdict: Verdict, reports: torch.Tensor) -> bytes:
         engine = self._engine
@@ -381,46 +288,3 @@ class DeepSpeedStage:
         """DeepSpeed's own groups stay, which are living ones as the script's are."""
         # Told with an evaluation's first message, which new neighbours have not seen.
         self._engine.reset_activation_shape()
-
-    def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
-        """First-stage inputs as stock prepares them."""
-        timers = self._engine.timers
-        tensors = [data] if torch.is_tensor(data) else list(data)
-        with timers.reading() if isinstance(timers, Timers) else nullcontext():
-            loaded = [tensor.clone().detach().to(self.device) for tensor in tensors]
-        if self._engine._reentrant_activation_checkpointing():
-            for tensor in loaded:
-                tensor.requires_grad = tensor.is_floating_point()
-        return tuple(loaded)
-
-    def _labels(self, data: Any) -> Any:
-        if torch.is_tensor(data):
-            return data.to(self.device)
-        return tuple(tensor.to(self.device).detach() for tensor in data)
-
-
-def _tied_stages(module: deepspeed.PipelineModule) -> tuple[tuple[int, ...], ...]:
-    """Groups of stages that wait for each other before they step, since tied layers live in several of them: the same
-    on all workers. Layers that have a stage in common make one group of all their stages."""
-    stages: dict[str, set[int]] = {}
-    for index, spec in enumerate(module._layer_specs):
-        if isinstance(spec, TiedLayerSpec):
-            stages.setdefault(spec.key, set()).add(module.stage_owner(index))
-    groups: list[set[int]] = []
-    for of_layer in stages.values():
-        apart = [group for group in groups if not group & of_layer]
-        groups = [*apart, of_layer.union(*(group for group in groups if group & of_layer))]
-    return tuple(sorted(tuple(sorted(group)) for group in groups if len(group) > 1))
-
-
-def _ties(engine: PipelineEngine) -> list[Tie]:
-    """This stage's copies of tied parameters, in the same order on all stages."""
-    topology, module, found, first = engine.grid.topology(), engine.module, [], 0
-    specs = {spec.key: spec for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)}
-    for key in sorted(specs):  # also those of other stages, whose numbers this one leaves out
-        comm = module.tied_comms.get(key, {"ranks": (), "weight_attr": ()})
-        stages = tuple(sorted(topology.get_coord(rank).pipe for rank in comm["ranks"]))
-        found += [Tie(module._recursive_getattr(module.tied_modules[key], name), stages, first=True, number=number)
-                  for number, name in enumerate(comm["weight_attr"], first) if len(stages) > 1]
-        first += len(specs[key].tied_weight_attr)
-    return found

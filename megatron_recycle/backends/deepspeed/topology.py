@@ -11,6 +11,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
+from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.config import RecycleConfig
@@ -59,6 +60,7 @@ def place_of(engine: PipelineEngine) -> Place:
         topology.get_rank(pipe=stage, data=pipeline, **{**rest, **({"model": part} if "model" in axes else {})})
         for part in range(parts)) for pipeline in range(grid.data_parallel_size)
         for stage in range(grid.pipe_parallel_size)}
+    chunks = chunks_of(engine.module)
     return Place(me=Worker(grid.get_data_parallel_id(), grid.get_stage_id()), part=grid.get_slice_parallel_rank(),
                  ranks=ranks, grid=Grid(grid.pipe_parallel_size, (engine.micro_batches,) * grid.data_parallel_size),
-                 backend=backend_for(engine.device))
+                 backend=backend_for(engine.device), placement=() if chunks is None else chunks.placement)

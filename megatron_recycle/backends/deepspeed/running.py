@@ -1,0 +1,194 @@
+"""Forwards and backwards of micro-batches through the layers of a stage of a DeepSpeed pipeline.
+
+Which layers those are is a matter of the moment: the stage's own, those of one of its two chunks, or, while a neighbour
+lends some, others (`lending`). Stock's module runs whatever stands in its list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+from torch import nn
+
+from megatron_recycle.backends.deepspeed.chunks import chunks_of
+from megatron_recycle.backends.deepspeed.timers import Timers
+from megatron_recycle.backends.hidden_state import HiddenState
+from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.compute.data import Batch
+from megatron_recycle.runtime.stage import Forward
+
+
+class Running:
+    """What runs on one stage.
+
+    Args:
+        engine: DeepSpeed's, built.
+
+    Attributes:
+        evaluated: gets what the last layers give of each micro-batch of an evaluation; None: nobody.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine = engine
+        self._hidden = HiddenState(engine.module)
+        self._chunks = chunks_of(engine.module)
+        self._chunk = 0
+        self.evaluated: Callable[[Any], None] | None = None
+
+    # ---- chunks
+
+    @property
+    def modules(self) -> Sequence[nn.ModuleList]:
+        """The layers of each chunk that are modules."""
+        return [nn.ModuleList(module for layer in layers for module in _modules(layer)) for layers in self._layers()]
+
+    def _layers(self) -> Sequence[Sequence[Callable[..., Any]]]:
+        """All layers, by chunk."""
+        found = list(self._engine.module.forward_funcs)
+        if self._chunks is None:
+            return [found]
+        first = len(self._chunks.ranges(self._engine.stage_id)[0])
+        return [found[:first], found[first:]]
+
+    def by_chunk(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """``parameters``, by name, those of one chunk behind those of the other. Raises UnsupportedError for one that
+        no chunk has, or several."""
+        found: dict[str, nn.Parameter] = {}
+        for module in self.modules:
+            own = {id(parameter) for parameter in module.parameters()}
+            here = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
+            if both := found.keys() & here.keys():
+                raise UnsupportedError(f"{', '.join(sorted(both))}: layers of both chunks of this stage have it, which "
+                                       "chunks 2 cannot train yet: leave chunks out, or let each layer have its own")
+            found.update(here)
+        if none := sorted(parameters.keys() - found.keys()):
+            raise UnsupportedError(f"{', '.join(none)}: no layer in the list of PipelineModule has it, so that with "
+                                   "chunks 2 it would belong to no chunk: put it into a layer, or leave chunks out")
+        return found
+
+    @contextmanager
+    def chunk(self, chunk: int) -> Iterator[None]:
+        """A block in which the stage is this chunk of it alone."""
+        assert self._chunks is not None
+        module: PipelineModule = self._engine.module
+        start = self._chunks.ranges(self._engine.stage_id)[chunk].start
+        before, self._chunk = (module._local_start, self._chunk), chunk
+        try:
+            module._local_start = start
+            with running(module, self._layers()[chunk]):
+                yield
+        finally:
+            module._local_start, self._chunk = before
+
+    @property
+    def _last(self) -> bool:
+        """Whether the loss is computed by what runs."""
+        engine, chunks = self._engine, self._chunks
+        if chunks is None:
+            return bool(engine.is_last_stage())
+        own = [number for number, stage in enumerate(chunks.placement) if stage == engine.stage_id]
+        return own[self._chunk] == len(chunks.placement) - 1
+
+    # ---- micro-batches
+
+    def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        """As `runtime.stage.Stage.forward`."""
+        if self._engine.module.training:
+            return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+        made = self._forward(inputs, batch)
+        checkpointing.reset()  # as stock, between forwards that no backward follows
+        return made
+
+    def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
+        engine = self._engine
+        if inputs is None:
+            assert batch is not None
+            inputs = self._load(batch[0])
+        single = inputs[0] if len(inputs) == 1 else inputs
+        outputs = engine.module(single)
+        if not self._last:
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            if engine.has_attention_mask or engine.has_bool_tensors:  # stock's next stage gets it as booleans
+                outputs = (*outputs[:-1], outputs[-1].bool())
+            if torch.is_grad_enabled() and self._trains() and not any(tensor.requires_grad for tensor in outputs):
+                raise UnsupportedError(
+                    "no output of this stage has a gradient, so that its parameters would never be trained. Reentrant "
+                    "activation checkpointing takes the gradients of a first layer whose inputs have none, such as an "
+                    'embedding: set "pipeline": {"use_reentrant": false} in the DeepSpeed JSON, or give '
+                    "PipelineModule(checkpointable_layers=[...]) the names of the classes behind it")
+            return Forward((inputs, outputs), outputs, None, roots=outputs)
+        assert batch is not None
+        if self.evaluated is not None and not engine.module.training:
+            self.evaluated(outputs)
+        loss = engine.module.loss_fn(outputs, self._labels(batch[1])) if engine.module.loss_fn else outputs
+        if not isinstance(loss, torch.Tensor) or engine.module.get_additional_losses() is not None:
+            raise UnsupportedError("a loss of several tensors is not supported yet; return one scalar from loss_fn")
+        return Forward((inputs, (loss,)), (), loss, roots=(loss,))
+
+    def _trains(self) -> bool:
+        """Whether something is trained of what runs; the rest others may run."""
+        return any(parameter.requires_grad for layer in self._engine.module.forward_funcs
+                   for module in _modules(layer) for parameter in module.parameters())
+
+    def backward(self, forward: Forward, gradients: Sequence[torch.Tensor], scale: float | None) -> list[torch.Tensor]:
+        """As `runtime.stage.Stage.backward`; the loss is multiplied by ``scale``; None: it is as it is."""
+        engine = self._engine
+        inputs, outputs = forward.saved
+        engine._running_engine_backward = True  # keeps DeepSpeed's hooks for direct .backward() calls quiet
+        try:
+            if self._last:
+                loss = outputs[0] / engine.gradient_accumulation_steps()
+                (loss if scale is None else loss.float() * scale).backward()
+            else:
+                floating = [tensor for tensor in outputs if tensor.is_floating_point()]
+                pairs = [(tensor, gradient) for tensor, gradient in zip(floating, gradients, strict=True)
+                         if tensor.requires_grad]
+                torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
+        finally:
+            engine._running_engine_backward = False
+        return [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                for tensor in inputs if tensor.is_floating_point()]
+
+    def _load(self, data: Any) -> tuple[torch.Tensor, ...]:
+        """First-stage inputs as stock prepares them."""
+        engine = self._engine
+        tensors = [data] if torch.is_tensor(data) else list(data)
+        with engine.timers.reading() if isinstance(engine.timers, Timers) else nullcontext():
+            loaded = [tensor.clone().detach().to(engine.device) for tensor in tensors]
+        if engine._reentrant_activation_checkpointing():
+            for tensor in loaded:
+                tensor.requires_grad = tensor.is_floating_point()
+        return tuple(loaded)
+
+    def _labels(self, data: Any) -> Any:
+        if torch.is_tensor(data):
+            return data.to(self._engine.device)
+        return tuple(tensor.to(self._engine.device).detach() for tensor in data)
+
+
+@contextmanager
+def running(module: PipelineModule, layers: Sequence[Callable[..., Any]]) -> Iterator[None]:
+    """A block in which ``module`` runs these ``layers``, checkpointed from the first one on."""
+    own, checked = module.forward_funcs, getattr(module, "is_checkpointable_results", None)
+    module.forward_funcs = list(layers)
+    interval = module.activation_checkpoint_interval
+    if interval and checked is not None:
+        module.is_checkpointable_results = [module._is_checkpointable(module.forward_funcs[start:start + interval])
+                                            for start in range(0, len(layers), interval)]
+    try:
+        yield
+    finally:
+        module.forward_funcs = own
+        if checked is not None:
+            module.is_checkpointable_results = checked
+
+
+def _modules(layer: Callable[..., Any]) -> list[nn.Module]:
+    """Those that ``layer`` runs: itself, or those that a function of the script's is bound to, if it is tied."""
+    return [module for module in (layer, *getattr(layer, "args", ())) if isinstance(module, nn.Module)]
