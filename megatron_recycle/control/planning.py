@@ -51,7 +51,7 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
         after_b=tuple(memory.after_b[stage] for stage in at_home) if memory is not None else (),
         message=tuple(memory.message[stage] for stage in at_home) if memory is not None else (),
         block=description.get("block") or 0,
-        tied=tuple(tuple(group) for group in description.get("tied", ())),
+        tied=tuple(tuple(at_home.index(stage) for stage in group) for group in description.get("tied", ())),
         split_backward=description.get("split_backward", True),
         full_backward=tuple(chunk for chunk, stage in enumerate(at_home)
                             if stage in description.get("full_backward", ())),

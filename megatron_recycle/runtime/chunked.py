@@ -19,8 +19,8 @@ class Chunked(Protocol):
     """What a stage with several chunks has besides.
 
     Attributes:
-        chunks: its modules, in the order of the model's layers; each parameter is in one of them, and
-            `Stage.parameters` are those of one chunk behind those of the other.
+        chunks: its modules, in the order of the model's layers; `Stage.parameters` are those of one chunk behind those
+            of the other. A parameter that several have (tied embeddings) is among those of the first.
     """
 
     @property
@@ -49,7 +49,7 @@ def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
         return
     found = [what for what, there in {
         "an optimizer in shards (ZeRO-1, Megatron's distributed optimizer)": stage.shards is not None,
-        "tied parameters": bool(stage.tied_stages), "lent layers": stage.lending is not None,
+        "lent layers": stage.lending is not None,
         "moves of workers to other stages": config.moves,
         f"policy {config.policy}": config.policy != "reroute"}.items() if there]
     if found:

@@ -204,6 +204,9 @@ class SmallStage:
         self.part, self.parts = part, parts
         own = [chunk for chunk, at in enumerate(placement or range(stages)) if at == stage]
         self.chunks = [self._chunk(cut, chunk, tied, blocks) for chunk in own]
+        ends = (placement[0], placement[-1]) if placement else (0, stages - 1)
+        if tied and ends == (stage, stage) and placement:
+            self.chunks[-1][-1].out.weight = self.chunks[0][0].token.weight
         self.module = nn.Sequential(*self.chunks) if placement else self.chunks[0]
         self.lending = None if placement else Layers(self, _share(blocks + 2, cut, stage)[0], stages)
         self._running = 0
@@ -218,11 +221,11 @@ class SmallStage:
         self._kept = OptimizerState(self.module, self.optimizer)
         self._kept.train(self.parameters)
         self.model = fingerprint(self.parameters)
-        self.tied_stages = ((0, stages - 1),) if tied else ()
+        self.tied_stages = (ends,) if tied and ends[0] != ends[1] else ()
         self.ties: list[Tie] = []
-        if tied and not placement and (self.first or self.last):
-            inner = self.module[0].token if self.first else self.module[-1].out
-            self.ties = [Tie(inner.weight, (0, stages - 1))]
+        if self.tied_stages and stage in ends:
+            inner = self.chunks[0][0].token if stage == ends[0] else self.chunks[-1][-1].out
+            self.ties = [Tie(inner.weight, ends)]
         self.references: dict[str, Any] = {}
 
     def _chunk(self, chunks: int, chunk: int, tied: bool, blocks: int) -> nn.Sequential:

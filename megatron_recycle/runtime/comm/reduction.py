@@ -194,16 +194,15 @@ class ChunkedReduction:
 
     def sums(self, layout: Layout, modules: Sequence[nn.Module]) -> ChunkedAccumulators:
         """Room for the sums of the chunks, which are ``modules``."""
-        own = [{id(parameter) for parameter in module.parameters()} for module in modules]
-        found = [[parameter for parameter in layout.parameters if id(parameter) in each] for each in own]
-        if [id(parameter) for each in found for parameter in each] != list(map(id, layout.parameters)):
-            raise AssertionError("the parameters of a stage lie one chunk behind the other, and each is of one chunk")
-        return ChunkedAccumulators(layout, [Accumulators(Layout(each, layout.dtype), reduction.place)
-                                            for each, reduction in zip(found, self._each, strict=True)])
+        return ChunkedAccumulators(layout, [Accumulators(each, reduction.place) for each, reduction in zip(
+            layout.by_chunk(modules), self._each, strict=True)])
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
-        assert not ties, "refused when the worker begins (`check_chunks`)"
-        return torch.cat([reduction.gradient(sums.of(chunk), groups) for chunk, reduction in enumerate(self._each)])
+        each = [sums.of(chunk) for chunk in range(len(self._each))]
+        result = sums.layout.joined([(own.layout, reduction.gradient(own, groups))
+                                     for own, reduction in zip(each, self._each, strict=True)])
+        fold_ties(ties, sums.layout, result, groups)
+        return result
 
 
 def reduction_of(exact: bool, plan: Plan, me: Worker, averaging: Averaging) -> Reduction:

@@ -57,6 +57,36 @@ class Layout:
         """Every parameter's part of a flat buffer, in the parameters' order."""
         return _unflatten_dense_tensors(flat, self.parameters)
 
+    def by_chunk(self, modules: Sequence[nn.Module]) -> Sequence[Layout]:
+        """A layout for each of ``modules``, which are the stage's chunks: the parameters that no chunk before it has,
+        as they lie here, and behind them those that one has already (tied embeddings)."""
+        found, seen = [], set[int]()
+        for module in modules:
+            own = {id(parameter) for parameter in module.parameters()}
+            mine = [parameter for parameter in self.parameters if id(parameter) in own]
+            found.append(Layout(sorted(mine, key=lambda parameter: id(parameter) in seen), self.dtype))
+            seen |= own
+        new = [id(parameter) for place, each in enumerate(found) for parameter in each.parameters
+               if not any(parameter in before for before in found[:place])]
+        if new != list(map(id, self.parameters)):
+            raise AssertionError("the parameters of a stage lie one chunk behind the other, and each is of one chunk")
+        return found
+
+    def joined(self, gradients: Sequence[tuple[Layout, torch.Tensor]]) -> torch.Tensor:
+        """The flat gradient of the stage, of those of its chunks (`by_chunk`); that of a parameter which several have
+        is their sum, in their order."""
+        parts: list[torch.Tensor] = []
+        again: list[tuple[nn.Parameter, torch.Tensor]] = []
+        for place, (layout, flat) in enumerate(gradients):
+            shared = [parameter for parameter in layout.parameters
+                      if any(parameter in before for before, _ in gradients[:place])]
+            again += [(parameter, layout.view(flat, parameter)) for parameter in shared]
+            parts.append(flat[:layout.numel - sum(parameter.numel() for parameter in shared)])
+        result = torch.cat(parts)
+        for parameter, gradient in again:
+            self.view(result, parameter).add_(gradient)
+        return result
+
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._range
 
