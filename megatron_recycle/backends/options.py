@@ -30,3 +30,9 @@ class Options:
         if self.config is not None:
             return self.config
         return RecycleConfig.resolve(framework_config.get(SECTION), self.flags)
+
+    def stay_off(self) -> None:
+        """Training begins without the plugin: nothing is recorded any more for who might join, and torch's groups are
+        stock's again."""
+        if self.setup is not None:
+            self.setup.close()

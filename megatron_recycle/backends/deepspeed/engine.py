@@ -70,6 +70,8 @@ def install(options: Options) -> None:
     def initialize(args: Any = None, model: Any = None, *rest: Any, **keywords: Any) -> Any:
         config = read_config(stock, args, model, *rest, **keywords)
         settings = options.resolve(config)
+        if not settings.enabled:
+            options.stay_off()
         if not settings.enabled or not isinstance(model, deepspeed.PipelineModule):
             return stock(args, model, *rest, **keywords)
         check_not_too_late(settings)

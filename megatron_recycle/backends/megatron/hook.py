@@ -54,6 +54,7 @@ def install(options: Options) -> None:
             # Megatron's loop looks at gradient norms between steps, and so may a script.
             settings = replace(settings, step="barrier")
         if not settings.enabled:
+            options.stay_off()
             return stock(*args, **keywords)
         if is_deepspeeds_fork():
             return stock(*args, **keywords)
