@@ -180,11 +180,11 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), logits: bool = False, annealed: bool = False,
           loader: str = "", ramp: Sequence[int] = (), follows: float = 0.0,
-          raises: int | None = None, lends: bool = False, watch: Callable[[Any], None] | None = None,
+          raises: int | None = None, blocks: int = 0, lends: bool = False, hooks: int | None = None, watch: Callable[[Any], None] | None = None,
           talks: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full", "borrowed"} of this worker; the
-    last two are the micro-batches whose B and W are one backward, and how many parameters of other stages it has. Also
-    "evaluated", the losses of evaluations.
+    last two are the micro-batches whose B and W are one backward, and after which iterations it has parameters of other
+    stages. Also "evaluated", the losses of evaluations.
 
     Args:
         engine_settings: more of DeepSpeed's JSON.
@@ -209,7 +209,9 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         ramp: micro-batches of a pipeline in each of the first iterations, and later as in the last of these, which the
             script sets as a batch size.
         raises: iteration before which the script fails, on all ranks; with the plugin only.
+        blocks: of the model; 0: two for each stage but one.
         lends: whether layers are lent.
+        hooks: iteration from which on the script puts a hook on a layer, on the last stage, once layers are lent.
         watch: called with the engine.
     """
     if mistake and mistake not in ("apart", "data"):
@@ -230,8 +232,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         get_cuda_rng_tracker().add("model-parallel-rng", rank)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
-    middle = 2 * stages - 2
-    layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout, noise) for _ in range(middle)], LayerSpec(Head)]
+    layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout, noise) for _ in range(blocks or 2 * stages - 2)], LayerSpec(Head)]
     if tied:
         layers[0] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight")
         layers[-1] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight",
@@ -276,7 +277,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         texts = DataLoader(data, BATCH, sampler=sampler)
         reads = stage in (0, stages - 1)
         iterator = itertools.cycle(texts) if reads else None
-    losses, evaluated, begun = [], [], engine.global_steps
+    losses, evaluated, borrowed, begun = [], [], [], engine.global_steps
     while len(losses) < iterations:
         if ramp:
             engine.set_train_batch_size(BATCH * pipelines * ramp[min(begun + len(losses), len(ramp) - 1)])
@@ -304,6 +305,12 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
                 engine.eval_batch(iter(unseen)), None)
             evaluated += [loss.item(), *([] if made is None else [made.double().sum().item()])]
         losses.append(engine.train_batch(iterator).item())
+        worker = engine.session.worker if plugin else None
+        if worker is not None and worker.site.trainable.neighbours.parameters:
+            borrowed.append(len(losses) - 1)
+        if hooks is not None and len(losses) > hooks and stage == stages - 1 and worker.plan.crossings:
+            engine.module.forward_funcs[0].register_forward_hook(lambda module, inputs, output: None)
+            hooks = None
         if talks:
             talk(engine, losses[-1])
         if save and len(losses) == save[1]:
@@ -328,7 +335,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
             parameter for group in inner.param_groups for parameter in group["params"])})
     if plugin:
         result["members"] = [str(worker) for worker in engine.session.worker.live()]
-        result["borrowed"] = len(engine.session.worker.site.trainable.neighbours.parameters)
+        result["borrowed"] = borrowed
         program = engine.session.worker.site.current.last.program
         result["full"] = sorted(str(action) for action in program.full if action.kind == "FB")
         if tidy:

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import megatron_recycle
 from megatron_recycle.config import RecycleConfig
 from tests.backends.gpt_job import BATCH, WIDTH, Embedding, Head, Text, loss_fn
+from tests.backends.lent import lend
 
 GROUP: list[Any] = []
 """The script's group of tensor-parallel ranks, where its functions find it."""
@@ -88,9 +89,11 @@ def broadcast(batch: Any) -> Any:
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipelines: int, parts: int,
           iterations: int = 4, microbatches: int = 3, dropout: float = 0.0, plugin: bool = True,
           clipping: float = 0.5, settings: dict[str, Any] | None = None, evaluate: bool = False,
-          save: str | None = None, zero: int = 0, ramp: Sequence[int] = ()) -> Any:
+          save: str | None = None, zero: int = 0, ramp: Sequence[int] = (), lends: bool = False) -> Any:
     """As `gpt_job.train`, on a topology of three axes. ``evaluate``: after each iteration. ``zero``: its stage.
-    ``ramp``: micro-batches of the first iterations."""
+    ``ramp``: micro-batches of the first iterations. ``lends``: whether layers are lent, as "borrowed" says."""
+    if lends:
+        lend()
     topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts, num_dp=pipelines)
     place = topology.get_coord(rank)
     if plugin:
@@ -137,5 +140,6 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
               "state": [{key: torch.as_tensor(value).numpy().copy() for key, value in state.items()}
                         for _, state in sorted(inner.state_dict()["state"].items())]}
     if plugin:
+        result["borrowed"] = len(engine.session.worker.site.trainable.neighbours.parameters)
         engine.session.finish()
     return result

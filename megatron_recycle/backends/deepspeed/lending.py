@@ -112,8 +112,6 @@ def _why_not(engine: PipelineEngine) -> str:
     """What keeps any of the stage's layers from being lent; nothing: look at each."""
     if engine.num_stages == 1:
         return "there is one stage"
-    if engine.grid.get_slice_parallel_world_size() > 1:
-        return "layers that are cut over tensor-parallel ranks are not lent yet"
     if engine.module.seed_layers:
         return "seed_layers sets random numbers by a layer's place on its stage"
     kinds = {parameter.dtype for parameter in engine.module.parameters() if parameter.is_floating_point()}
