@@ -180,7 +180,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
           corrupt: int | None = None, noisy: bool = False, left_out: int | None = None, by_hand: bool = False,
           evaluate: Sequence[int] = (), logits: bool = False, annealed: bool = False,
           loader: str = "", ramp: Sequence[int] = (), follows: float = 0.0,
-          raises: int | None = None, blocks: int = 0, lends: bool = False, hooks: int | None = None, watch: Callable[[Any], None] | None = None,
+          raises: int | None = None, blocks: int = 0, lends: bool = False, hooks: int | None = None,
+          watch: Callable[[Any], None] | None = None,
           talks: bool = False) -> Any:
     """Train and return {"losses", "parameters", "state", "members", "counters", "full", "borrowed"} of this worker; the
     last two are the micro-batches whose B and W are one backward, and after which iterations it has parameters of other
@@ -232,7 +233,8 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         get_cuda_rng_tracker().add("model-parallel-rng", rank)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo", verbose=False)
-    layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout, noise) for _ in range(blocks or 2 * stages - 2)], LayerSpec(Head)]
+    middle = blocks or 2 * stages - 2
+    layers = [LayerSpec(Embedding), *[LayerSpec(Block, dropout, noise) for _ in range(middle)], LayerSpec(Head)]
     if tied:
         layers[0] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight")
         layers[-1] = TiedLayerSpec("words", Embedding, tied_weight_attr="token.weight",

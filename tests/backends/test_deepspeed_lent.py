@@ -29,8 +29,8 @@ def test_a_worker_comes_back_while_layers_are_lent_and_the_script_changes_one_la
             job.wait_held(first)
             job.kill(first)
             job.wait_held(second)
-            job.wait_until(lambda number=number: sum(
-                "lending" in event and event["generation"] > 2 * number for event in job.events) > 0, "a plan that lends")
+            job.wait_until(lambda number=number: any("lending" in event and event["generation"] > 2 * number
+                                                     for event in job.events), "a plan that lends")
             job.release(second)
             if second == late:
                 job.wait_held(back)
