@@ -19,6 +19,7 @@ from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.losses import LossRelay
 from megatron_recycle.runtime.comm.reduction import ChunkedReduction, per_token
+from megatron_recycle.runtime.comm.sharded_reduction import ShardedReduction
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Copies
@@ -116,8 +117,9 @@ class Attempt:
     def _room(self) -> Accumulators:
         """For the sums of gradients."""
         reduction, layout = self._generation.reduction, self._site.trainable.layout
-        if isinstance(reduction, ChunkedReduction):
-            return reduction.sums(layout, chunks_of(self._site.stage))
+        apart = reduction.apart if isinstance(reduction, ShardedReduction) else reduction
+        if isinstance(apart, ChunkedReduction):
+            return apart.sums(layout, chunks_of(self._site.stage))
         return self._shared.loans.sums(layout, reduction.place, self._program.plan.problem.block)
 
     def _take_up(self, kept: Kept) -> None:

@@ -48,7 +48,6 @@ def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
                                    "so far it is DeepSpeed's PipelineModule that is cut into V-shaped stages")
         return
     found = [what for what, there in {
-        "an optimizer in shards (ZeRO-1, Megatron's distributed optimizer)": stage.shards is not None,
         "lent layers": stage.lending is not None,
         "moves of workers to other stages": config.moves,
         f"policy {config.policy}": config.policy != "reroute"}.items() if there]

@@ -144,8 +144,8 @@ def _on_the_way(site: Site, plan: Plan) -> int | None:
     me, last, shards, layout = site.place.me, site.current.last, site.stage.shards, site.trainable.layout
     if shards is None or last is None or last.cuts is None:
         return None
-    of = {worker: len(runs) for worker, runs in pieces(plan, me.stage).items()} if site.exact else dict.fromkeys(
-        plan.problem.live(me.stage), 1)
+    each = [pieces(plan, chunk) for chunk in plan.problem.chunks_of[me.stage]] if site.exact else []
+    of = {worker: max((len(runs[worker]) for runs in each), default=1) for worker in plan.problem.live(me.stage)}
     kind = layout.dtype if site.exact else last.cuts.wire or layout.dtype
     length = sum(shards.length(shard) for shard in last.cuts.spoken_for(me))
     others = sum(number for worker, number in of.items() if worker != me)

@@ -27,6 +27,10 @@ SHAPES = {
     "interleaved": Shape(3, 2, 4, 3, blocks=6, chunks=2, interleaved=True),
     "interleaved, 2x3": Shape(2, 3, 3, 3, chunks=2, interleaved=True, evaluate=(1, 2)),
     "interleaved thrice": Shape(3, 2, 4, 3, blocks=6, chunks=3, interleaved=True),
+    "shards": Shape(3, 2, 2, 3, chunks=2, sharded=True, clipping=0.05).with_settings(state_copies=3),
+    "shards, interleaved": Shape(3, 2, 4, 3, blocks=6, chunks=2, interleaved=True, sharded=True).with_settings(
+        state_copies=3),
+    "shards, tied": Shape(3, 2, 3, 3, chunks=2, tied=True, sharded=True).with_settings(state_copies=3),
     "W-shaped": Shape(3, 2, 4, 3, blocks=6, chunks=3, evaluate=(1, 2)),
     "tied": Shape(3, 2, 3, 3, chunks=2, tied=True), "one stage, tied": Shape(2, 1, 3, 3, chunks=2, tied=True),
     "interleaved, tied": Shape(3, 2, 3, 3, chunks=2, interleaved=True, tied=True),
@@ -61,6 +65,18 @@ def test_without_failures_it_trains_what_each_chunk_on_a_stage_of_its_own_does(n
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in result.state.items())
 
 
+@pytest.mark.parametrize("reduction", ["exact", "fast"])
+@pytest.mark.parametrize("name", ["shards", "shards, interleaved", "shards, tied"])
+def test_without_failures_shards_train_what_a_whole_optimizer_does(name, reduction):
+    shape = replace(SHAPES[name], clipping=0).with_settings(step="barrier", reduction=reduction)
+    within = 0.0 if reduction == "exact" else 1e-5
+    sharded, whole = undisturbed(shape), undisturbed(replace(shape, sharded=False))
+    for rank, result in sharded.items():
+        assert result.losses == pytest.approx(whole[rank].losses, abs=within)
+        for name, tensor in result.state.items():
+            assert (tensor - whole[rank].state[name]).abs().max() <= within, name
+
+
 def prefixed(name: str, place: int) -> str:
     """The name that a chunk's tensor has in its stage."""
     kind, _, name = name.partition(" ")
@@ -92,8 +108,7 @@ def test_parts_of_a_worker_have_the_equal_parts_of_both_chunks():
 
 
 def test_what_chunks_cannot_have_is_refused_by_name_when_the_worker_begins():
-    for shape, what in ((replace(SHAPE, sharded=True), "ZeRO-1"),
-                        (SHAPE.with_settings(moves=True), "moves"),
+    for shape, what in ((SHAPE.with_settings(moves=True), "moves"),
                         (SHAPE.with_settings(policy="rollback", reduction="fast"), "policy rollback")):
         job = Job(shape)
         with job:

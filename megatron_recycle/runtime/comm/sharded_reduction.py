@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ from megatron_recycle.runtime.stage import Averaging, Tie
 
 Span = tuple[int, int]
 Arriving = tuple[torch.Tensor, Pending]
+Logical = Sequence[tuple[int, Piece, Piece, Worker]]
+"""Sums in logical order: the number of each among all of the stage, its piece, what that is called where it is kept, and
+who keeps it."""
 
 _AT_ONCE = 2**23
 _SHARE = 32
@@ -76,7 +80,7 @@ class ShardedReduction:
 
     Args:
         inner: says where a micro-batch belongs, and what losses are.
-        pieces: what all workers have summed, in logical order, and who has.
+        pieces: what all workers have summed, in logical order: for each chunk of the stage that is summed apart.
         before: factor of what each has summed, before it is added up.
         after: factor of the sum.
         cuts: who holds what.
@@ -84,9 +88,10 @@ class ShardedReduction:
             it would matter how many there are.
     """
 
-    def __init__(self, inner: Reduction, pieces: Callable[[Groups], Sequence[tuple[Piece, Piece, Worker]]],
+    def __init__(self, inner: Reduction, pieces: Callable[[Groups], Sequence[Logical]],
                  before: float, after: float, cuts: Cuts, exact: bool) -> None:
-        self._inner = inner
+        self.apart = inner if exact else None
+        """The reduction that says how sums of chunks are kept apart; None: they are not."""
         self._pieces = pieces
         self._before, self._after = before, after
         self._exact = exact
@@ -98,17 +103,25 @@ class ShardedReduction:
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         me, layout, cuts = groups.me, sums.layout, self.cuts
-        logical = self._pieces(groups)
-        mine = {number: sums.sum(own) for number, (_, own, worker) in enumerate(logical) if worker == me}
+        each = self._pieces(groups)
         first = set() if self._exact else {tie.number for tie in ties if tie.first and pipelines_alike(tie, groups)}
-        for flat in mine.values():  # but for `exact` there is one
-            fold_ties([tie for tie in ties if tie.number in first], layout, flat, groups)
-            if self._before != 1.0:
-                flat.mul_(self._before)
         spans = [cuts.spans(shard, layout) for shard in range(len(cuts.holders))]
-        found = self._fold(mine, logical, spans, groups, layout)
-        mine.clear()
-        sums.clear()
+        found: dict[int, torch.Tensor] = {}
+        seen: set[int] = set()
+        for chunk, logical in enumerate(each):
+            own = sums.of(chunk)
+            mine = {number: own.sum(kept) for number, _, kept, worker in logical if worker == me}
+            for flat in mine.values():  # but for `exact` there is one
+                fold_ties([tie for tie in ties if tie.number in first], layout, flat, groups)
+                if self._before != 1.0:
+                    flat.mul_(self._before)
+            if len(each) == 1:
+                found = self._fold(mine, logical, spans, groups, layout)
+            else:
+                self._join(found, spans, _ranges(layout, own.layout, seen), lambda of_chunk: self._fold(
+                    mine, logical, of_chunk, groups, layout))
+            mine.clear()
+            own.clear()
         self._share(found, spans, groups, layout)
         self._fold_ties([tie for tie in ties if tie.number not in first], found, spans, groups, layout)
         held = [shard for shard in cuts.of(me) if spans[shard]]
@@ -120,7 +133,30 @@ class ShardedReduction:
             begin += values.numel()
         return packed
 
-    def _fold(self, mine: Mapping[int, torch.Tensor], logical: Sequence[tuple[Piece, Piece, Worker]],
+    def _join(self, found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
+              ranges: Sequence[tuple[int, int, int, bool]],
+              fold: Callable[[Sequence[Sequence[Span]]], Mapping[int, torch.Tensor]]) -> None:
+        """Put what a chunk gives to the shards that this worker speaks for where it belongs in ``found``.
+
+        Args:
+            ranges: where the chunk's parameters lie (`_ranges`).
+            fold: adds up the shards, given how each lies in the chunk's flat gradient.
+        """
+        met = [[(here, again) for *at, again in ranges for here in _met(of_shard, [(at[0], at[1], at[2])])]
+               for of_shard in spans]
+        for shard, values in fold([[there for (_, there), _ in of_shard] for of_shard in met]).items():
+            if shard not in found:
+                found[shard] = torch.empty(length_of(spans[shard]), dtype=values.dtype, device=values.device)
+            begin = 0
+            for ((start, end), _), again in met[shard]:
+                part = values[begin:begin + end - start]
+                if again:
+                    found[shard][start:end] += part
+                else:
+                    found[shard][start:end] = part
+                begin += end - start
+
+    def _fold(self, mine: Mapping[int, torch.Tensor], logical: Logical,
               spans: Sequence[Sequence[Span]], groups: Groups, layout: Layout) -> dict[int, torch.Tensor]:
         """The shards that this worker speaks for, added up: a part of each shard after the other, so that what is under
         way takes little memory, and arrives while what came before is added up."""
@@ -142,7 +178,7 @@ class ShardedReduction:
         return found
 
     def _begin(self, now: Mapping[int, Sequence[Span]], mine: Mapping[int, torch.Tensor],
-               logical: Sequence[tuple[Piece, Piece, Worker]], owners: Sequence[Worker], wire: torch.dtype,
+               logical: Logical, owners: Sequence[Worker], wire: torch.dtype,
                groups: Groups, layout: Layout) -> tuple[list[Pending], dict[tuple[int, int], Arriving]]:
         """Start the transfers of a part of each shard."""
         me, stage, peers, shards = groups.me, groups.stage, groups.peers(groups.me.stage), len(owners)
@@ -150,7 +186,7 @@ class ShardedReduction:
         arriving: dict[tuple[int, int], Arriving] = {}
         # Peers send to each other both ways: where a library runs what is posted one after the other, together only.
         with stage.batch():
-            for number, (_, _, worker) in enumerate(logical):
+            for number, _, _, worker in logical:
                 for shard, spans in now.items():
                     tag = PIECES[number * shards + shard]
                     if worker == me != owners[shard]:
@@ -161,14 +197,14 @@ class ShardedReduction:
                         arriving[number, shard] = buffer, stage.receive(buffer, peers.index(worker), tag)
         return sending, arriving
 
-    def _end(self, part: _Part, mine: Mapping[int, torch.Tensor], logical: Sequence[tuple[Piece, Piece, Worker]],
+    def _end(self, part: _Part, mine: Mapping[int, torch.Tensor], logical: Logical,
              found: Mapping[int, torch.Tensor], me: Worker) -> None:
         """Add up what has arrived of a part of each shard."""
         for shard, spans in part.spans.items():
             if shard not in found:
                 continue
             addends = []
-            for number, (piece, _, worker) in enumerate(logical):
+            for number, piece, _, worker in logical:
                 if worker == me:
                     addends.append((piece, read_spans(mine[number], spans).to(found[shard].dtype)))
                 else:
@@ -251,6 +287,21 @@ def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
         pending.wait()
 
 
+def _ranges(layout: Layout, chunk: Layout, seen: set[int]) -> list[tuple[int, int, int, bool]]:
+    """Where the parameters of a chunk lie, neighbours together: their start in the stage's ``layout``, their start in
+    the chunk's, their length, and whether a chunk before it has them as well; ``seen``: those that one has."""
+    found: list[tuple[int, int, int, bool]] = []
+    starts, starts_inside = layout.starts, chunk.starts
+    for parameter in chunk.parameters:
+        at, inside, again = starts[id(parameter)], starts_inside[id(parameter)], id(parameter) in seen
+        seen.add(id(parameter))
+        if found and found[-1][0] + found[-1][2] == at and found[-1][3] == again:
+            found[-1] = *found[-1][:2], found[-1][2] + parameter.numel(), again
+        else:
+            found.append((at, inside, parameter.numel(), again))
+    return found
+
+
 def _met(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> list[tuple[Span, Span]]:
     """Where a shard's slice and the tied gradients have the same numbers: the range in the slice, and that in the
     latter.
@@ -310,10 +361,12 @@ def sharded(exact: bool, plan: Plan, me: Worker, averaging: Averaging, cuts: Cut
     factors = (mean, 1.0) if averaging == "before" and not exact else (1.0, mean)
     inner = reduction_of(exact, plan, me, averaging)
     if not exact:
-        def by_worker(groups: Groups) -> list[tuple[Piece, Piece, Worker]]:
-            return [((place, 0, 0), WHOLE, worker) for place, worker in enumerate(groups.peers(me.stage))]
+        def by_worker(groups: Groups) -> list[Logical]:
+            return [[(place, (place, 0, 0), WHOLE, worker) for place, worker in enumerate(groups.peers(me.stage))]]
 
         return ShardedReduction(inner, by_worker, *factors, cuts, False)
-    logical = [(piece, piece, worker) for piece, worker in sorted(
-        (piece, worker) for worker, own in pieces(plan, me.stage).items() for piece in own)]
+    numbers = count()
+    logical = [[(next(numbers), piece, piece, worker) for piece, worker in sorted(
+        (piece, worker) for worker, own in pieces(plan, chunk).items() for piece in own)]
+        for chunk in plan.problem.chunks_of[me.stage]]
     return ShardedReduction(inner, lambda _: logical, *factors, cuts, True)
