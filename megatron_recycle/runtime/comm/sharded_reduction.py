@@ -28,8 +28,8 @@ from megatron_recycle.runtime.stage import Averaging, Tie
 Span = tuple[int, int]
 Arriving = tuple[torch.Tensor, Pending]
 Logical = Sequence[tuple[int, Piece, Piece, Worker]]
-"""Sums in logical order: the number of each among all of the stage, its piece, what that is called where it is kept, and
-who keeps it."""
+"""Sums in logical order: the number of each among all of the stage, its piece, what that is called where it is kept,
+and who keeps it."""
 
 _AT_ONCE = 2**23
 _SHARE = 32
