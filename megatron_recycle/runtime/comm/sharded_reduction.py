@@ -118,8 +118,9 @@ class ShardedReduction:
             if len(each) == 1:
                 found = self._fold(mine, logical, spans, groups, layout)
             else:
-                self._join(found, spans, _ranges(layout, own.layout, seen), lambda of_chunk: self._fold(
-                    mine, logical, of_chunk, groups, layout))
+                met = _in_chunk(spans, layout, own.layout, seen)
+                of_chunk = [[inside for _, inside, _ in of_shard] for of_shard in met]
+                _join(found, spans, met, self._fold(mine, logical, of_chunk, groups, layout))
             mine.clear()
             own.clear()
         self._share(found, spans, groups, layout)
@@ -132,29 +133,6 @@ class ShardedReduction:
             packed[begin:begin + values.numel()] = values
             begin += values.numel()
         return packed
-
-    def _join(self, found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
-              ranges: Sequence[tuple[int, int, int, bool]],
-              fold: Callable[[Sequence[Sequence[Span]]], Mapping[int, torch.Tensor]]) -> None:
-        """Put what a chunk gives to the shards that this worker speaks for where it belongs in ``found``.
-
-        Args:
-            ranges: where the chunk's parameters lie (`_ranges`).
-            fold: adds up the shards, given how each lies in the chunk's flat gradient.
-        """
-        met = [[(here, again) for *at, again in ranges for here in _met(of_shard, [(at[0], at[1], at[2])])]
-               for of_shard in spans]
-        for shard, values in fold([[there for (_, there), _ in of_shard] for of_shard in met]).items():
-            if shard not in found:
-                found[shard] = torch.empty(length_of(spans[shard]), dtype=values.dtype, device=values.device)
-            begin = 0
-            for ((start, end), _), again in met[shard]:
-                part = values[begin:begin + end - start]
-                if again:
-                    found[shard][start:end] += part
-                else:
-                    found[shard][start:end] = part
-                begin += end - start
 
     def _fold(self, mine: Mapping[int, torch.Tensor], logical: Logical,
               spans: Sequence[Sequence[Span]], groups: Groups, layout: Layout) -> dict[int, torch.Tensor]:
@@ -287,19 +265,35 @@ def exchange(comm: Comm, peers: Sequence[Worker], me: Worker, tags: Tags,
         pending.wait()
 
 
-def _ranges(layout: Layout, chunk: Layout, seen: set[int]) -> list[tuple[int, int, int, bool]]:
-    """Where the parameters of a chunk lie, neighbours together: their start in the stage's ``layout``, their start in
-    the chunk's, their length, and whether a chunk before it has them as well; ``seen``: those that one has."""
+def _in_chunk(spans: Sequence[Sequence[Span]], layout: Layout, chunk: Layout,
+              seen: set[int]) -> list[list[tuple[Span, Span, bool]]]:
+    """By shard, where its slice and a chunk's gradient have the same numbers: the range in the slice, that in the
+    chunk's ``layout``, and whether a chunk before it has them as well; ``seen``: the parameters that one has."""
     found: list[tuple[int, int, int, bool]] = []
     starts, starts_inside = layout.starts, chunk.starts
     for parameter in chunk.parameters:
         at, inside, again = starts[id(parameter)], starts_inside[id(parameter)], id(parameter) in seen
         seen.add(id(parameter))
-        if found and found[-1][0] + found[-1][2] == at and found[-1][3] == again:
+        if found and found[-1][0] + found[-1][2] == at and found[-1][3] == again:  # neighbours together
             found[-1] = *found[-1][:2], found[-1][2] + parameter.numel(), again
         else:
             found.append((at, inside, parameter.numel(), again))
-    return found
+    return [[(here, there, again) for at, inside, length, again in found
+             for here, there in _met(of_shard, [(at, inside, length)])] for of_shard in spans]
+
+
+def _join(found: dict[int, torch.Tensor], spans: Sequence[Sequence[Span]],
+          met: Sequence[Sequence[tuple[Span, Span, bool]]], of_chunk: Mapping[int, torch.Tensor]) -> None:
+    """Put what a chunk gives to shards where it belongs in ``found``. ``met``: as `_in_chunk`; ``of_chunk`` has its
+    ranges in the chunk one behind the other."""
+    for shard, values in of_chunk.items():
+        if shard not in found:
+            found[shard] = torch.empty(length_of(spans[shard]), dtype=values.dtype, device=values.device)
+        begin = 0
+        for (start, end), _, again in met[shard]:
+            part = values[begin:begin + end - start]
+            found[shard][start:end] = found[shard][start:end] + part if again else part
+            begin += end - start
 
 
 def _met(spans: Sequence[Span], tied: Sequence[tuple[int, int, int]]) -> list[tuple[Span, Span]]:
