@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from deepspeed.pipe import PipelineModule
+
+from megatron_recycle.errors import UnsupportedError
 
 _KEPT = "recycle_chunks"
 
@@ -45,22 +48,58 @@ def v_placement(stages: int) -> tuple[int, ...]:
     return (*range(stages), *reversed(range(stages)))
 
 
+class ChunkedModule(PipelineModule):
+    """A `PipelineModule` whose stage has several chunks: a base of the script's own class, see `become_chunked`."""
+
+    _local_start: int
+
+    def stage_owner(self, layer_idx: int) -> int:
+        return _chunks(self).stage_of(layer_idx)
+
+    def forward(self, forward_input: Any) -> Any:
+        """Raises UnsupportedError unless one chunk is chosen: between two chunks are other stages."""
+        if len(self.forward_funcs) == len(_chunks(self).layers(self.stage_id)):
+            raise UnsupportedError("a stage with two chunks cannot be called as a whole: the layers between them are "
+                                   "on other stages. Use engine.train_batch() and engine.eval_batch()")
+        return super().forward(forward_input)
+
+    def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
+        with self._counting(local_layer_idx):
+            path: str = super().ckpt_layer_path(ckpt_dir, local_layer_idx)
+        return path
+
+    def ckpt_layer_path_list(self, ckpt_dir: str, local_layer_idx: int) -> list[str]:
+        with self._counting(local_layer_idx):
+            paths: list[str] = super().ckpt_layer_path_list(ckpt_dir, local_layer_idx)
+        return paths
+
+    @contextmanager
+    def _counting(self, place: int) -> Iterator[None]:
+        """Inside the block the stage's layer at ``place`` has its own number for stock."""
+        before = self._local_start
+        self._local_start = _chunks(self).layers(self.stage_id)[place] - place
+        try:
+            yield
+        finally:
+            self._local_start = before
+
+
+def become_chunked(module: PipelineModule, chunks: Chunks) -> None:
+    """Let ``module``, whose layers are those of its stage's ``chunks`` one behind the other, answer as such; it stays
+    of the class that the script has given it, and keeps its name, by which DeepSpeed knows some."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (ChunkedModule, kind), {
+        "__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__})
+    setattr(module, _KEPT, chunks)
+
+
 def chunks_of(module: PipelineModule) -> Chunks | None:
     """How ``module``'s layers are cut; None: one chunk per stage, as DeepSpeed does."""
     found: Chunks | None = getattr(module, _KEPT, None)
     return found
 
 
-def cut(stock: Sequence[int], parts: Sequence[int]) -> Chunks:
-    """A V of ``parts`` on the stages of ``stock``."""
-    return Chunks(tuple(parts), v_placement(len(stock) - 1), tuple(stock))
-
-
-def lay_out(module: PipelineModule, optimizer: Any, model_parameters: Any) -> tuple[Any, Any]:
-    """Lay the layers of ``module``, which DeepSpeed has built for one chunk per stage, into a V of two; called by all
-    ranks before the engine is built. Weights and buffers have the same bits as before.
-
-    ``optimizer`` and ``model_parameters``, as `deepspeed.initialize` gets them, follow the layers: returned for the
-    engine. Raises UnsupportedError, on all ranks alike, for what cannot be moved.
-    """
-    raise NotImplementedError
+def _chunks(module: PipelineModule) -> Chunks:
+    found = chunks_of(module)
+    assert found is not None
+    return found

@@ -38,6 +38,7 @@ from megatron_recycle.backends.deepspeed.evaluating import Evaluations
 from megatron_recycle.backends.deepspeed.evaluation import Taken
 from megatron_recycle.backends.deepspeed.iterators import compare_iterators, iterator_source, take_iterator
 from megatron_recycle.backends.deepspeed.monitors import Event, Monitors, name_run
+from megatron_recycle.backends.deepspeed.relayout import lay_out
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.deepspeed.support import check_supported, torch_optimizer
 from megatron_recycle.backends.deepspeed.timers import Timers
@@ -77,6 +78,12 @@ def install(options: Options) -> None:
         check_not_too_late(settings)
         name_run(config)
         say_before_compiling(config, rest[0] if rest else keywords.get("optimizer"))
+        if settings.chunks > 1:
+            given = dict(inspect.signature(stock).bind_partial(args, model, *rest, **keywords).arguments)
+            given["optimizer"], given["model_parameters"] = lay_out(
+                model, given.get("optimizer"), given.get("model_parameters"), options.setup)
+            args, rest, keywords = given.pop("args"), (), given
+            del keywords["model"]
         engine_class = functools.partial(RecyclePipelineEngine, settings, options)
         # The name that stock initialize() looks up when it builds the engine of a PipelineModule.
         plain, deepspeed.PipelineEngine = deepspeed.PipelineEngine, engine_class

@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
+from megatron_recycle.backends.deepspeed.relayout import remember_method
 from megatron_recycle.backends.options import Options
 from megatron_recycle.backends.placing import spreads
 from megatron_recycle.config import RecycleConfig
@@ -37,6 +38,8 @@ def place(options: Options) -> None:
                 and spreads(options, settings, stages, 1, size)):
             given.arguments["topology"] = ProcessTopology(["data", "pipe"], [size // stages, stages])
         stock(*given.args, **given.kwargs)
+        given.apply_defaults()
+        remember_method(arguments[0], given.arguments["partition_method"])
 
     setattr(init, _STOCK, stock)
     PipelineModule.__init__ = init
