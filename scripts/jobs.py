@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,3 +157,22 @@ def exit_on_sigterm() -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, leave)
+
+
+@contextmanager
+def under_torchrun(arguments: Sequence[str], folder: Path, nproc: int) -> Iterator[Child]:
+    """A script and its arguments without the plugin; torchrun, whose log is in ``folder``, and its workers end with the
+    block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+    environ = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
+    child = Child([*command, *arguments], environ, folder / "torchrun.log")
+    try:
+        yield child
+    finally:
+        if child.status() is None:
+            child.signal(signal.SIGTERM)  # torchrun ends its workers
+            if child.wait(_END_LIMIT) is None:
+                child.signal(signal.SIGKILL)
+                child.wait(5.0)
+        child.release()

@@ -3,7 +3,9 @@
 Two cores cannot show pipeline parallelism with real arithmetic, so a stage's forward, input gradient and weight
 gradient sleep for given times; processes, tensors between them, engines and failures (SIGKILL) are real.
 Every row is a job of its own, in turn; a row's figure is the median over workers of the median of the last
-iterations. Prints a table and writes runs/bench/emulated.json, or emulated-megatron.json.
+iterations. Stock runs under torchrun, without anything of ours; what 1F1B takes in theory stands beside what it takes.
+Prints a table, with each row's aim and whether it is met, and writes runs/bench/emulated.json (or
+emulated-megatron.json). A row that does not come to its end is said, and the next one begins.
 
     scripts/bench/emulated.py [--backend megatron] [--grid 3x4x6 ...] [--unit 0.005] [--rows 'lent;re-routing']
         [--seconds 480]
@@ -28,63 +30,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jobs import Job, exit_on_sigterm
+from emulated_rows import AIMS, BACKENDS, LAYERS, NEAR, ROWS, B, F, Row, Shape, W  # beside this script
+from jobs import SCRIPTS, Job, JobFailed, exit_on_sigterm, under_torchrun
 from rich.console import Console
 from rich.table import Table
 
-F, B, W = 20, 22, 18
-"""Costs of a stage's forward, input gradient and weight gradient, in units."""
-LAYERS = 4
-"""Of a stage, which is what the planner divides a unit by."""
 ITERATIONS, MEASURED, KILL_AFTER = 14, 5, 1
-ACTIVE = 1e-9
-"""A limit on the gradient norm that is always exceeded."""
 OUT = Path("runs/bench")
-TRAINING = {"deepspeed": "emulated_stage.py", "megatron": "emulated_megatron.py"}
-"""Backend -> the training script that runs on it, beside this one."""
 DEFAULT_STEP = {"deepspeed": "staggered", "megatron": "barrier"}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One job. ``settings`` are the plugin's; None: the stock engine. ``gone``: whom SIGKILL takes (`GONE`). ``moved``:
-    its layers are where a published-style repartition moves them for good, from the beginning on."""
-
-    name: str
-    settings: dict[str, str] | None
-    gone: str = ""
-    clipping: float = 0.0
-    moved: bool = False
-
-
-LEND = {"lend": "auto"}
-ROWS = (
-    Row("stock 1F1B", None),
-    Row("ours", {}),
-    Row("re-routing, one gone", {}, "one"),
-    Row("layers moved, one gone", {}, "one", moved=True),
-    Row("lent layers, one gone", LEND, "one"),
-    Row("re-routing, two gone", {}, "two"),
-    Row("layers moved, two gone", {}, "two", moved=True),
-    Row("lent layers, two gone", LEND, "two"),
-    Row("re-routing, two of a stage gone", {}, "same"),
-    Row("layers moved, two of a stage gone", {}, "same", moved=True),
-    Row("lent layers, two of a stage gone", LEND, "same"),
-    Row("re-routing, a host gone", {}, "host"),
-    Row("lent layers, a host gone", LEND, "host"),
-    Row("ours, exact, one gone", {"reduction": "exact"}, "one"),
-    Row("lent layers, exact, one gone", {**LEND, "reduction": "exact"}, "one"),
-    Row("adaptive, one gone", {"step": "barrier", "split_backward": "false"}, "one"),
-    Row("decoupled, one gone", {"step": "barrier"}, "one"),
-    Row("drop the pipeline, one gone", {"policy": "drop"}, "one"),
-    Row("stock, clipping active", None, clipping=ACTIVE),
-    Row("ours, clipping active", {}, clipping=ACTIVE),
-)
-MOVED = {
-    ("3x4x6", "one"): (3, 5, 3, 5), ("3x4x6", "two"): (5, 5, 3, 3), ("3x4x6", "same"): (5, 5, 1, 5),
-    ("4x4x8", "one"): (4, 5, 3, 4), ("4x4x8", "two"): (5, 5, 3, 3), ("4x4x8", "same"): (4, 5, 2, 5),
-}
-"""Layers of each stage in the best plan that `scripts/bench/lending.py` finds when they move for good."""
 
 
 @dataclass
@@ -104,46 +57,6 @@ class Measured:
     problems: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Pipelines, stages, micro-batches of each pipeline."""
-
-    pipelines: int
-    stages: int
-    microbatches: int
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        pipelines, stages, microbatches = map(int, text.split("x"))
-        return cls(pipelines, stages, microbatches)
-
-    def __str__(self) -> str:
-        return f"{self.pipelines}x{self.stages}x{self.microbatches}"
-
-    def victims(self, gone: str) -> list[str]:
-        """Workers that are gone: one, two of different stages, two of the same, or a pipeline, which is on a host."""
-        half, last = self.stages // 2, self.stages - 1 if self.stages > 2 else 0
-        return {"": [], "one": [f"1:{half}"], "two": [f"1:{half}", f"0:{last}"], "same": [f"1:{half}", f"0:{half}"],
-                "host": [f"1:{stage}" for stage in range(self.stages)]}[gone]
-
-    def sizes(self, row: Row) -> tuple[int, ...]:
-        """Layers of each stage."""
-        return MOVED[str(self), row.gone] if row.moved else (LAYERS,) * self.stages
-
-    def has(self, row: Row) -> bool:
-        """Whether the job can run: each stage keeps a worker, and it is known where layers move."""
-        return (row.gone != "same" or self.pipelines > 2) and (not row.moved or (str(self), row.gone) in MOVED)
-
-    @property
-    def theory(self) -> int:
-        """Units of a 1F1B iteration."""
-        return (self.microbatches + self.stages - 1) * (F + B + W)
-
-    @property
-    def cap(self) -> int:
-        return int(1.5 * self.stages)
-
-
 def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
     """Run one job and read what its workers wrote."""
     folder = OUT / name_of(backend) / f"{shape}-{row.name.replace(' ', '-').replace(',', '')}"
@@ -156,16 +69,39 @@ def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
     sizes = shape.sizes(row) if backend == "deepspeed" else (LAYERS,) * shape.stages
     if backend == "deepspeed":
         arguments += ["--layers", *sizes]
-    costs = ";".join(f"{F * size},{B * size},{W * size}" for size in sizes)
-    settings = {"enabled": "false"} if row.settings is None else {
-        "costs": costs, "cap": str(shape.cap), "planner_budget": "4", **row.settings}
+    limit = 60 + 3 * ITERATIONS * shape.theory * unit
+    words = [str(value) for value in arguments]
+    plan, lasts = ({}, 0) if row.settings is None else ours(row, shape, sizes, words, folder / "run", limit, backend)
+    if row.settings is None:
+        stock([str(SCRIPTS / "bench" / BACKENDS[backend]), *words], folder, shape.pipelines * shape.stages, limit)
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
+    found = read(row, shape, unit, results, plan, backend)
+    if lasts > ITERATIONS - MEASURED:
+        found.problems.append(f"the plan came with iteration {lasts}: give it more, or less --budget")
+    return found
+
+
+def stock(command: list[str], folder: Path, workers: int, limit: float) -> None:
+    """The training script without anything of ours. Raises JobFailed."""
+    with under_torchrun(command, folder, workers) as child:
+        if status := child.wait(limit):
+            raise JobFailed(f"stock ended with {status}: see {child.log}")
+        if status is None:
+            raise JobFailed(f"stock takes longer than {limit:.0f} s: see {child.log}")
+
+
+def ours(row: Row, shape: Shape, sizes: tuple[int, ...], arguments: list[str], folder: Path, limit: float,
+         backend: str) -> tuple[dict[str, Any], int]:
+    """The training script under `recycle run`, with the row's failure: the event of its last plan, and the iteration
+    that this one came with. Raises JobFailed."""
+    costs = ";".join(f"{F * size // row.chunks},{B * size // row.chunks},{W * size // row.chunks}"
+                     for size in (sizes if row.chunks == 1 else (LAYERS,)))
+    settings = {"costs": costs, "cap": str(shape.cap * row.chunks), "planner_budget": "4", **(row.settings or {})}
     lasts = 0
     killed = False
     plan: dict[str, Any] = {}
     plans: dict[str, dict[str, Any]] = {}
-    limit = 60 + 3 * ITERATIONS * shape.theory * unit
-    with Job(f"bench/{TRAINING[backend]}", [str(value) for value in arguments], folder / "run", shape.pipelines
-             * shape.stages, settings, limit) as job:
+    with Job(f"bench/{BACKENDS[backend]}", arguments, folder, shape.pipelines * shape.stages, settings, limit) as job:
         for event in job.events():
             if event["event"] == "planned":
                 plans[event["digest"]] = dict(event)
@@ -177,11 +113,7 @@ def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
                 for victim in shape.victims(row.gone):
                     job.kill(victim)
         job.check_ended_well()
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("worker-*.json"))]
-    found = read(row, shape, unit, results, plan, backend)
-    if lasts > ITERATIONS - MEASURED:
-        found.problems.append(f"the plan came with iteration {lasts}: give it more, or less --budget")
-    return found
+    return plan, lasts
 
 
 def name_of(backend: str) -> str:
@@ -226,20 +158,46 @@ def miscounted(row: Row, shape: Shape, results: list[dict[str, Any]]) -> list[st
 
 def show(console: Console, shape: Shape, unit: float, rows: list[Measured]) -> None:
     stock = {bool(m.row.clipping): m.period for m in rows if m.row.settings is None}
+    own = whole(rows)
     table = Table(title=f"{shape}: F/B/W {F}/{B}/{W} units of {1000 * unit:g} ms, cap {shape.cap}; "
                         f"1F1B in theory {shape.theory}")
-    for heading in ("", "measured", "planned", "bound", "over plan", "throughput / stock", "plan", "block"):
-        table.add_column(heading, justify="left" if heading in ("", "plan") else "right")
+    for heading in ("", "measured", "planned", "bound", "over plan", "of 1F1B\nin theory", "of stock\nmeasured",
+                    "of ours\nwhole", "aim", "plan", "block"):
+        table.add_column(heading, justify="left" if heading in ("", "plan", "aim") else "right")
     for m in rows:
         planned = shape.theory if m.row.settings is None else m.planned
         base = stock.get(bool(m.row.clipping))
         table.add_row(m.row.name, f"{m.period:.1f}", f"{planned:g}" if planned else "",
                       f"{m.bound:g}" if m.bound else "", f"{100 * (m.period / planned - 1):+.1f} %" if planned else "",
-                      f"{base / m.period:.3f}" if base else "", m.source, str(m.block or ""))
+                      f"{shape.theory / m.period:.3f}", f"{base / m.period:.3f}" if base else "",
+                      f"{own / m.period:.3f}" if own else "", "; ".join(judged(m, shape, own)), m.source,
+                      str(m.block or ""))
     console.print(table)
     for m in rows:
         for problem in m.problems[:3]:
             console.print(f"[red]{m.row.name}: {problem}")
+
+
+def whole(rows: list[Measured]) -> float | None:
+    """Our own period without a failure, if it was measured."""
+    return next((m.period for m in rows if m.row.name == "ours"), None)
+
+
+def judged(m: Measured, shape: Shape, own: float | None) -> list[str]:
+    """What the row was to reach, and whether it has. ``own``: our own period without a failure, if it was measured."""
+    said = []
+    if (str(shape), m.row.name) in AIMS:
+        against, least = AIMS[str(shape), m.row.name]
+        base = {"ours": own, "1F1B": shape.theory}[against]
+        met = "not known: measure the row 'ours' too" if base is None else _met(base / m.period >= least)
+        said.append(f"{least} of {against}: {met}")
+    if m.planned and m.row.settings is not None:
+        said.append(f"plan + {100 * NEAR:g} %: {_met(m.period <= (1 + NEAR) * m.planned)}")
+    return said
+
+
+def _met(yes: bool) -> str:
+    return "met" if yes else "NOT MET"
 
 
 def disagreement(rows: list[Measured]) -> float:
@@ -253,20 +211,23 @@ def disagreement(rows: list[Measured]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", choices=tuple(TRAINING), default="deepspeed")
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="deepspeed")
     parser.add_argument("--grid", nargs="+", type=Shape.parse, default=[Shape(2, 2, 4), Shape(3, 4, 6), Shape(4, 4, 8)])
     parser.add_argument("--unit", type=float, default=0.005,
                         help="seconds; scaled up until stock is within 2 %% of theory")
     parser.add_argument("--seconds", type=float, default=0.0,
                         help="rows that would not end within so much time are left out, and said so; units stay as "
                              "they are (default: all rows, however long)")
-    parser.add_argument("--rows", help="only rows whose name contains one of these, separated by ;")
+    parser.add_argument("--rows", help="only these rows, separated by ; (a text that is no row's name: all rows that "
+                                       "contain it)")
     args = parser.parse_args()
     exit_on_sigterm()
     console = Console(width=None if sys.stdout.isatty() else 132)  # a log file is no 80-column screen
-    chosen = [row for row in ROWS if not args.rows or any(part in row.name for part in args.rows.split(";"))]
+    names = {row.name for row in ROWS}
+    chosen = [row for row in ROWS if not args.rows or any(
+        part == row.name if part in names else part in row.name for part in args.rows.split(";"))]
     if args.backend != "deepspeed":
-        chosen = [row for row in chosen if not row.moved and "lend" not in (row.settings or {})]
+        chosen = [row for row in chosen if not row.moved and not {"lend", "chunks"} & set(row.settings or {})]
     report, failed, began, longest = {}, False, time.monotonic(), 0.0
     for shape in args.grid:
         unit = args.unit
@@ -286,7 +247,12 @@ def main() -> int:
                 console.print(f"{shape}: {row.name}: left out, for want of time")
                 continue
             since = time.monotonic()
-            rows.append(measure(row, shape, unit, args.backend))
+            try:
+                rows.append(measure(row, shape, unit, args.backend))
+            except JobFailed as error:
+                console.print(f"[red]{shape}: {row.name}: {error}")
+                failed = True
+                continue
             longest = max(longest, time.monotonic() - since)
             console.print(f"{shape}: {row.name}: {rows[-1].period:.1f} units (planned {rows[-1].planned}; load "
                           f"{rows[-1].load:.0f}; {time.monotonic() - since:.0f} s) {rows[-1].lending}")
@@ -300,6 +266,7 @@ def main() -> int:
                                   "moved": m.row.moved, "lending": m.lending, "load": m.load,
                                   "clipping": m.row.clipping, "measured": m.period, "planned": m.planned,
                                   "bound": m.bound, "source": m.source, "block": m.block,
+                                  "aims": judged(m, shape, whole(rows)),
                                   "per_worker": m.per_worker, "problems": m.problems} for m in rows]}
         OUT.mkdir(parents=True, exist_ok=True)
         (OUT / f"{name_of(args.backend)}.json").write_text(json.dumps(report, indent=1))

@@ -19,6 +19,8 @@ from torch.utils.data import Dataset
 from megatron_recycle.runtime.compute.deferral import task_now
 
 WIDTH = 64
+WITHIN = 0.002
+"""Seconds within which an action's next layer follows; the same micro-batch in a worker's other chunk comes later."""
 
 
 class Numbers(Dataset):
@@ -47,13 +49,15 @@ class Process:
     def __init__(self) -> None:
         self.find_splitter: Callable[[], Any] = lambda: None
         self.ran: list[tuple[str, int]] = []
-        self._until = 0.0
+        self._until = self._woke = 0.0
 
     def work(self, kind: str, number: int, seconds: float) -> None:
         """Sleep. Layers of one action take together what is said: one that woke up late makes the next one shorter."""
-        goes_on = bool(self.ran) and self.ran[-1] == (kind, number)
-        self._until = (self._until if goes_on else time.perf_counter()) + seconds
-        time.sleep(max(0.0, self._until - time.perf_counter()))
+        now = time.perf_counter()
+        goes_on = bool(self.ran) and self.ran[-1] == (kind, number) and now - self._woke < WITHIN
+        self._until = (self._until if goes_on else now) + seconds
+        time.sleep(max(0.0, self._until - now))
+        self._woke = time.perf_counter()
         self.ran.append((kind, number))
 
 

@@ -20,6 +20,8 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from emulated_parts import PROCESS, Emulated, Numbers, arguments, write  # beside this script
 from torch.utils.data import DistributedSampler
 
+from megatron_recycle.backends.deepspeed.chunks import chunks_of
+
 
 def mean(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return 1e-6 * outputs.mean()
@@ -62,12 +64,20 @@ def build(args: argparse.Namespace) -> Any:
     return engine
 
 
+def numbered(engine: Any) -> dict[int, Emulated]:
+    """The layers of this worker, of all its chunks, by their numbers in the model."""
+    module = engine.module
+    chunks = chunks_of(module)
+    numbers = chunks.layers(engine.stage_id) if chunks else range(*module.parts[engine.stage_id:engine.stage_id + 2])
+    return {number: layer for number, layer in zip(numbers, module.forward_funcs, strict=True)
+            if isinstance(layer, Emulated)}
+
+
 def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
     engine = build(args)
-    stage = {number: layer for number, layer in enumerate(engine.module.forward_funcs, engine.module._local_start)
-             if isinstance(layer, Emulated)}
+    stage = numbered(engine)
     ends = []
     for _ in range(args.iterations):
         engine.train_batch()

@@ -21,13 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -36,9 +35,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from jobs import SCRIPTS, Job, JobFailed, exit_on_sigterm
-
-from megatron_recycle.launch.child import Child
+from jobs import SCRIPTS, Job, JobFailed, exit_on_sigterm, under_torchrun
 
 PIPELINES, STAGES, MICROBATCHES = 3, 2, 4
 WORKERS = PIPELINES * STAGES
@@ -108,7 +105,8 @@ def one_round(number: int, args: argparse.Namespace, folder: Path) -> tuple[dict
         stack.callback(turns.close)
         extra = ["--in-process-data"] if args.backend == "deepspeed" else []
         stock = stack.enter_context(
-            under_torchrun([str(IN_TURNS), turns.address, "stock", script, *arguments, *extra], folder / "stock"))
+            under_torchrun([str(IN_TURNS), turns.address, "stock", script, *arguments, *extra], folder / "stock",
+                           WORKERS))
         jobs = {side: stack.enter_context(Job(
             str(IN_TURNS), [turns.address, side, script, *arguments], folder / side, WORKERS,
             {"reduction": side, "step": args.step}, args.limit)) for side in SIDES if side != "stock"}
@@ -133,24 +131,6 @@ def kept_by(job: Job) -> Kept:
             kept = {name: max(size, kept.get(name, 0)) for name, size in own.items()}
     job.check_ended_well()
     return kept
-
-
-@contextmanager
-def under_torchrun(arguments: Sequence[str], folder: Path) -> Iterator[Child]:
-    """The script without the plugin."""
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    environ = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **os.environ}
-    child = Child([*command, *arguments], environ, folder / "torchrun.log")
-    try:
-        yield child
-    finally:
-        if child.status() is None:
-            child.signal(signal.SIGTERM)  # torchrun ends its workers
-            if child.wait(15.0) is None:
-                child.signal(signal.SIGKILL)
-                child.wait(5.0)
-        child.release()
 
 
 def each_turn(runs: Sequence[Mapping[str, Taken]], side: str, key: str) -> list[float]:
