@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from megatron_recycle.control.lending import with_lending
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import plan_for
 from megatron_recycle.planner.adjoin import adjoined
@@ -28,6 +29,10 @@ SEARCHED = 5_000
 plan's."""
 WORK = 60_000
 """Actions that such a search schedules per cap level."""
+LENT = 2
+"""Layers of a boundary that are lent at most: the setting `lend_layers`."""
+PARAMETERS = 1 / 8
+"""Of a worker's state: two bytes of sixteen, beside gradients, master weights and moments."""
 EXACT = 60_000
 """Up to so many actions stages keep their places in a shape."""
 
@@ -63,13 +68,43 @@ class Plans:
 
     def rerouted(self, failed: Collection[Worker], microbatches: tuple[int, ...] | None = None) -> Figures:
         """Peers take over, as the planner plans it. Raises PlanError if a stage has nobody left."""
+        shape = self._shape(failed)
+        return self._once(("reroute", shape, microbatches), lambda: self._planned(self._lost(shape, microbatches)))
+
+    def lent(self, failed: Collection[Worker], microbatches: tuple[int, ...] | None = None) -> Figures:
+        """Neighbouring stages run some of a hit stage's layers besides (`lend: auto`), where that is faster."""
+        shape = self._shape(failed)
+        usual = self.rerouted(failed, microbatches)
+        most = min(LENT, self.job.layers - 1)
+        if not any(shape) or most < 1 or self.job.stages < 2:
+            return usual
+
+        def made() -> Figures:
+            plan = plan_for(self._lending(self._lost(shape, microbatches), most), None, work=self.work)
+            return min(usual, self._figures(plan.period, plan.makespan), key=lambda figures: figures.period)
+
+        return self._once(("lent", shape, microbatches), made)
+
+    def _lending(self, problem: Problem, most: int) -> Problem:
+        """The problem in which ``most`` layers of each boundary may be lent, as the coordinator has it. All layers are
+        alike, on all stages; what one stage has more than another is an embedding's or the loss's."""
+        job, stages = self.job, self.job.stages
+        work = [sum(costs) for costs in zip(job.costs.forward, job.costs.backward_input, job.costs.backward_weight)]
+        found = with_lending(problem, {"costs": job.costs.to_json(), "lending": {
+            "layers": [job.layers] * stages, "lend": [[most, most]] * (stages - 1), "bytes": [0] * stages,
+            "share": [min(work) / job.layers / own for own in work]}}, None)
+        lag = round(most / job.layers * PARAMETERS * job.state_seconds / job.unit)
+        return replace(found, costs=replace(found.costs, lent=(lag, lag)))
+
+    def _shape(self, failed: Collection[Worker]) -> tuple[int, ...]:
+        """How many workers each stage has lost, as far as plans depend on it."""
         lost = Counter(worker.stage for worker in failed)
         shape = tuple(lost[stage] for stage in range(self.job.stages))
-        if not self.exact:  # most losses in the middle, where a hit stage costs neither least nor most
-            middle = self.job.stages // 2
-            order = sorted(range(self.job.stages), key=lambda stage: abs(stage - middle))
-            shape = tuple(count for _, count in sorted(zip(order, sorted(shape, reverse=True))))
-        return self._once(("reroute", shape, microbatches), lambda: self._planned(self._lost(shape, microbatches)))
+        if self.exact:
+            return shape
+        middle = self.job.stages // 2  # most losses in the middle, where a hit stage costs neither least nor most
+        order = sorted(range(self.job.stages), key=lambda stage: abs(stage - middle))
+        return tuple(count for _, count in sorted(zip(order, sorted(shape, reverse=True))))
 
     def natural(self, failed: Collection[Worker]) -> Figures:
         """The same without alignment: every worker stands for its own pipeline, failed ones for themselves."""

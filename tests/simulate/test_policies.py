@@ -14,6 +14,7 @@ from megatron_recycle.simulate.job import Job
 from megatron_recycle.simulate.plans import Plans
 from megatron_recycle.simulate.policies.bamboo import Bamboo, BambooConstants, redundant
 from megatron_recycle.simulate.policies.base import Setting
+from megatron_recycle.simulate.policies.lending import LentLayers
 from megatron_recycle.simulate.policies.oobleck import Oobleck, OobleckConstants
 from megatron_recycle.simulate.policies.others import MovedLayers, TorchFT, recut
 from megatron_recycle.simulate.policies.recycling import (
@@ -82,6 +83,19 @@ def test_moves_fill_a_stage_that_was_hit_too_hard():
     stays, moves = rate(WithoutMoves(QUIET), *dead), rate(Recycling(QUIET), *dead)
     assert moves == pytest.approx(JOB.batch / PLANS.rerouted([Worker(0, 0), Worker(0, 1)]).period)
     assert moves > 1.2 * stays
+
+
+def test_layers_are_lent_once_the_search_has_ended_and_until_the_next_change():
+    """At once the job goes on as without lending; a comeback's first iterations do, too."""
+    gone = Outage(100.0, 300.0, "host0")
+    plain, lent = (run(made(QUIET), trace(gone, duration=600)) for made in (Recycling, LentLayers))
+    with_layers = PLANS.lent([Worker(0, 0)])
+    assert with_layers.period < 0.98 * PLANS.rerouted([Worker(0, 0)]).period
+    assert with_layers.period > PLANS.rerouted(()).period * 5 / 6
+    told = [rate for at, rate in lent.rate if 100 < at < 300 and rate]
+    assert told == pytest.approx([JOB.batch / PLANS.rerouted([Worker(0, 0)]).period, JOB.batch / with_layers.period])
+    assert lent.rate[-1][1] == plain.rate[-1][1] == pytest.approx(JOB.batch / PLANS.rerouted(()).period)
+    assert lent.samples > plain.samples
 
 
 def test_a_moving_workers_own_end_ends_the_move():
