@@ -44,3 +44,36 @@ def test_whoever_runs_a_layer_the_bits_are_the_same(pipelines, stages, tensor, o
     assert not any(result.value["borrowed"] for result in reference.values())
     committed = [event["iteration"] for event in lending.events if event["event"] == "committed"]
     assert committed == list(range(4))
+
+
+@pytest.mark.night
+@pytest.mark.processes
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("options", [(), ("--distributed-optimizer", "--bf16")])
+def test_the_planner_lends_layers_until_the_worker_is_back(options):
+    """With costs that are given, so that the plan does not depend on how busy the machine is."""
+    job = {"pipelines": 3, "stages": 2, "iterations": 13, "options": ("--blocks", "6", *options), "settings": SETTINGS}
+    reference = calm_run(megatron_job.train, 6, job)
+    planning = {"costs": "200,220,180", "planner_budget": 0.5, "horizon": 1e6}
+    dies, late, back = Hold("1:1", "backward", 1, 1), Hold("0:0", "forward", 3), Hold("0:0", "forward", 9)
+    with Job(megatron_job.train, 6, {**job, "settings": {**SETTINGS, **planning}}, [dies, late, back],
+             limit=150) as lending:
+        lending.wait_held(dies)
+        lending.kill(dies)
+        lending.wait_held(late)
+        lending.wait_until(lambda: any("lending" in event for event in lending.events), "a plan that lends")
+        lends = next(event["digest"] for event in lending.events if "lending" in event)
+        lending.release(late)
+        lending.wait_held(back)
+        lending.wait_event("adopted", digest=lends)
+        lending.rejoin(4)
+        lending.wait_event("waiting", worker="1:1")
+        lending.release(back)
+        lending.wait_event("joined", worker="1:1")
+        results = lending.wait()
+    assert all(result.status == 0 and not result.value["borrowed"] for result in results.values()), lending.where()
+    if "--distributed-optimizer" in options:
+        check(results, reference)
+    else:
+        assert not any(differences(result, reference[rank]) for rank, result in results.items())
+    assert [event["iteration"] for event in lending.events if event["event"] == "committed"] == list(range(13))
