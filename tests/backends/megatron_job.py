@@ -6,6 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,11 +22,12 @@ SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--ba
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
           options: tuple[str, ...] = (), ramp: tuple[int, ...] = (), data_parallel: dict[str, Any] | None = None,
-          seed: int = 1, lends: bool = False) -> Any:
+          seed: int = 1, lends: bool = False, fused: bool = False) -> Any:
     """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers.
 
     ``ramp``: micro-batches of a pipeline in the first iterations. ``data_parallel``: options of Megatron's
-    DistributedDataParallelConfig that the script does not have. ``lends``: whether plans lend layers.
+    DistributedDataParallelConfig that the script does not have. ``lends``: whether plans lend layers. ``fused``:
+    whether a stand-in for apex's kernels adds weight gradients up; "fused" is how often it did.
     """
     if lends:
         lend()
@@ -39,6 +41,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
     parallel_state.initialize_model_parallel = functools.partial(
         parallel_state.initialize_model_parallel,
         num_distributed_optimizer_instances=(data_parallel or {}).get("num_distributed_optimizer_instances", 1))
+    added = _fuse() if fused else []
     made: list[Any] = []
     make = optimizer.get_megatron_optimizer
 
@@ -64,7 +67,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
               "parameters": {name: value.float().numpy().copy() for name, value in state["parameters"].items()},
               "state": [{key: value.float().numpy().copy() for key, value in one.items()}
                         for one in state["optimizer"]]}
-    result["shards"] = _shards(made[0])
+    result["shards"], result["fused"] = _shards(made[0]), len(added)
     if plugin:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -76,6 +79,24 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         schedule.session.finish()
     torch.distributed.destroy_process_group()
     return result
+
+
+def _fuse() -> list[torch.dtype]:
+    """Linear layers with `gradient_accumulation_fusion`; the types of the sums that are added to, one by one."""
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer import transformer_config
+
+    added: list[torch.dtype] = []
+
+    def kernel(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+        added.append(total.dtype)
+        total.addmm_(gradient.t().to(total.dtype), inputs.to(total.dtype))
+
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=kernel, wgrad_gemm_accum_fp16=kernel)
+    layers._grad_accum_fusion_available = True
+    config = transformer_config.TransformerConfig
+    transformer_config.TransformerConfig = lambda **given: config(**{**given, "gradient_accumulation_fusion": True})
+    return added
 
 
 def _shards(optimizer: Any) -> dict[int, list[dict[str, Any]]]:

@@ -22,10 +22,11 @@ SETTINGS = {"reduction": "exact", "lend": "auto"}
     *[pytest.param(*case, marks=pytest.mark.night) for case in [
         (2, 3, 1, ("--blocks", "9", "--distributed-optimizer", "--bf16")),
         (3, 2, 1, ("--recompute", "selective", "--untied", "--per-token-loss", "--distributed-optimizer")),
-        (2, 2, 2, ("--recompute", "full"))]]])
+        (2, 2, 2, ("--recompute", "full")), (3, 2, 1, ("--bf16",))]]])
 def test_whoever_runs_a_layer_the_bits_are_the_same(pipelines, stages, tensor, options):
+    fused = options == ("--bf16",)  # what the kernel adds in a helper is the owner's, as it would have been at home
     job = {"pipelines": pipelines, "stages": stages, "tensor": tensor, "iterations": 4, "options": options,
-           "settings": SETTINGS}
+           "settings": SETTINGS, "fused": fused}
     processes = pipelines * stages * tensor
     reference = calm_run(megatron_job.train, processes, job)
     dies = Hold("1:1" if tensor == 1 else "1:1.1", "backward", 1, 1)
@@ -42,6 +43,7 @@ def test_whoever_runs_a_layer_the_bits_are_the_same(pipelines, stages, tensor, o
         assert not any(differences(result, reference[rank]) for rank, result in ended.items())
     assert any(result.value["borrowed"] for result in ended.values())
     assert not any(result.value["borrowed"] for result in reference.values())
+    assert all(bool(result.value["fused"]) == fused for result in ended.values())
     committed = [event["iteration"] for event in lending.events if event["event"] == "committed"]
     assert committed == list(range(4))
 

@@ -36,6 +36,8 @@ ARGUMENTS = f"""--pipeline-model-parallel-size 2 --num-layers 4 --hidden-size 32
     --eval-interval 3 --log-interval 1 --attention-backend unfused --distributed-timeout-minutes 2 --num-workers 0
     --split 98,1,1 --attention-dropout 0 --hidden-dropout 0""".split()
 
+SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16")
+
 pytestmark = [
     pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(3 * LIMIT),
     pytest.mark.skipif("MEGATRON_LM" not in os.environ,
@@ -208,6 +210,25 @@ def test_the_last_rank_killed_leaves_the_same_numbers(checkout, text, tmp_path, 
     assert "rank  3:" in printed and "rank  2:" in printed
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("more", [(), SHARDED])
+def test_layers_are_lent_after_a_worker_is_killed_and_the_numbers_are_the_same(more, checkout, text, tmp_path,
+                                                                               monkeypatch):
+    """The job finds by itself which, with costs that do not depend on how busy the machine is."""
+    for name, value in {"REDUCTION": "exact", "LEND": "auto", "COSTS": "200,220,180", "PLANNER_BUDGET": "0.5",
+                        "HORIZON": "1e6"}.items():
+        monkeypatch.setenv(f"RECYCLE_{name}", value)
+    options = ("--data-path", str(text), "--attention-dropout", "0.1", "--hidden-dropout", "0.1", "--num-layers", "8",
+               "--train-iters", "60", "--eval-interval", "30", *more)
+    calm = losses(recycled(tmp_path / "calm", checkout, *options))
+    found = losses(recycled(tmp_path / "killed", checkout, *options, kill=("1:1", 2)))
+    assert {*calm} - {*found} <= {"3", "4"}
+    assert found == {key: calm[key] for key in found}
+    told = [json.loads(line) for line in (tmp_path / "killed" / "events.jsonl").read_text().splitlines()]
+    lends = [event["digest"] for event in told if "lending" in event]
+    assert lends and lends[-1] in [event["digest"] for event in told if event["event"] == "adopted"]
+
+
 def test_a_tensor_parallel_process_killed_leaves_the_numbers_of_a_run_without_the_plugin(checkout, text, tmp_path):
     options = ("--data-path", str(text), "--tensor-model-parallel-size", "2", "--calculate-per-token-loss")
     expected = losses(stock(checkout, *options, processes=8))
@@ -218,9 +239,6 @@ def test_a_tensor_parallel_process_killed_leaves_the_numbers_of_a_run_without_th
         assert found[key] == pytest.approx(values, rel=1e-4), key
     assert "| live: 3/4 | rerouted: 4 |" in printed
     assert "this one (0:1.1) has no work" in printed
-
-
-SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--bf16")
 
 
 @pytest.mark.parametrize(("kind", "more"), [
