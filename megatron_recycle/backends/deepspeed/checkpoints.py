@@ -21,6 +21,8 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megatron_recycle.backends.deepspeed.by_layer import written_shard
+from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.readable import newest_readable, unreadable
 from megatron_recycle.errors import RecycleError
 from megatron_recycle.runtime.comm.handles import Groups
@@ -69,7 +71,10 @@ class Checkpoints:
                   for index, layer in enumerate(module.forward_funcs) if hasattr(layer, "load_state_dict")]
         part = state.name.removeprefix("mp_rank_").split("_")[0]
         shards = place.glob(f"*zero_pp_rank_*_mp_rank_{part}_optim_states.pt")
-        return unreadable([state, *(file for files in layers for file in files), *shards])
+        # With two chunks what was written without them is in the files of other stages.
+        others = [place / f"mp_rank_{rank:02d}_model_states.pt" for rank in range(
+            engine.mp_world_size if chunks_of(module) is not None else 0)]
+        return unreadable([state, *others, *(file for files in layers for file in files), *shards])
 
     def readable(self, folder: Any) -> str | None:
         """The newest checkpoint in ``folder`` that all workers can read, ``latest``'s first; None: there is none."""
@@ -156,7 +161,8 @@ class Checkpoints:
         for shard in cuts.spoken_for(groups.me):
             name = engine._get_rank_zero_ckpt_name(str(folder), tag, engine.checkpoint_mp_rank, shard,
                                                    engine.bfloat16_enabled())
-            engine.checkpoint_engine.save({"optimizer_state_dict": engine.optimizer.state_dict(shard),
+            state = written_shard(engine, engine.optimizer.state_dict(shard))
+            engine.checkpoint_engine.save({"optimizer_state_dict": state,
                                            "ds_config": engine.config, "ds_version": deepspeed.__version__}, name)
         if groups.me == groups.members[0] and groups.part == 0:
             engine._copy_recovery_script(str(folder))

@@ -20,7 +20,8 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScaleConfig
 from torch import nn
 
-_INNER, _MASTERS = "optimizer_state_dict", "fp32_groups"
+INNER, MASTERS = "optimizer_state_dict", "fp32_groups"
+"""Keys of its state dict."""
 _SCALING = ("cur_scale", "cur_iter", "last_overflow_iter")
 """State of the loss scaling that an update changes."""
 
@@ -101,7 +102,7 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
         config = self.loss_scale_config
         return {"dynamic_loss_scale": config.dynamic_loss_scale, **self.counters(),
                 "scale_factor": config.scale_factor, "scale_window": config.scale_window,
-                _INNER: inner, _MASTERS: [group["params"] for group in self.param_groups]}
+                INNER: inner, MASTERS: [group["params"] for group in self.param_groups]}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], load_optimizer_states: bool = True) -> None:
         """Take over what `state_dict` gave, moments only if wanted; masters in any case."""
@@ -112,9 +113,9 @@ class MasterWeightOptimizer(DeepSpeedOptimizer):
             config.scale_factor, config.scale_window = state_dict["scale_factor"], state_dict["scale_window"]
         if load_optimizer_states:
             # Copied: the inner optimizer would keep the lists of what it is given.
-            self.optimizer.load_state_dict(copy.deepcopy(state_dict[_INNER]))
+            self.optimizer.load_state_dict(copy.deepcopy(state_dict[INNER]))
         with torch.no_grad():
-            for group, saved in zip(self.param_groups, state_dict[_MASTERS], strict=True):
+            for group, saved in zip(self.param_groups, state_dict[MASTERS], strict=True):
                 for master, value in zip(group["params"], saved, strict=True):
                     master.copy_(value)
         self._copy_to_model()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScaleConfig, LossScaleProfile
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from megatron_recycle.backends.deepspeed import by_layer
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.recut import recut
 from megatron_recycle.backends.deepspeed.zero import ZeroOptimizer
@@ -50,6 +51,18 @@ class WrappingEngine(PipelineEngine):
                                      bf16)
         return self.sharded
 
+    def _common_checkpoint_state(self, *args: Any, **keywords: Any) -> dict[str, Any]:
+        """As stock; with two chunks the optimizer's state by name."""
+        state: dict[str, Any] = super()._common_checkpoint_state(*args, **keywords)
+        if state["optimizer"] is not None:
+            state["optimizer"] = by_layer.written(self, state["optimizer"])
+        return state
+
+    def _load_checkpoint(self, *args: Any, **keywords: Any) -> Any:
+        """As stock, whatever layers the stages had that have written it."""
+        with by_layer.reading(self, *args, **keywords):
+            return super()._load_checkpoint(*args, **keywords)
+
     def _load_zero_checkpoint(self, load_dir: str, tag: str, load_optimizer_states: bool = True) -> bool:
         """As stock, also of another number of pipelines."""
         if self.sharded is None or self.load_universal_checkpoint():
@@ -66,7 +79,8 @@ class WrappingEngine(PipelineEngine):
 
         @functools.cache
         def read(number: int) -> Any:
-            return self.checkpoint_engine.load(zero_ckpt_names[number], map_location="cpu")["optimizer_state_dict"]
+            found = self.checkpoint_engine.load(zero_ckpt_names[number], map_location="cpu")
+            return by_layer.read_shard(self, found["optimizer_state_dict"])
 
         written = len(zero_ckpt_names)
         return [None if shard not in held else read(shard) if written == count else
