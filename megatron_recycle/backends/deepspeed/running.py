@@ -57,16 +57,11 @@ class Running:
         return [found[:first], found[first:]]
 
     def by_chunk(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """``parameters``, by name, those of one chunk behind those of the other. Raises UnsupportedError for one that
-        no chunk has, or several."""
-        found: dict[str, nn.Parameter] = {}
-        for module in self.modules:
-            own = {id(parameter) for parameter in module.parameters()}
-            here = {name: parameter for name, parameter in parameters.items() if id(parameter) in own}
-            if both := found.keys() & here.keys():
-                raise UnsupportedError(f"{', '.join(sorted(both))}: layers of both chunks of this stage have it, which "
-                                       "chunks 2 cannot train yet: leave chunks out, or let each layer have its own")
-            found.update(here)
+        """``parameters``, by name, those of one chunk behind those of the other; one that both have counts as the
+        first's. Raises UnsupportedError for one that no chunk has."""
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        found = {name: parameters[name] for module in self.modules for parameter in module.parameters()
+                 if (name := names.get(id(parameter))) is not None}
         if none := sorted(parameters.keys() - found.keys()):
             raise UnsupportedError(f"{', '.join(none)}: no layer in the list of PipelineModule has it, so that with "
                                    "chunks 2 it would belong to no chunk: put it into a layer, or leave chunks out")
