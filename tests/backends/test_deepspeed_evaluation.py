@@ -35,7 +35,8 @@ def stock(engine: Any, data_iter: Iterator[int], return_logits: bool = False, co
 def engine(together: Callable[..., Any], first: bool = True) -> Any:
     return SimpleNamespace(is_first_stage=lambda: first, is_last_stage=lambda: False, micro_batches=BATCHES,
                            device="cpu", reset_activation_shape=lambda: None, monitor=SimpleNamespace(enabled=False),
-                           session=SimpleNamespace(together=together, in_script=False))
+                           session=SimpleNamespace(together=together, in_script=False,
+                                                   place=SimpleNamespace(placement=())))
 
 
 @pytest.fixture(autouse=True)

@@ -326,6 +326,8 @@ class RecyclePipelineEngine(WrappingEngine):
             given["data_iter"] = data
 
         def evaluate() -> Any:
+            if self.session.place.placement:
+                return self._evaluations.run_first(wanted, given)
             self.reset_activation_shape()  # stages tell each other the shape with the first message
             return PipelineEngine.eval_batch(*bound.args, **bound.kwargs)
 
@@ -334,7 +336,8 @@ class RecyclePipelineEngine(WrappingEngine):
         data.finish()
         if self.monitor.enabled and not self.session.catches_up:
             loss = result[0] if given.get("return_logits") else result
-            self.monitor.write([("Train/Samples/eval_loss", loss.mean().item(), self.global_samples)])
+            if isinstance(loss, torch.Tensor):
+                self.monitor.write([("Train/Samples/eval_loss", loss.mean().item(), self.global_samples)])
         return result
 
     def save_checkpoint(self, *args: Any, **keywords: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,8 +17,10 @@ from megatron_recycle.backends.deepspeed.evaluation import (
     mean,
     unknown,
 )
+from megatron_recycle.backends.deepspeed.first_evaluation import evaluate
 from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
 from megatron_recycle.backends.session import Session
+from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.evaluation import passes
 
@@ -73,6 +75,24 @@ class Evaluations:
                                self._session.place.name)
         return outputs[-1] if outputs else None
 
+    def run_first(self, microbatches: int, given: Mapping[str, Any]) -> Any:
+        """As `run`, where stages have several chunks, before training begins: with all workers. ``given`` are the
+        script's arguments. Raises UnsupportedError."""
+        if not (given["compute_loss"] and given["reduce_output"] in (None, "avg")):
+            raise UnsupportedError("eval_batch(compute_loss=False), and reduce_output other than avg and None, run in "
+                                   "DeepSpeed's own schedule, whose stages have one chunk: with chunks 2 ask for "
+                                   "return_logits=True, which gives outputs as well, or leave chunks out")
+        engine, running = self._engine, self._stage.running
+        outputs: list[Any] = []
+        engine.module.eval()
+        running.evaluated = outputs.append
+        try:
+            of_pipelines = evaluate(engine, running, self._session.place, given["data_iter"], microbatches)
+        finally:
+            running.evaluated = None
+        value = self._told(of_pipelines, given["reduce_output"], given["bcast_loss"])
+        return (value, outputs[-1] if outputs else None) if given["return_logits"] else value
+
     def _evaluate(self, iterator: Any, microbatches: int, reduce: str | None, everywhere: bool) -> Any:
         engine, session, data = self._engine, self._session, self._data
         grid = session.place.grid
@@ -92,12 +112,17 @@ class Evaluations:
             of_pipelines = [torch.full((microbatches,), torch.nan)] * grid.pipelines
         else:
             of_pipelines = by_pipeline(tables, grid, microbatches)
+        if reduce is not None and engine.monitor.enabled and not past:
+            engine.monitor.write([("Train/Samples/eval_loss", mean(of_pipelines).item(), engine.global_samples)])
+        return self._told(of_pipelines, reduce, everywhere)
+
+    def _told(self, of_pipelines: Sequence[torch.Tensor], reduce: str | None, everywhere: bool) -> Any:
+        """What stock returns of the losses of each pipeline."""
+        engine, session = self._engine, self._session
         last = engine.is_last_stage()
         if reduce is None:
             return [*of_pipelines[session.place.me.pipeline].to(engine.device).unbind()] if last else None
         value = mean(of_pipelines).to(engine.device)
-        if engine.monitor.enabled and not past:
-            engine.monitor.write([("Train/Samples/eval_loss", value.item(), engine.global_samples)])
         if not everywhere and not engine.monitor.enabled:
             return value if last else None
         return value.float() if last else value.float().view(1)  # as stock broadcasts it
