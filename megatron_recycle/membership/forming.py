@@ -94,7 +94,7 @@ def _form(state: State, now: float) -> Step:
              if not told.get("full_backward")}
     if full := [stage for stage in range(stages) if stage not in split]:
         description["full_backward"] = full  # the planner's: stages, all of whose processes may run B and W in one
-    if lent := lending(state.descriptions, stages):
+    if lent := lending(state.descriptions, stages, description.get("placement") or ()):
         description["lending"] = lent
     grid = Grid(stages, tuple(description["grid"]["microbatches"]))
     parts = description.get("parts", 1)

@@ -52,7 +52,7 @@ def _taken_out(state: State, stage: int) -> State | None:
     """The state of a job that does not lend this stage's layers; None if it did not before."""
     description = dict(state.description or {})
     before = description.pop("lending", None)
-    left = without(before, stage)
+    left = without(before, stage, description.get("placement") or ())
     if left == before:
         return None
     return state.with_(description={**description, "lending": left} if left else description)

@@ -117,10 +117,12 @@ class Attempt:
     def _room(self) -> Accumulators:
         """For the sums of gradients."""
         reduction, layout = self._generation.reduction, self._site.trainable.layout
+        chunks, block = self._site.place.chunks, self._program.plan.problem.block
         apart = reduction.apart if isinstance(reduction, ShardedReduction) else reduction
         if isinstance(apart, ChunkedReduction):
-            return apart.sums(layout, chunks_of(self._site.stage))
-        return self._shared.loans.sums(layout, reduction.place, self._program.plan.problem.block)
+            return apart.sums(layout, chunks_of(self._site.stage), lambda chunk, own, place: (
+                self._shared.loans.sums(chunks[chunk:chunk + 1], own, place, block)))
+        return self._shared.loans.sums(chunks, layout, reduction.place, block)
 
     def _take_up(self, kept: Kept) -> None:
         """Go on where an earlier attempt stood; what may not have been read of it is sent again."""
@@ -139,7 +141,7 @@ class Attempt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        self._site.trainable.neighbours.options.end()
+        self._site.trainable.neighbours.end()
         if kind is not None:
             self._stepper.standing.give_up()
             self._site.trainable.drop_gradients()
@@ -198,13 +200,13 @@ class Attempt:
         inputs = None
         if not first:
             inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in self._read(action))
-        running = self._running(pipeline, microbatch, arrive=True)
+        running = self._running(action, arrive=True)
         self._stepper.enter_action()
         layers = site.framework.splitter.whole() if action in self._program.full else nullcontext()
         site.framework.generators.seed(
             seed_of(site.config.seed, self._iteration, pipeline, microbatch, place.chunks[chunk]))
-        with (self._generation.groups.together(), layers, running, self._measured(action),
-              site.meters.memory.forward(action[1:], inputs), running_chunk(site.stage, place, chunk)):
+        with (self._generation.groups.together(), layers, running_chunk(site.stage, place, chunk), running,
+              self._measured(action), site.meters.memory.forward(action[1:], inputs)):
             forward = site.stage.forward(inputs, batch)
         self._pass_on(action, forward.outputs)
         self._keeping.torn = True
@@ -212,15 +214,18 @@ class Attempt:
         with self._keeping.telling():
             self._share_losses_if_complete()
 
-    def _running(self, pipeline: int, microbatch: int, arrive: bool = False) -> AbstractContextManager[None]:
-        """A block in which the stage runs the layers that this micro-batch is to go through here; ``arrive``: they are
+    def _running(self, action: Action, arrive: bool = False) -> AbstractContextManager[None]:
+        """A block in which the stage runs the layers that ``action`` is to go through here; ``arrive``: they are
         needed for the first time, maybe. Raises GenerationOver, UnsupportedError."""
-        site, span = self._site, self._shared.loans.span((pipeline, microbatch))
+        site, (_, pipeline, microbatch, place) = self._site, action
+        chunk = site.place.chunks[place]
+        span = self._shared.loans.span(chunk, (pipeline, microbatch))
         if arrive and any(span.borrowed):
             with site.phases.waiting("lent layers"):
-                self._shared.loans.arrive(span)
+                self._shared.loans.arrive(chunk, span)
         at = (site.config.seed, self._iteration, pipeline, microbatch, "layer")
-        return self._shared.loans.running(span, lambda layer: site.framework.generators.seed(seed_of(*at, layer)))
+        return self._shared.loans.running(
+            chunk, span, lambda layer: site.framework.generators.seed(seed_of(*at, layer)))
 
     def _read(self, action: Action) -> list[torch.Tensor]:
         """What ``action`` begins with, from another worker or from another chunk of this one's. Raises
@@ -265,13 +270,12 @@ class Attempt:
             self._generation.transport.send(message, tensors)
 
     def _backward(self, action: Action) -> None:
-        _, pipeline, microbatch, _ = action
         site = self._site
         forward, gradients = self._begin_backward(action)
         queue = WeightQueue()
         later = queue if self._program.plan.problem.split_backward else None
         with (site.framework.splitter.into(later, forward.roots), self._generation.groups.together(),
-              self._running(pipeline, microbatch), running_chunk(site.stage, site.place, action.chunk),
+              running_chunk(site.stage, site.place, action.chunk), self._running(action),
               self._measured(action)):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(action, for_inputs, queue)
@@ -283,7 +287,7 @@ class Attempt:
         forward, gradients = self._begin_backward(action)
         # Layers that it runs again, after a checkpoint, have to be those that F ran.
         with (site.framework.splitter.whole(), self._generation.groups.together(),
-              self._running(pipeline, microbatch), running_chunk(site.stage, site.place, action.chunk),
+              running_chunk(site.stage, site.place, action.chunk), self._running(action),
               self.computed.sums.of(action.chunk).lent(pipeline, microbatch)):
             for_inputs = site.stage.backward(forward, gradients)
         self._end_backward(action, for_inputs, WeightQueue())
@@ -408,7 +412,7 @@ def evaluate(site: Site, standing: Standing, generation: Generation, data: DataS
     transport.forget_shapes()
     transport.follow(program.plan, "F")
     transport.begin()
-    with torch.no_grad(), site.trainable.neighbours.options.running():
+    with torch.no_grad(), site.trainable.neighbours.running():
         execute(site, standing, [action for action in program.actions if action.kind == "F"],
                 {"F": forward}, enter, "the evaluation")
     with site.phases.waiting("the evaluation's end"):

@@ -3,7 +3,7 @@ up again)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, cast
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.errors import UnsupportedError
+from megatron_recycle.runtime.lent.layers import Lending
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.stage import Stage
 
@@ -21,10 +22,14 @@ class Chunked(Protocol):
     Attributes:
         chunks: its modules, in the order of the model's layers; `Stage.parameters` are those of one chunk behind those
             of the other. A parameter that several have (tied embeddings) is among those of the first.
+        lendings: their layers, as `Stage.lending`, which is not looked at; (): none may be lent.
     """
 
     @property
     def chunks(self) -> Sequence[nn.Module]: ...
+
+    @property
+    def lendings(self) -> Sequence[Lending]: ...
 
     def running_chunk(self, chunk: int) -> AbstractContextManager[None]:
         """Inside the block forwards and backwards are those of this chunk, counted within the stage."""
@@ -40,6 +45,15 @@ def running_chunk(stage: Stage, place: Place, chunk: int) -> AbstractContextMana
     return cast(Chunked, stage).running_chunk(chunk) if place.placement else nullcontext()
 
 
+def lendings_of(stage: Stage, place: Place) -> Mapping[int, Lending | None]:
+    """The layers of each chunk of ``stage``, at ``place``, for neighbours that may run some, by its number in the
+    model."""
+    if not place.placement:
+        return {place.me.stage: stage.lending}
+    own = cast(Chunked, stage).lendings
+    return dict(zip(place.chunks, own or [None] * len(place.chunks), strict=True))
+
+
 def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
     """Refuse what stages with several chunks cannot have yet. Raises UnsupportedError."""
     if not place.placement:
@@ -48,7 +62,6 @@ def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
                                    "so far it is DeepSpeed's PipelineModule that is cut into V-shaped stages")
         return
     found = [what for what, there in {
-        "lent layers": stage.lending is not None,
         "moves of workers to other stages": config.moves,
         f"policy {config.policy}": config.policy != "reroute"}.items() if there]
     if found:

@@ -7,17 +7,19 @@ from typing import Any
 import torch
 
 from megatron_recycle.plan import Costs
+from megatron_recycle.runtime.chunked import lendings_of
 from megatron_recycle.runtime.comm.backend import BACKENDS
 from megatron_recycle.runtime.lent.layers import offer
 from megatron_recycle.runtime.site import Site
 
 
-def _lendable(site: Site) -> dict[str, Any] | None:
-    """The layers of this worker's stage that its neighbours may run; None: there are none."""
-    lending = site.stage.lending
-    if lending is None or site.config.lend == "off" or site.config.policy != "reroute" or site.place.placement:
+def _lendable(site: Site) -> list[dict[str, Any] | None] | None:
+    """Of each of the stage's chunks, the layers that their neighbours may run; None: there are none."""
+    if site.config.lend == "off" or site.config.policy != "reroute":
         return None
-    return offer(lending, site.config.lend_layers)
+    found = [None if lending is None else offer(lending, site.config.lend_layers)
+             for lending in lendings_of(site.stage, site.place).values()]
+    return found if any(found) else None
 
 
 def description(site: Site) -> dict[str, Any]:

@@ -45,6 +45,11 @@ class Place:
                 for worker, ranks in self.ranks.items() for part, rank in enumerate(ranks)}
 
     @property
+    def stage_of(self) -> tuple[int, ...]:
+        """The stage of each chunk of the model."""
+        return self.placement or tuple(range(self.grid.stages))
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         """The chunks of this worker's stage, counted through the model."""
         if not self.placement:
@@ -54,7 +59,7 @@ class Place:
     @property
     def loss_stage(self) -> int:
         """The stage whose workers compute the loss: that of the last chunk."""
-        return self.placement[-1] if self.placement else self.grid.stages - 1
+        return self.stage_of[-1]
 
     def first(self, chunk: int = 0) -> bool:
         """Whether this is the model's first chunk; ``chunk`` counts within the stage."""
@@ -62,4 +67,4 @@ class Place:
 
     def last(self, chunk: int = 0) -> bool:
         """Whether this is the model's last chunk, which computes the loss."""
-        return self.chunks[chunk] == (len(self.placement) or self.grid.stages) - 1
+        return self.chunks[chunk] == len(self.stage_of) - 1

@@ -10,7 +10,7 @@ import torch
 from megatron_recycle.runtime.comm.trained_alike import Trained
 from megatron_recycle.runtime.compute.accumulate import Layout
 from megatron_recycle.runtime.copies import Guard
-from megatron_recycle.runtime.lent.layers import Neighbours
+from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
 from megatron_recycle.runtime.stage import Stage
 
 
@@ -26,9 +26,9 @@ class Trainable:
         guard: copies of the stage's state, and of others', that training can go back to.
     """
 
-    def __init__(self, stage: Stage, neighbours: Neighbours | None = None) -> None:
+    def __init__(self, stage: Stage, neighbours: Neighbourhood | None = None) -> None:
         self._stage = stage
-        self.neighbours = neighbours or Neighbours(None, lambda module: None, False)
+        self.neighbours = neighbours or Neighbourhood({}, (), lambda module: None, False)
         self.guard = Guard()
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
         self.shards: Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]] = {}

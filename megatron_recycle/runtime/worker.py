@@ -21,7 +21,7 @@ from megatron_recycle.runtime import recovery
 from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
 from megatron_recycle.runtime.attempt import evaluate
 from megatron_recycle.runtime.between import Between
-from megatron_recycle.runtime.chunked import check_chunks
+from megatron_recycle.runtime.chunked import check_chunks, lendings_of
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call
@@ -32,7 +32,8 @@ from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
 from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.history import History
-from megatron_recycle.runtime.lent.layers import Neighbours, said
+from megatron_recycle.runtime.lent.layers import said
+from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
 from megatron_recycle.runtime.loop import Loop
 from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phases
@@ -78,7 +79,7 @@ class StageWorker:
         stage = framework.stage
         self.site = Site(
             place=place, config=config, framework=framework, agent=agent, network=network or TorchNetwork(),
-            phases=phases, trainable=Trainable(stage, _neighbours(framework, config)),
+            phases=phases, trainable=Trainable(stage, _neighbours(framework, place, config)),
             meters=Meters(stage.device, config.mtbf), current=Current(),
             asked=Asked(Evaluations(self.standing, place.grid, stage.report_width or LOSS_WIDTH),
                         Collectives(place), Transfers(place), History()))
@@ -98,8 +99,9 @@ class StageWorker:
                 generation = recovery.join(self.site, self.stepper)
             announce(self.site, generation.plan)
             if self.site.config.lend == "auto" and self.site.place.me.pipeline == 0 and self.site.place.part == 0:
-                get_logger().info("megatron-recycle: stage %d: %s", self.site.place.me.stage,
-                                  said(self.site.stage.lending, self.site.config.lend_layers))
+                for chunk, lending in lendings_of(self.site.stage, self.site.place).items():
+                    get_logger().info("megatron-recycle: %s %d: %s", "chunk" if self.site.place.placement else "stage",
+                                      chunk, said(lending, self.site.config.lend_layers))
 
     def has_done(self, iteration: int) -> bool:
         """Whether the job had done ``iteration`` before this worker came in: `train` then does nothing."""
@@ -389,13 +391,13 @@ class StageWorker:
             yield
 
 
-def _neighbours(framework: Framework, config: RecycleConfig) -> Neighbours:
+def _neighbours(framework: Framework, place: Place, config: RecycleConfig) -> Neighbourhood:
     """What this worker has of other stages' layers: nothing yet."""
     def adopt(module: nn.Module) -> None:
         framework.splitter.adopt(module)
         framework.generators.adopt("a lent layer", module)
 
-    return Neighbours(framework.stage.lending, adopt, config.lend == "auto")
+    return Neighbourhood(lendings_of(framework.stage, place), place.stage_of, adopt, config.lend == "auto")
 
 
 def _check_policy(place: Place, config: RecycleConfig) -> None:

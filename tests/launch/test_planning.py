@@ -164,12 +164,12 @@ def test_a_job_does_not_lend_where_the_copies_cost_more_than_that_gains(caplog) 
 def test_nothing_is_lent_before_costs_are_known_or_where_the_user_does_not_want_it() -> None:
     unknown = {**LENDING, "costs": None}
     assert not with_lending(problem_of(unknown, frozenset({"1:1"})), unknown, None).lends
-    one = {"lendable": {"head": 2, "tail": 3, "layers": 4, "share": 0.2, "bytes": 9}, "lend": "auto"}
+    one = {"lendable": [{"head": 2, "tail": 3, "layers": 4, "share": 0.2, "bytes": 9}], "lend": "auto"}
     told = {f"{d}:{s}": one for d in range(2) for s in range(3)}
     assert lending(told, 3) == {"lend": [[2, 2], [2, 2]], "layers": [4] * 3, "share": [0.2] * 3, "bytes": [9] * 3}
     assert lending({**told, "1:1": {**one, "lendable": None}}, 3) is None
     assert lending({**told, "1:2": {**one, "lendable": None}}, 3)["lend"] == [[2, 2], [0, 0]]
-    kinds = [{**one, "lendable": {**one["lendable"], "like": kind}} for kind in (7, 7, 8)]
+    kinds = [{**one, "lendable": [{**one["lendable"][0], "like": kind}]} for kind in (7, 7, 8)]
     unlike = {name: kinds[int(name[2])] for name in told}
     assert lending(unlike, 3)["lend"] == [[2, 2], [0, 0]]
     assert lending({name: {**each, "lend_layers": 1} for name, each in told.items()}, 3)["lend"] == [[1, 1]] * 2

@@ -136,18 +136,18 @@ def _share(layers: int, stages: int, stage: int) -> tuple[int, int]:
 
 
 class Layers:
-    """Those of a stage, as they are lent (`runtime.lent.layers.Lending`)."""
+    """Those of a chunk, as they are lent (`runtime.lent.layers.Lending`): of its stage ``chunk``, ``first`` of the
+    model's; ``ends``: whether nobody else has the layers before it, and behind it."""
 
     why = "the others are an embedding or a head"
     beside: Sequence[nn.Module] = ()
     like = 0
     refused = ""
 
-    def __init__(self, stage: SmallStage, first: int, stages: int) -> None:
-        self._stage, self.first, self.layers = stage, first, list(stage.module)
+    def __init__(self, stage: SmallStage, chunk: nn.Sequential, first: int, ends: tuple[bool, bool]) -> None:
+        self._stage, self.first, self.layers = stage, first, list(chunk)
         self._running: Sequence[Any] = self.layers
-        self.lendable = lendable([isinstance(layer, Block) for layer in self.layers], first == 0,
-                                 isinstance(self.layers[-1], Head), 2)
+        self.lendable = lendable([isinstance(layer, Block) for layer in self.layers], *ends, 2)
         self.built: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def build(self, number: int) -> nn.Module:
@@ -208,7 +208,12 @@ class SmallStage:
         if tied and ends == (stage, stage) and placement:
             self.chunks[-1][-1].out.weight = self.chunks[0][0].token.weight
         self.module = nn.Sequential(*self.chunks) if placement else self.chunks[0]
-        self.lending = None if placement else Layers(self, _share(blocks + 2, cut, stage)[0], stages)
+        at = [None, *(placement or range(stages)), None]
+        layers = [Layers(self, each, _share(blocks + 2, cut, chunk)[0], tuple(
+            beside in (None, stage) for beside in (at[chunk], at[chunk + 2])))
+            for each, chunk in zip(self.chunks, own, strict=True)]
+        self.lending, self.lendings = (None, layers) if placement else (layers[0], ())
+        self._layers = layers
         self._running = 0
         self._ends = [chunk == cut - 1 for chunk in own]
         self.siblings: Comm | None = None
@@ -266,7 +271,7 @@ class SmallStage:
 
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         x = batch[0] if inputs is None else inputs[0]
-        outputs = self.chunks[self._running](x) if self.lending is None else self.lending.run(x)
+        outputs = self._layers[self._running].run(x)
         if not self._ends[self._running]:
             return Forward((inputs or (), outputs), (outputs,), None, roots=(outputs,))
         loss = functional.cross_entropy(outputs.view(-1, VOCABULARY), batch[1].view(-1))
@@ -346,6 +351,6 @@ class SmallStage:
 
     def regroup(self, groups: Any) -> None:
         self.siblings = groups.siblings
-        for layer in (*(() if self.lending is None else self.lending.built), *self.module.modules()):
+        for layer in (*(layer for each in self._layers for layer in each.built), *self.module.modules()):
             if isinstance(layer, Part):
                 layer.siblings = groups.siblings

@@ -34,12 +34,28 @@ SHAPES = {name: shape.with_settings(lend="auto") for name, shape in {
     "sharded": Shape(3, 2, 2, 3, blocks=4, sharded=True), "two layers": Shape(3, 3, 3, 3, blocks=4),
     "long blocks": Shape(3, 3, 6, 3, blocks=7).with_settings(block=2),
 }.items()}
+V = Shape(3, 2, 4, 3, blocks=10, chunks=2).with_settings(lend="auto")
+CHUNKED = {name: shape.with_settings(lend="auto") for name, shape in {
+    "V": V, "V, 3x3": Shape(3, 3, 3, 3, blocks=13, chunks=2),
+    "V, long blocks": replace(V, microbatches=6).with_settings(block=2), "V, tied": replace(V, tied=True),
+    "V, evaluates": replace(V, evaluate=(1, 2), save=(1, 2)),
+    "interleaved": replace(V, interleaved=True), "W": Shape(3, 2, 4, 3, blocks=13, chunks=3),
+    "V, sharded": replace(V, sharded=True, tied=True), "interleaved, sharded": replace(
+        V, interleaved=True, tied=True, sharded=True), "V, parts": replace(V, parts=2),
+    "interleaved, tied": replace(V, interleaved=True, tied=True), "V, waits": V.with_settings(step="barrier"),
+    "V, clipped": replace(V, clipping=0.05), "V, 2x3": Shape(2, 3, 3, 3, blocks=13, chunks=2),
+}.items()}
 
 
 def limits(shape: Shape) -> list[tuple[int, int]]:
-    """How many layers at its head and its tail each stage lends."""
-    return [SmallStage(stages=shape.stages, stage=stage, pipelines=1, microbatches=1, blocks=shape.blocks)
-            .lending.lendable for stage in range(shape.stages)]
+    """How many layers at its head and its tail each chunk lends."""
+    found = {}
+    for stage in range(shape.stages):
+        made = SmallStage(stages=shape.stages, stage=stage, pipelines=1, microbatches=1, blocks=shape.blocks,
+                          placement=shape.placement)
+        own = [chunk for chunk, at in enumerate(shape.placement or range(shape.stages)) if at == stage]
+        found.update(zip(own, made.lendings or [made.lending], strict=True))
+    return [found[chunk].lendable for chunk in range(len(found))]
 
 
 def crossings(plan: Plan, lent: Sequence[tuple[int, int]], seed: int) -> dict[Microbatch, tuple[int, ...]]:
@@ -84,6 +100,15 @@ def test_without_failures_it_makes_no_difference_who_runs_a_layer(shape, step, s
     play(shape.with_settings(step=step), seed, slow=0.1)
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["V", "V, long blocks", "interleaved, tied"])
+def test_chunks_of_stages_that_have_several_borrow_and_lend_too(name, seed, lends):
+    """But not beside each other: boundaries between two chunks of one stage stay where they are."""
+    lends(CHUNKED[name], seed, always=True)
+    assert limits(V) == [(0, 2), (2, 0), (0, 2), (2, 0)]
+    play(CHUNKED[name], seed, *[Moment("1:1", "backward", 1, 1)] * seed, slow=0.1)
+
+
 @pytest.mark.parametrize("worker", SHAPE.workers)
 @pytest.mark.parametrize("phase", PHASES)
 def test_each_worker_killed_at_each_moment_while_layers_are_lent(worker, phase, lends):
@@ -121,9 +146,9 @@ def test_what_the_script_sets_in_a_layer_its_copies_get_too(seed, lends):
 
 @pytest.mark.parametrize("seed", seeds(30))
 def test_random_campaign(seed, lends):
-    """As that of jobs that lend nothing."""
-    scene = Draw(seed, SHAPES).scene()
-    lends(scene.shape, seed, always=bool(seed % 3))
+    """As that of jobs that lend nothing; every third of stages with several chunks."""
+    scene = Draw(seed, SHAPES if seed % 3 else CHUNKED).scene()
+    lends(scene.shape, seed, always=bool(seed // 3 % 3))
     scene.run(seed)
 
 

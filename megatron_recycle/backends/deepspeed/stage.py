@@ -83,6 +83,8 @@ class DeepSpeedStage:
         self.module: nn.Module = engine.module
         self.lending: Lending | None = (
             PipelineLayers(engine, settings.lend_layers) if settings.lend == "auto" else None)
+        self.lendings: Sequence[Lending] = ()
+        """As `Chunked`'s: two chunks lend no layers yet."""
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self.running = Running(engine)

@@ -13,7 +13,7 @@ No all-reduce there: gloo's order of summation depends on the number of members.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -28,6 +28,10 @@ from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Chu
 from megatron_recycle.runtime.stage import Averaging, Tie
 
 _BUCKET_NUMEL = 500_000_000  # DeepSpeed's MEMORY_OPT_ALLREDUCE_SIZE; the bucket layout decides gloo's order of sums
+
+Room = Callable[[int, Layout, Callable[[int, int], tuple[Piece, int]]], Accumulators]
+"""Makes room for the sums of a chunk of the stage, of its gradients' layout and their reduction's `Reduction.place`."""
+
 
 class Reduction(Protocol):
     """How a stage's gradients and losses become one."""
@@ -192,10 +196,10 @@ class ChunkedReduction:
         self.losses = each[0].losses
         self.mean_loss = each[0].mean_loss
 
-    def sums(self, layout: Layout, modules: Sequence[nn.Module]) -> ChunkedAccumulators:
-        """Room for the sums of the chunks, which are ``modules``."""
-        return ChunkedAccumulators(layout, [Accumulators(each, reduction.place) for each, reduction in zip(
-            layout.by_chunk(modules), self._each, strict=True)])
+    def sums(self, layout: Layout, modules: Sequence[nn.Module], room: Room) -> ChunkedAccumulators:
+        """Room for the sums of the chunks, which are ``modules``: for each, as ``room`` makes it."""
+        return ChunkedAccumulators(layout, [room(chunk, own, reduction.place) for chunk, (own, reduction) in enumerate(
+            zip(layout.by_chunk(modules), self._each, strict=True))])
 
     def gradient(self, sums: Accumulators, groups: Groups, ties: Sequence[Tie] = ()) -> torch.Tensor:
         each = [sums.of(chunk) for chunk in range(len(self._each))]

@@ -257,6 +257,11 @@ class ChunkedAccumulators(Accumulators):
         self.layout = layout
         self._each = tuple(each)
 
+    @property
+    def parameters(self) -> Sequence[nn.Parameter]:
+        found = {id(parameter): parameter for sums in self._each for parameter in sums.parameters}
+        return tuple(found.values())
+
     def of(self, chunk: int) -> Accumulators:
         return self._each[chunk]
 

@@ -18,16 +18,16 @@ from megatron_recycle.runtime.lent.terms import HOME, Span
 
 
 class Lending(Protocol):
-    """The layers of one stage, for a backend whose stages can run others' too.
+    """The layers of one chunk, for a backend whose stages can run others' too. Usually a stage has one.
 
     Attributes:
         first: number of the stage's first layer among all of the model.
-        layers: of the stage, in order: modules, or functions.
+        layers: of the chunk, in order: modules, or functions.
         lendable: how many of the first and of the last of them neighbours may run: modules with inputs and outputs that
             are alike. They leave out one layer at least.
         why: why these are not more, in words.
-        beside: what the stage runs before or behind its layers, which nobody else does.
-        like: the same number on stages whose layers are alike, for a backend that knows its own stage's alone.
+        beside: what the stage runs before or behind these layers, which nobody else does.
+        like: the same number for chunks whose layers are alike, for a backend that knows its own stage's alone.
         refused: why the stage neither lends nor borrows any more, in words; nothing: it does.
     """
 
@@ -53,17 +53,18 @@ class Lending(Protocol):
     def refused(self) -> str: ...
 
     def build(self, number: int) -> nn.Module:
-        """Another stage's layer ``number``, as it is built there; whatever it holds. Asked for those alone that their
+        """Another chunk's layer ``number``, as it is built there; whatever it holds. Asked for those alone that their
         stage lends."""
 
     def running(self, layers: Sequence[Callable[..., Any]]) -> AbstractContextManager[None]:
-        """Inside the block the stage's forwards and backwards run these in place of its own."""
+        """Inside the block the stage's forwards and backwards run these in place of the chunk's own. Entered inside
+        `Chunked.running_chunk`."""
 
 
 def lendable(alike: Sequence[bool], first: bool, last: bool, most: int) -> tuple[int, int]:
-    """How many of a stage's first and of its last layers may be run by its neighbours: an unbroken run, at most
-    ``most``, of those that are ``alike``, and always so that one layer stays. ``first`` and ``last``: stages that have
-    no neighbour there."""
+    """How many of a chunk's first and of its last layers may be run by its neighbours: an unbroken run, at most
+    ``most``, of those that are ``alike``, and always so that one layer stays. ``first`` and ``last``: chunks that have
+    no neighbour there, or the stage's own next chunk."""
     head = tail = 0
     while head + tail < len(alike) - 1:
         one = head < most and not first and alike[head]
@@ -118,26 +119,26 @@ def _work(layer: Any) -> int:
 
 
 class Neighbours:
-    """A worker's copies of its neighbours' layers, and the way of a micro-batch through those and its own.
+    """A worker's copies of layers next to one of its chunks, and the way of a micro-batch through those and its own.
 
     What a copy holds is given anew for each attempt: nothing of it outlasts one.
 
     Args:
-        lending: of the stage; None: it cannot run others' layers, nor others its own.
+        lending: of the chunk; None: it cannot run others' layers, nor others its own.
         adopt: told of each copy when it is built.
+        beside: of the stage's other chunks.
 
     Attributes:
         draws: whether each layer draws random numbers of its own, so that they do not depend on who runs it.
-        options: of the stage's own layers.
-        declined: number of the last plan on offer that lends what cannot be lent; 0: there was none.
+        options: of the chunk's own layers.
     """
 
-    def __init__(self, lending: Lending | None, adopt: Callable[[nn.Module], None], draws: bool) -> None:
+    def __init__(self, lending: Lending | None, adopt: Callable[[nn.Module], None], draws: bool,
+                 beside: Sequence[Lending] = ()) -> None:
         self.draws = draws and lending is not None
-        self.declined = 0
-        self._lending, self._adopt = lending, adopt
+        self._lending, self._adopt, self._beside = lending, adopt, beside
         self._before: list[nn.Module] = []
-        """The last layers of the stage before, in order."""
+        """The last layers of the chunk before, in order."""
         self._behind: list[nn.Module] = []
         self._seed: Callable[[int], None] | None = None
         self.options = Options(self._watched)
@@ -146,7 +147,7 @@ class Neighbours:
         """What the copies at an end were told the last time."""
 
     def _watched(self) -> Mapping[int, nn.Module]:
-        """The stage's own layers, by their numbers, if they may be lent."""
+        """The chunk's own layers, by their numbers, if they may be lent."""
         if self._lending is None or not self.draws:
             return {}
         return {number: layer for number, layer in enumerate(self._lending.layers, self._lending.first)
@@ -154,14 +155,14 @@ class Neighbours:
 
     @property
     def lending(self) -> Lending:
-        """The stage's."""
+        """The chunk's."""
         if self._lending is None or not self.draws:
             raise UnsupportedError("the plan lends layers, and this worker's stage can neither lend nor borrow any: "
                                    f"set lend to {'auto' if self._lending is not None else 'off'} on all ranks")
         return self._lending
 
     def hold(self, head: bool, count: int) -> None:
-        """Have copies of so many layers of the stage behind, of its ``head``, or of the end of the stage before, and of
+        """Have copies of so many layers of the chunk behind, of its ``head``, or of the end of the chunk before, and of
         no more. Raises UnsupportedError."""
         if not count:
             if head:
@@ -192,7 +193,7 @@ class Neighbours:
         return module
 
     def borrowed(self, head: bool) -> Sequence[nn.Module]:
-        """The copies, in order: those of the stage behind, of its ``head``, or of the end of the stage before."""
+        """The copies, in order: those of the chunk behind, of its ``head``, or of the end of the chunk before."""
         return self._behind if head else self._before
 
     @property
@@ -201,7 +202,7 @@ class Neighbours:
         return parameters_of([*self._before, *self._behind])
 
     def own(self, head: bool, count: int) -> Sequence[nn.Module]:
-        """So many of the stage's own layers at this end, in order."""
+        """So many of the chunk's own layers at this end, in order."""
         layers = self.lending.layers
         found = layers[:count] if head else layers[len(layers) - count:]
         if count > self.lending.lendable[not head] or not all(isinstance(each, nn.Module) for each in found):
@@ -210,7 +211,7 @@ class Neighbours:
         return [each for each in found if isinstance(each, nn.Module)]
 
     def give(self, head: bool, count: int) -> torch.Tensor:
-        """So many of the stage's own layers at this end, `packed`. Raises UnsupportedError."""
+        """So many of the chunk's own layers at this end, `packed`. Raises UnsupportedError."""
         return packed(*self._lent(head, count))
 
     def _lent(self, head: bool, count: int) -> tuple[Sequence[nn.Module], bytes]:
@@ -235,7 +236,8 @@ class Neighbours:
 
     def _check_apart(self, layers: Sequence[nn.Module]) -> None:
         """Raises UnsupportedError if the script has tied one of ``layers`` to another layer of the stage."""
-        holders = Counter(number for layer in self.lending.layers for number in {
+        every = [layer for each in (self.lending, *self._beside) for layer in each.layers]
+        holders = Counter(number for layer in every for number in {
             id(parameter) for part in (layer.args if isinstance(layer, functools.partial) else (layer,))
             if isinstance(part, nn.Module) for parameter in part.parameters()})
         tied = [name for layer in layers for name, parameter in layer.named_parameters() if holders[id(parameter)] > 1]

@@ -11,7 +11,7 @@ no order of transfers can deadlock where a library runs a communicator's one aft
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -25,15 +25,16 @@ from megatron_recycle.runtime.comm.comm import Pending
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.tags import LENT_COPIES, LENT_SUMS
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Layout
-from megatron_recycle.runtime.lent.layers import Neighbours, parameters_of, room
-from megatron_recycle.runtime.lent.sums import LentAccumulators, Place
+from megatron_recycle.runtime.lent.layers import parameters_of, room
+from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
+from megatron_recycle.runtime.lent.sums import End, LentAccumulators, Place
 from megatron_recycle.runtime.lent.terms import HOME, Span, Terms, terms_of
 
 log = logging.getLogger(__name__)
 
 
 class Loans:
-    """The loans of one worker in one attempt.
+    """The loans of one worker in one attempt. Chunks are counted through the model.
 
     Args:
         terms: of the plan.
@@ -41,90 +42,96 @@ class Loans:
         neighbours: this worker's copies.
     """
 
-    def __init__(self, terms: Terms, groups: Groups, neighbours: Neighbours) -> None:
-        self._terms, self._groups, self._neighbours = terms, groups, neighbours
-        self._coming: dict[bool, Pending] = {}
-        """Copies that nobody has waited for, by whether they are of the head of the stage behind."""
+    def __init__(self, terms: Terms, groups: Groups, neighbours: Neighbourhood) -> None:
+        self._terms, self._groups, self._neighbours, self._of = terms, groups, neighbours, neighbours.of
+        self._coming: dict[End, Pending] = {}
+        """Copies that nobody has waited for."""
         self._sent: list[Pending] = []
-        for head, count in zip((False, True), terms.borrowed(groups.me), strict=True):
-            with self._lent_by(head):
-                neighbours.hold(head, count)
+        for chunk, each in self._of.items():
+            for head, count in zip((False, True), terms.borrowed(groups.me, chunk), strict=True):
+                with self._lent_to(chunk, head):
+                    each.hold(head, count)
 
     def begin(self) -> None:
         """Copies of what the stages hold now are on their way. Raises GenerationOver, LendingError."""
-        self._neighbours.options.begin()
+        for each in self._of.values():
+            each.options.begin()
         world, me = self._groups.world, self._groups.me
         mine = [(number, loan) for number, loan in enumerate(self._terms.copies) if me in (loan.principal, loan.helper)]
         if not mine:
             return
         with _lent_of(me.stage):
-            packs = {number: self._neighbours.give(loan.head, loan.layers)
+            packs = {number: self._of[loan.chunk].give(loan.head, loan.layers)
                      for number, loan in mine if loan.principal == me}
-        rooms = {number: room(self._neighbours.borrowed(loan.head)) for number, loan in mine if loan.helper == me}
+        rooms = {number: room(self._of[loan.by].borrowed(loan.head)) for number, loan in mine if loan.helper == me}
         with world.batch():
             for number, loan in mine:
                 if loan.principal == me:
                     self._sent.append(world.send(packs[number], self._groups.rank(loan.helper), LENT_COPIES[number]))
                 else:
-                    self._coming[loan.head] = world.receive(rooms[number], self._groups.rank(loan.principal),
-                                                            LENT_COPIES[number])
+                    self._coming[loan.by, loan.head] = world.receive(
+                        rooms[number], self._groups.rank(loan.principal), LENT_COPIES[number])
 
-    def span(self, microbatch: Microbatch) -> Span:
-        """Of this worker, for ``microbatch``."""
-        return self._terms.span(self._groups.me.stage, microbatch)
+    def span(self, chunk: int, microbatch: Microbatch) -> Span:
+        """Of this worker, for ``chunk`` of ``microbatch``."""
+        return self._terms.span(chunk, microbatch)
 
-    def arrive(self, span: Span) -> None:
-        """Wait for the copies of layers that ``span`` has. Raises GenerationOver, LendingError."""
+    def arrive(self, chunk: int, span: Span) -> None:
+        """Wait for the copies of layers that ``span`` has beside ``chunk``. Raises GenerationOver, LendingError."""
         for head, count in zip((False, True), span.borrowed, strict=True):
-            if count and head in self._coming:
-                coming = self._coming[head]
+            if count and (chunk, head) in self._coming:
+                coming = self._coming[chunk, head]
                 coming.wait()
-                del self._coming[head]
+                del self._coming[chunk, head]
                 self._groups.world.backend.arrived(coming.tensor)
-                with self._lent_by(head):
-                    self._neighbours.take(head, coming.tensor)
+                with self._lent_to(chunk, head):
+                    self._of[chunk].take(head, coming.tensor)
 
     @contextmanager
-    def running(self, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
-        """As `Neighbours.running`. Raises LendingError where a stage cannot run these layers."""
-        lent = nullcontext() if span == HOME else self._lent_by(True) if span.borrowed[1] else (
-            self._lent_by(False) if span.borrowed[0] else _lent_of(self._groups.me.stage))
-        with lent, self._neighbours.running(span, seed):
+    def running(self, chunk: int, span: Span, seed: Callable[[int], None]) -> Iterator[None]:
+        """As `Neighbours.running`, beside ``chunk``. Raises LendingError where a stage cannot run these layers."""
+        lent = nullcontext() if span == HOME else self._lent_to(chunk, True) if span.borrowed[1] else (
+            self._lent_to(chunk, False) if span.borrowed[0] else _lent_of(self._groups.me.stage))
+        with lent, self._of[chunk].running(span, seed):
             yield
 
-    def _lent_by(self, head: bool) -> AbstractContextManager[None]:
-        """A block about layers of the stage behind, or of the stage before."""
-        return _lent_of(self._groups.me.stage + (1 if head else -1))
+    def _lent_to(self, chunk: int, head: bool) -> AbstractContextManager[None]:
+        """A block about layers of the chunk behind ``chunk``, or of the chunk before, if there is one."""
+        other, stages = chunk + (1 if head else -1), self._neighbours.stage_of
+        return _lent_of(stages[other]) if 0 <= other < len(stages) else nullcontext()
 
-    def sums(self, layout: Layout, place: Place, block: int) -> Accumulators:
-        """Room for the sums of an attempt. ``block``: micro-batches in one of the plan's blocks, 0 if it has none."""
+    def sums(self, chunks: Collection[int], layout: Layout, place: Place, block: int) -> Accumulators:
+        """Room for the sums of an attempt in these of the worker's ``chunks``. ``block``: micro-batches in one of the
+        plan's blocks, 0 if it has none."""
         if not self._terms.crossings:
             return Accumulators(layout, place)
-        before, behind = (Layout(parameters_of(self._neighbours.borrowed(head)), layout.dtype)
-                          for head in (False, True))
-        given = [parameter for head, count in zip((True, False), self._terms.given(self._groups.me), strict=True)
-                 for parameter in parameters_of(self._neighbours.own(head, count))]
-        return LentAccumulators(layout, place, block, (before, behind), given)
+        own = [(chunk, each) for chunk, each in self._of.items() if chunk in chunks]
+        borrowed = {(chunk, head): Layout(parameters_of(each.borrowed(head)), layout.dtype)
+                    for chunk, each in own for head in (False, True)}
+        given = [parameter for chunk, each in own
+                 for head, count in zip((True, False), self._terms.given(self._groups.me, chunk), strict=True)
+                 for parameter in (parameters_of(each.own(head, count)) if count else ())]
+        return LentAccumulators(layout, place, block, borrowed, given)
 
     def collect(self, sums: Accumulators) -> None:
-        """Send the sums of borrowed layers, and put those that come for the stage's own where they belong. All actions
+        """Send the sums of borrowed layers, and put those that come for the worker's own where they belong. All actions
         are done. Raises GenerationOver."""
-        if not isinstance(sums, LentAccumulators):
+        if not self._terms.crossings:
             return
         groups, me = self._groups, self._groups.me
+        of = {chunk: sums.of(place) for place, chunk in enumerate(self._of)}
         mine = [(number, loan) for number, loan in enumerate(self._terms.sums) if me in (loan.principal, loan.helper)]
-        if not mine:
-            sums.join({})
-            return
         tensors, parameters = {}, {}
         for number, loan in mine:
             if loan.helper == me:
-                whole, flat = self._neighbours.borrowed(loan.head), sums.borrowed[loan.head].sum(loan.piece)
+                whole, lent = self._of[loan.by].borrowed(loan.head), of[loan.by]
+                assert isinstance(lent, LentAccumulators)
+                flat = lent.borrowed[loan.by, loan.head].sum(loan.piece)
                 size = sum(each.numel() for each in parameters_of(
                     whole[:loan.layers] if loan.head else whole[len(whole) - loan.layers:]))
                 tensors[number] = flat[:size] if loan.head else flat[flat.numel() - size:]
             else:
-                parameters[number] = parameters_of(self._neighbours.own(loan.head, loan.layers))
+                parameters[number] = parameters_of(self._of[loan.chunk].own(loan.head, loan.layers))
                 size = sum(each.numel() for each in parameters[number])
                 tensors[number] = torch.empty(size, dtype=sums.layout.dtype, device=sums.layout.device)
         coming = []
@@ -138,8 +145,10 @@ class Loans:
                         groups.world.receive(tensors[number], groups.rank(loan.helper), LENT_SUMS[number]))
         for pending in coming:
             pending.wait()
-        sums.join(_by_piece([(loan.piece, parameters[number], tensors[number]) for number, loan in mine
-                             if loan.principal == me]))
+        for joins in {id(each): each for each in of.values()}.values():
+            assert isinstance(joins, LentAccumulators)
+            joins.join(_by_piece([(loan.piece, parameters[number], tensors[number]) for number, loan in mine
+                                  if loan.principal == me and of[loan.chunk] is joins]))
 
     def end(self) -> None:
         """The attempt is void, and all have begun it: bring its copies to their end. Raises GenerationOver."""
@@ -154,24 +163,27 @@ class Loans:
         self._sent = []
 
 
-def acceptable(offer: Offer | None, neighbours: Neighbours, agent: Agent, me: Worker) -> Offer | None:
+def acceptable(offer: Offer | None, neighbours: Neighbourhood, agent: Agent, me: Worker) -> Offer | None:
     """The ``offer``, unless its plan lends layers that cannot be lent, or run here: the coordinator is told that."""
     if offer is None or offer.plan is None or not offer.plan.get("crossings"):
         return offer
     if offer.number == neighbours.declined:
         return None
     terms = terms_of(Plan.from_json(offer.plan))
-    before, behind = terms.borrowed(me)
-    for stage, given, borrowed in ((me.stage, terms.of_stage(me.stage), False), (me.stage - 1, (0, 0), bool(before)),
-                                   (me.stage + 1, (0, 0), bool(behind))):
-        try:
-            neighbours.check(given, borrowed)
-        except UnsupportedError as error:
-            log.warning("recycle: a plan that lends layers of stage %d is not taken up, training goes on without: %s",
-                        stage, error)
-            agent.unlent(offer.generation, stage, str(error))
-            neighbours.declined = offer.number
-            return None
+    for chunk, each in neighbours.of.items():
+        before, behind = terms.borrowed(me, chunk)
+        checks = [(chunk, terms.of_chunk(chunk), False), *((chunk - 1, (0, 0), True) for _ in range(bool(before))),
+                  *((chunk + 1, (0, 0), True) for _ in range(bool(behind)))]
+        for of, given, borrowed in checks:
+            try:
+                each.check(given, borrowed)
+            except UnsupportedError as error:
+                stage = neighbours.stage_of[of]
+                log.warning("recycle: a plan that lends layers of stage %d is not taken up, training goes on without: "
+                            "%s", stage, error)
+                agent.unlent(offer.generation, stage, str(error))
+                neighbours.declined = offer.number
+                return None
     return offer
 
 

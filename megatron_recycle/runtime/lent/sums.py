@@ -19,35 +19,38 @@ from megatron_recycle.runtime.compute.accumulate import WHOLE, Accumulators, Lay
 from megatron_recycle.runtime.compute.split import Contribution
 
 Place = Callable[[int, int], tuple[Piece, int]]
+End = tuple[int, bool]
+"""A chunk of the worker's, counted through the model, and whether its copies are of the chunk behind that."""
 
 
 class LentAccumulators(Accumulators):
     """All sums of one worker in one attempt at an iteration whose plan lends layers.
 
     Args:
-        layout: of the stage's own gradients.
+        layout: of the own gradients.
         place: as `Accumulators`'.
         block: micro-batches of a block whose sums are kept apart; 0: one sum is enough.
-        borrowed: layouts of the copies of layers of the stage before, and of the stage behind.
-        given: the stage's own parameters that others compute gradients of.
+        borrowed: layouts of the copies of layers.
+        given: own parameters that others compute gradients of.
     """
 
-    def __init__(self, layout: Layout, place: Place, block: int, borrowed: tuple[Layout, Layout],
+    def __init__(self, layout: Layout, place: Place, block: int, borrowed: Mapping[End, Layout],
                  given: Sequence[nn.Parameter]) -> None:
         super().__init__(layout, place)
         self._block = block
         self._apart = apart = functools.partial(_apart, block)  # no method of this: sums go when nobody refers to them
-        self.borrowed = tuple(Accumulators(each, apart) for each in borrowed)
-        """Of the stage before, and of the stage behind."""
+        self.borrowed = {end: Accumulators(each, apart) for end, each in borrowed.items()}
         self._given = Accumulators(Layout([each for each in given if each in layout], layout.dtype), apart)
         own = {id(parameter): self._given for parameter in self._given.layout.parameters} if block else {}
-        self._of = {**own, **{id(parameter): sums for sums in self.borrowed for parameter in sums.layout.parameters}}
+        self._of = {**own, **{id(parameter): sums for sums in self.borrowed.values()
+                     for parameter in sums.layout.parameters}}
         self._run: dict[Piece, Microbatch] = {}
         """The blocks of which this worker has run something, each with one of its micro-batches."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        return (*super().parameters, *(parameter for sums in self.borrowed for parameter in sums.layout.parameters))
+        return (*super().parameters, *(
+            parameter for sums in self.borrowed.values() for parameter in sums.layout.parameters))
 
     def add(self, pipeline: int, microbatch: int, contributions: Iterable[Contribution]) -> None:
         self._run.setdefault(self._apart(pipeline, microbatch)[0], (pipeline, microbatch))
@@ -63,7 +66,7 @@ class LentAccumulators(Accumulators):
     def lent(self, pipeline: int, microbatch: int) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(super().lent(pipeline, microbatch))
-            for sums in (*self.borrowed, self._given):
+            for sums in (*self.borrowed.values(), self._given):
                 stack.enter_context(sums.lent(pipeline, microbatch))
             yield
 
@@ -82,7 +85,7 @@ class LentAccumulators(Accumulators):
 
     def clear(self) -> None:
         super().clear()
-        for sums in self.borrowed:
+        for sums in self.borrowed.values():
             sums.clear()
 
 

@@ -1,8 +1,9 @@
 """What a plan that lends layers asks of whom: which layers a worker runs of a micro-batch, and what is sent for that.
 
-A micro-batch crosses the boundary behind a stage some layers later (+) or earlier (-) than at home. Who runs a lent
-layer is its *helper* for that micro-batch; the worker of the layer's own stage that runs the rest of that stage for it
-is its *principal*. Helper and principal are next to each other on the micro-batch's route, so they talk anyway.
+A micro-batch crosses the boundary behind a chunk some layers later (+) or earlier (-) than at home. Who runs a lent
+layer is its *helper* for that micro-batch; the worker of the layer's own stage that runs the rest of that chunk for it
+is its *principal*. Helper and principal are next to each other on the micro-batch's route, so they talk anyway. Chunks
+are counted through the model; usually each stage has one, of its number.
 
 At the start of an attempt each helper gets a copy of the parameters, from one of its principals. Before the reduction
 it sends the principals its sums of their gradients: with the exact reduction one for each block, which the principal
@@ -23,19 +24,20 @@ Crossings = Mapping[Microbatch, Crossing]
 
 
 class Span(NamedTuple):
-    """The layers that a worker runs of a micro-batch, as the crossings before (``head``) and behind (``tail``) them."""
+    """The layers that a worker runs of a micro-batch in a chunk, as the crossings before (``head``) and behind
+    (``tail``) them."""
 
     head: int = 0
     tail: int = 0
 
     @property
     def own(self) -> tuple[int, int]:
-        """How many of the stage's own layers it leaves out, from the first and from the last on."""
+        """How many of the chunk's own layers it leaves out, from the first and from the last on."""
         return max(0, self.head), max(0, -self.tail)
 
     @property
     def borrowed(self) -> tuple[int, int]:
-        """How many layers of the stage before it runs, the last ones, and how many of the stage behind, the first."""
+        """How many layers of the chunk before it runs, the last ones, and how many of the chunk behind, the first."""
         return max(0, -self.head), max(0, self.tail)
 
 
@@ -43,16 +45,23 @@ HOME = Span()
 
 
 class Loan(NamedTuple):
-    """``layers`` of the stage of ``principal``, the first ones if ``head`` and else the last, that ``helper`` runs.
+    """``layers`` of ``chunk``, which is at home on the stage of ``principal``, the first ones if ``head`` and else the
+    last, that ``helper`` runs.
 
     ``piece`` is what of their gradients it sums up apart: in `exact` a block, else `WHOLE`.
     """
 
     principal: Worker
     helper: Worker
+    chunk: int
     head: bool
     layers: int
     piece: Piece = WHOLE
+
+    @property
+    def by(self) -> int:
+        """The helper's own chunk, with which it runs them."""
+        return self.chunk - 1 if self.head else self.chunk + 1
 
 
 class Terms(NamedTuple):
@@ -68,28 +77,29 @@ class Terms(NamedTuple):
     copies: tuple[Loan, ...] = ()
     sums: tuple[Loan, ...] = ()
 
-    def span(self, stage: int, microbatch: Microbatch) -> Span:
-        """Of a worker of ``stage`` that runs ``microbatch``."""
+    def span(self, chunk: int, microbatch: Microbatch) -> Span:
+        """Of who runs ``chunk`` of ``microbatch``."""
         crossings = self.crossings.get(microbatch)
         if crossings is None:
             return HOME
-        return Span(crossings[stage - 1] if stage else 0, crossings[stage] if stage < len(crossings) else 0)
+        return Span(crossings[chunk - 1] if chunk else 0, crossings[chunk] if chunk < len(crossings) else 0)
 
-    def borrowed(self, me: Worker) -> tuple[int, int]:
-        """The most layers of the stage before, and of the stage behind, that ``me`` runs."""
-        mine = [loan for loan in self.copies if loan.helper == me]
+    def borrowed(self, me: Worker, chunk: int) -> tuple[int, int]:
+        """The most layers of the chunk before, and of the chunk behind, that ``me`` runs with its own ``chunk``."""
+        mine = [loan for loan in self.copies if loan.helper == me and loan.by == chunk]
         return (max((loan.layers for loan in mine if not loan.head), default=0),
                 max((loan.layers for loan in mine if loan.head), default=0))
 
-    def of_stage(self, stage: int) -> tuple[int, int]:
-        """The most of the first and of the last layers of ``stage`` that others run."""
-        mine = [loan for loan in self.copies if loan.principal.stage == stage]
+    def of_chunk(self, chunk: int) -> tuple[int, int]:
+        """The most of the first and of the last layers of ``chunk`` that others run."""
+        mine = [loan for loan in self.copies if loan.chunk == chunk]
         return (max((loan.layers for loan in mine if loan.head), default=0),
                 max((loan.layers for loan in mine if not loan.head), default=0))
 
-    def given(self, me: Worker) -> tuple[int, int]:
-        """How many of its first and of its last layers are run by others for some micro-batch of ``me``."""
-        mine = [loan for loan in self.sums if loan.principal == me]
+    def given(self, me: Worker, chunk: int) -> tuple[int, int]:
+        """How many of the first and of the last layers of its own ``chunk`` are run by others for some micro-batch of
+        ``me``."""
+        mine = [loan for loan in self.sums if loan.principal == me and loan.chunk == chunk]
         return (max((loan.layers for loan in mine if loan.head), default=0),
                 max((loan.layers for loan in mine if not loan.head), default=0))
 
@@ -111,7 +121,7 @@ def terms_of(plan: Plan) -> Terms:
     crossings = {microbatch: each for microbatch, each in sorted(lent.items())
                  if any(each) and (*microbatch, 0) in route}
     block = plan.problem.block
-    most: dict[tuple[Worker, Worker, bool], int] = {}
+    most: dict[tuple[Worker, Worker, int, bool], int] = {}
     blocks: dict[Loan, None] = {}
     for (d, m), each in crossings.items():
         for boundary, crossing in enumerate(each):
@@ -119,7 +129,7 @@ def terms_of(plan: Plan) -> Terms:
                 continue
             before, behind = route[d, m, boundary], route[d, m, boundary + 1]
             principal, helper = (behind, before) if crossing > 0 else (before, behind)
-            key, layers = (principal, helper, crossing > 0), abs(crossing)
+            key, layers = (principal, helper, boundary + (crossing > 0), crossing > 0), abs(crossing)
             most[key] = max(layers, most.get(key, 0))
             if block:
                 blocks[Loan(*key, layers, (d, m // block, m // block))] = None
@@ -127,19 +137,19 @@ def terms_of(plan: Plan) -> Terms:
     return Terms(crossings, _one_each(most), sums)
 
 
-def _one_each(most: Mapping[tuple[Worker, Worker, bool], int]) -> tuple[Loan, ...]:
-    """One loan for each helper and end of a stage, of all layers that it runs there, with one of its principals: the
+def _one_each(most: Mapping[tuple[Worker, Worker, int, bool], int]) -> tuple[Loan, ...]:
+    """One loan for each helper and end of a chunk, of all layers that it runs there, with one of its principals: the
     one that has fewest yet."""
     asked: dict[tuple[Worker, bool, int], list[Worker]] = {}
     layers: Counter[tuple[Worker, bool, int]] = Counter()
-    for (principal, helper, head), count in sorted(most.items()):
-        key = helper, head, principal.stage
+    for (principal, helper, chunk, head), count in sorted(most.items()):
+        key = helper, head, chunk
         asked.setdefault(key, []).append(principal)
         layers[key] = max(layers[key], count)
     busy: Counter[Worker] = Counter()
     found = []
-    for (helper, head, stage), principals in sorted(asked.items()):
+    for (helper, head, chunk), principals in sorted(asked.items()):
         principal = min(principals, key=lambda worker: (busy[worker], worker.pipeline != helper.pipeline, worker))
         busy[principal] += 1
-        found.append(Loan(principal, helper, head, layers[helper, head, stage]))
+        found.append(Loan(principal, helper, chunk, head, layers[helper, head, chunk]))
     return tuple(sorted(found))
