@@ -51,7 +51,7 @@ def lendings_of(stage: Stage, place: Place) -> Mapping[int, Lending | None]:
     if not place.placement:
         return {place.me.stage: stage.lending}
     own = cast(Chunked, stage).lendings
-    return dict(zip(place.chunks, own or [None] * len(place.chunks), strict=True))
+    return dict(zip(place.chunks, own, strict=True)) if own else dict.fromkeys(place.chunks)
 
 
 def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:

@@ -144,8 +144,9 @@ class Draw:
         one, other = self.pair(shape)
         first = Moment(one, "forward", self.random.randrange(1, shape.iterations))
         held = self.moment(shape, other, first.iteration - (shape.step == "staggered"), first.iteration)
-        # After wrong guesses they wait for each other, and in what the script does between iterations for everybody.
-        together = (shape.clipping or shape.scale or first.iteration in shape.evaluate + shape.save
+        # After wrong guesses they wait for each other, and in what the script does between iterations for everybody;
+        # for parameters that others' shards step, too.
+        together = (shape.clipping or shape.scale or shape.sharded or first.iteration in shape.evaluate + shape.save
                     or first.iteration - 1 in shape.collect)
         if together and held.iteration < first.iteration:
             held = replace(held, iteration=first.iteration)
