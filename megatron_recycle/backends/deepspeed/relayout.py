@@ -9,12 +9,13 @@ anything else is refused, on all ranks alike.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import io
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -195,11 +196,16 @@ def _cut(module: PipelineModule, weights: Sequence[int]) -> tuple[int, ...]:
         module.num_stages *= 2
         with contextlib.redirect_stdout(io.StringIO()):  # the list of stages, which they are not
             module._partition_layers(method=getattr(module, _METHOD))
-        return tuple(map(int, module.parts))
+        parts = tuple(map(int, module.parts))
     finally:
         del module._count_layer_params
         for name, value in kept.items():
             setattr(module, name, value)
+    if len(parts) != 2 * module.num_stages + 1:
+        raise UnsupportedError(f"megatron-recycle: chunks 2: {type(module).__name__}._partition_layers() gives "
+                               f"{len(parts) - 1} parts where num_stages is {2 * module.num_stages} for the moment: "
+                               f"let it go by num_stages, {_OFF}")
+    return parts
 
 
 def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, nn.Module], wrong: list[str],
@@ -207,6 +213,7 @@ def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, 
     """Send and receive layers, one at a time; returns those that this stage has from now on. Adds to ``wrong`` what is
     not as it was told."""
     held: dict[str, nn.Module] = {}
+    twice: dict[tuple[int, int], nn.Module] = {}
     grid, stage = module._grid, module.stage_id
     device = torch.device(get_accelerator().device_name(module.local_rank))
     generators = Generators(device)
@@ -221,7 +228,15 @@ def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, 
         elif move.target == stage:
             try:
                 with generators.kept():
-                    built = _built(module, name).to(device)
+                    built = _built(module, name)
+                    if (alias := twice.get((id(built), move.source))) is not None:
+                        built = alias
+                    elif name != LOSS and _tensors([built]) & _tensors((*own.values(), *held.values())):
+                        # It stands in the list several times, and with stock on several stages, each with its own.
+                        built = twice[id(built), move.source] = copy.deepcopy(built)
+                    else:
+                        twice[id(built), move.source] = built
+                    built.to(device)
                 unlike = differs(built, move.layer)
             except Exception as error:  # noqa: BLE001 - whatever it is: the others wait for this stage
                 built, unlike = nn.Module(), f"an error where it is built anew ({type(error).__name__}: {error})"
@@ -261,6 +276,10 @@ def _share(moves: Sequence[Move], held: Mapping[str, nn.Module], wrong: list[str
                 wrong.append(f"{words(name)} and {words(move.layer.name)} are one tensor ({piece.path}) where one "
                              "stage has both, and two where DeepSpeed cuts the model: tie them by TiedLayerSpec, or "
                              "give each its own")
+
+
+def _tensors(layers: Iterable[nn.Module]) -> set[int]:
+    return {id(one) for layer in layers for _, one in tensors(layer).values()}
 
 
 def _built(module: PipelineModule, name: str) -> nn.Module:
