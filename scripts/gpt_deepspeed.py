@@ -106,16 +106,11 @@ def loss_function(logits: Tensor, labels: Tensor) -> Tensor:
 def read_text(source: Path | None) -> Tensor:
     """All bytes of a file, or of a folder's files in order of name; by default the standard library."""
     root = Path(sysconfig.get_paths()["stdlib"]) if source is None else source
-    if root.is_file():
-        files = [root]
-    else:
-        pattern = "*.py" if source is None else "*"
-        files = sorted(
-            path
-            for path in root.rglob(pattern)
-            if path.is_file() and not SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
-        )
-    text = b"".join(path.read_bytes() for path in files)
+    files = [root] if root.is_file() else []
+    for folder, inner, names in os.walk(root):
+        inner[:] = set(inner) - SKIPPED_FOLDERS
+        files += [Path(folder, name) for name in names if source is not None or name.endswith(".py")]
+    text = b"".join(path.read_bytes() for path in sorted(files) if path.is_file())
     if not text:
         raise SystemExit(f"--data: no text in {root}; name a file or a folder with files")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
