@@ -167,6 +167,7 @@ def test_when_the_last_of_a_stage_are_told_to_leave_the_job_ends_at_a_boundary_a
     assert f"last committed iteration: {BOUNDARY - 1}" in finished["message"]
 
 
+@pytest.mark.night
 def test_checkpoints_are_written_while_a_worker_is_missing_and_with_its_successor(undisturbed, tmp_path):
     """Also the script of the one that came in asks for those of the past, which are there."""
     every = {"save_every": (str(tmp_path), 3)}

@@ -56,6 +56,7 @@ def test_a_worker_killed_in_mid_iteration_leaves_the_same_bits(undisturbed):
     assert all(own["before_b"] > 0 and own["after_b"] > 0 and own["peak"] == own["planned"] for own in held)
 
 
+@pytest.mark.night
 def test_a_worker_killed_in_the_script_s_own_sum_of_losses_leaves_the_same_bits(undisturbed):
     """Over Megatron's data-parallel group, on the last stage: the others get the sum of three, and train on."""
     kill_and_compare([Hold("0:1", "collective", KILLED_IN)], undisturbed)

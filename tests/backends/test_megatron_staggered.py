@@ -44,10 +44,10 @@ def test_steps_undone_in_every_iteration_leave_the_bits_of_waiting(reading):
     assert {event["iteration"] for event in job.events if event["event"] == "rolled_back"} == {0, 1, 2}
 
 
-@pytest.mark.slow
+@pytest.mark.night
 @pytest.mark.parametrize(("options", "hold"), [
     (("--clip", "0.05", "--bf16"), Hold("0:1", "reduce", 3)),
-    pytest.param(("--clip", "0", "--eval-every", "2"), Hold("1:0", "stepped", 1), marks=pytest.mark.night)], ids=str)
+    (("--clip", "0", "--eval-every", "2"), Hold("1:0", "stepped", 1))], ids=str)
 def test_a_worker_killed_while_stages_are_a_step_apart(options, hold):
     with Job(megatron_job.train, 4, arguments(*options), [hold]) as job:
         job.wait_held()

@@ -57,7 +57,7 @@ def test_a_worker_moves_on_its_own_device_and_its_old_process_ends_well(tmp_path
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_coordinator_is_killed_while_the_new_process_waits(tmp_path: Path) -> None:
     with launched(tmp_path / "run", ORDERS) as job:
         lose_two(job)

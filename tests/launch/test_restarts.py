@@ -45,7 +45,7 @@ def test_a_worker_that_was_started_again_does_not_spoil_the_jobs_exit_status(tmp
 
 
 @pytest.mark.processes
-@pytest.mark.slow
+@pytest.mark.night
 def test_the_coordinator_is_killed_while_a_worker_waits_to_join(tmp_path: Path) -> None:
     with launched(tmp_path / "run", JOINS) as job:
         lose_and_wait(job)

@@ -56,6 +56,7 @@ def test_a_killed_worker_costs_no_iteration_and_no_other_process(tmp_path: Path)
 
 
 @pytest.mark.processes
+@pytest.mark.night
 def test_two_workers_of_different_stages_killed_at_once(tmp_path: Path) -> None:
     with launched(tmp_path / "run", {"pause": {"1": 2, "5": 2}}) as job:
         job.kill(1, 5)

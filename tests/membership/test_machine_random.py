@@ -35,6 +35,7 @@ from megatron_recycle.membership.verdict import Verdict
 from megatron_recycle.plan import Action
 from tests.membership.cluster import PLAN
 from tests.membership.paper import GUESS, Paper, Update, verdict
+from tests.seeds import seeds
 
 PIPELINES, STAGES = 3, 2
 NAMES = [f"{d}:{s}" for d in range(PIPELINES) for s in range(STAGES)]
@@ -703,7 +704,7 @@ def campaign(kind: type[Jobs], seed: int, acts: Sequence[Act] = ACTS, steps: int
     return job
 
 
-@pytest.mark.parametrize("tens", range(20))
+@pytest.mark.parametrize("tens", seeds(12))
 def test_seeded_campaigns(tens: int) -> None:
     for seed in range(5 * tens, 5 * tens + 5):
         campaign(Protocol, seed)

@@ -19,6 +19,7 @@ from megatron_recycle.membership import inputs
 from megatron_recycle.membership import state as st
 from megatron_recycle.membership.standing import Reconciliation
 from tests.membership import test_machine_random as base
+from tests.seeds import seeds
 
 LIVES = 4
 """Processes of all joiners together."""
@@ -178,7 +179,7 @@ ACTS: tuple[base.Act, ...] = (
 )
 
 
-@pytest.mark.parametrize("tens", range(15))
+@pytest.mark.parametrize("tens", seeds(8))
 def test_seeded_campaigns_with_joins_and_leaves(tens: int) -> None:
     for seed in range(6 * tens, 6 * tens + 6):
         base.campaign(Joins, seed, ACTS, 120)

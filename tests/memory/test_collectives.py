@@ -43,7 +43,7 @@ def by_shares(monkeypatch):
     monkeypatch.setattr(shares, "_ROUND", 24)
 
 
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_worker_killed_at_anything_that_large_reductions_ask_of_the_network(seed, by_shares):
     """Nobody has written anything before all have all: what is cut short is made again, over who is left, with the same
     bits."""
@@ -95,7 +95,7 @@ def messages(job: Job, gone: set[str], lose: bool = False) -> None:
                 f"{process.name} got {value} from {job.names[sender % 10]} after {iteration}\n{job.where()}")
 
 
-@pytest.mark.parametrize("seed", seeds(8))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_worker_killed_at_anything_that_messages_ask_of_the_network(seed):
     """All others have what they sent each other, once, and in order, also what was waited for an iteration later."""
     draw, shape = random.Random(seed), Shape(3, 2, 2, 3, send=(0, 1), clipping=0.05 * (seed % 2))

@@ -68,13 +68,14 @@ def test_the_json_file_can_switch_the_plugin_off(tmp_path: Path):
 def test_a_script_with_our_flags_trains_with_the_plugin_only_if_the_flag_is_given(tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(HAS_THE_FLAG.format(script=str(SCRIPTS / "gpt_deepspeed.py")))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     training = ["--iterations", "2", "--log-every", "1", *TRAINING]
-    without = run([*command, *training], tmp_path, RECYCLE_RUN_DIR=str(tmp_path / "without"))
-    assert without.returncode == 0, without.stdout + without.stderr
-    assert "megatron-recycle" not in without.stdout + without.stderr and not (tmp_path / "without").exists()
+    alone = run([*torchrun, "1", str(script), *training, "--stages", "1"], tmp_path,
+                RECYCLE_RUN_DIR=str(tmp_path / "without"))
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert "megatron-recycle" not in alone.stdout + alone.stderr and not (tmp_path / "without").exists()
     given = ["--recycle", "--recycle-reduction", "exact", "--recycle-run-dir", str(tmp_path / "given")]
-    with_it = run([*command, *given, *training], tmp_path)
+    with_it = run([*torchrun, "2", str(script), *given, *training], tmp_path)
     assert with_it.returncode == 0, with_it.stdout + with_it.stderr
     assert re.search(r"reduction \.+ exact +--recycle-reduction", with_it.stdout)
     assert [e["iteration"] for e in read_events(tmp_path / "given/events.jsonl") if e["event"] == "committed"] == [0, 1]
