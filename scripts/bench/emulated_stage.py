@@ -28,14 +28,17 @@ def mean(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 class Partitioned(PipelineModule):
-    """Stages of so many layers."""
+    """Stages of so many layers; where each has two chunks, half of them in each, first down the stages, then up."""
 
     def __init__(self, layers: Sequence[LayerSpec], sizes: Sequence[int], **options: Any) -> None:
         self.sizes = sizes
         super().__init__(layers, num_stages=len(sizes), **options)
 
     def _partition_layers(self, method: str = "uniform") -> None:
-        self.parts = [0, *accumulate(self.sizes)]
+        halves = [size // 2 for size in self.sizes]
+        cut = self.sizes if self.num_stages == len(self.sizes) else [*halves, *(
+            size - half for size, half in zip(reversed(self.sizes), reversed(halves)))]
+        self.parts = [0, *accumulate(cut)]
         stage = self._topo.get_coord(self.global_rank).pipe
         self._set_bounds(start=self.parts[stage], stop=self.parts[stage + 1])
 

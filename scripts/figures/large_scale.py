@@ -22,8 +22,8 @@ from megatron_recycle.simulate.trace import HOST, Outage, Trace
 
 GRIDS = ((256, 8, 4), (512, 8, 8), (1024, 16, 8), (1536, 16, 12))
 SHARES = (0.01, 0.05, 0.10)
-POLICIES = ("ours", "ours-no-moves", "recycle-published", "moved-layers", "drop", "oobleck", "bamboo", "torchft",
-            "fault-scaled")
+POLICIES = ("ours", "lent-layers", "ours-no-moves", "recycle-published", "moved-layers", "drop", "oobleck", "bamboo",
+            "torchft", "fault-scaled")
 
 
 def lost(hosts: int, count: int, seed: int, seconds: float = 3600.0) -> Trace:
