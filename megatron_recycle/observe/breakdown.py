@@ -1,7 +1,8 @@
 """`recycle profile RUN`: where the time of a running or ended job's iterations goes, worker by worker.
 
 Every 25 iterations the coordinator writes down what each worker's training thread did in the latest 12 (event `spent`):
-the parts of a row add up to an iteration. Below stands what the plan takes with the costs measured in them.
+the parts of a row add up to an iteration. Below stands what the plan takes with the costs measured in them, if it was in
+force in all 12.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ PARTS = {"actions": "forwards, backwards and weight gradients themselves",
          "script": "the script's and the framework's own code between iterations",
          "other": "recoveries, boundaries, checkpoints, evaluations"}
 """Parts of an iteration, and what each is."""
+_LATEST = 12
+"""Iterations that a breakdown is of."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,14 @@ class Breakdown:
         seconds: worker -> part -> seconds of an iteration, the mean.
         costs: measured in them, in microseconds.
         planned: seconds of an iteration of the plan in force with those costs; None: its file is not there.
+        since: the first iteration of that plan.
     """
 
     iteration: int
     seconds: Mapping[Worker, Mapping[str, float]]
     costs: Costs
     planned: float | None
+    since: int = 0
 
     @property
     def measured(self) -> float:
@@ -59,15 +64,19 @@ def breakdowns(run: Path) -> list[Breakdown]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}: give the folder of a run, or its events") from None
     except ValueError as error:
         raise ConfigError(f"{error}: give the folder of a run, or its events") from None
-    found, digest = [], ""
+    found, digest, generation, since = [], "", None, 0
     for event in events:
+        if event["event"] == "planned" and generation is not None and event.get("generation") == generation:
+            continue  # a better one, which is in force once it is adopted
         if event["event"] in ("planned", "adopted"):
-            digest = event.get("digest", digest)
+            digest, generation = event.get("digest", digest), event.get("generation", generation)
+        if event["event"] in ("resumed", "adopted"):
+            since = event.get("iteration", since)
         elif event["event"] == "spent" and "seconds" in event:
             costs = Costs.from_json(event.get("costs"))
             found.append(Breakdown(event["iteration"],
                                    {Worker.parse(name): parts for name, parts in event["seconds"].items()},
-                                   costs, _planned(path.parent, digest, costs)))
+                                   costs, _planned(path.parent, digest, costs), since))
     return found
 
 
@@ -120,7 +129,10 @@ def show(told: Breakdown) -> None:
     costs = told.costs
     print(f"costs of the plan, ms by stage: F {_of(costs.forward)}, B {_of(costs.backward_input)}, "
           f"W {_of(costs.backward_weight)}, step {_of(costs.step)}, a transfer {costs.hop / 1000:.1f}")
-    if told.planned is not None:
+    if told.since > told.iteration - _LATEST + 1:
+        print(f"an iteration takes {told.measured:.3f} s; the plan has changed with iteration {told.since}, so that "
+              "these are of two plans: not compared")
+    elif told.planned is not None:
         off = 100 * (told.planned / told.measured - 1)
         print(f"an iteration takes {told.measured:.3f} s; the plan with these costs {told.planned:.3f} s "
               f"({off:+.1f} %)")

@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         rows, notes = compare(wanted, job, cluster, traces, technique=args.technique, shapes=args.shapes,
                               work=0 if args.quick else None, progress=progress)
     if not any(trace.outages for trace in traces):
-        notes += ("nothing fails: give --trace, or --gpu-mtbf, --host-mtbf or --rack-mtbf",)
+        notes += (_quiet(args, traces[0].duration / 3600),)
     for note in notes:
         print(f"recycle simulate: {note}", file=sys.stderr)
     about = {"grid": [pipelines, stages, microbatches], "tp": args.tp, "hosts": cluster.hosts, "gpus": cluster.gpus,
@@ -179,6 +179,18 @@ def _stalls(args: argparse.Namespace) -> Stalls:
     if given.get("save_every") == 0:
         raise TraceError("--save-every 0: nothing but checkpoints would be made; give seconds above 0")
     return replace(stalls, **given)
+
+
+def _quiet(args: argparse.Namespace, hours: float) -> str:
+    """Why nothing fails."""
+    if args.trace:
+        return f"nothing fails in {args.trace}"
+    given = [f"--{name.replace('_', '-')} {getattr(args, name):g}" for name in ("gpu_mtbf", "host_mtbf", "rack_mtbf")
+             if getattr(args, name)]
+    if not given:
+        return "nothing fails: give --trace, or --gpu-mtbf, --host-mtbf or --rack-mtbf"
+    return (f"with {' and '.join(given)} nothing has failed in {hours:g} hours: give more --hours, another --seed or "
+            "more --seeds, or a shorter mean time between failures")
 
 
 def _traces(args: argparse.Namespace, cluster: Cluster) -> list[Trace]:

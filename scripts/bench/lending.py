@@ -15,8 +15,9 @@ micro-batches. Throughput is relative to our own plan of the same grid without a
 * limit: the same work on the workers that are left, without any bubble.
 * share: throughput without a failure, times the share of workers that are left.
 
-Failures: one worker; two of different stages; two of one stage; a host (one pipeline's workers); 5 % and 10 % of all
-workers, drawn. Prints a line per row and writes runs/bench/lending.json. Seconds are of this machine.
+Failures: none; one worker; two of different stages; two of one stage; a host (one pipeline's workers); 5 % and 10 % of
+all workers, drawn. Prints a line per row and writes runs/bench/lending.json; `scripts/figures/lent_layers.py` then
+draws. Seconds are of this machine.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ UNITS = (20, 22, 18)
 CAP = 1.5
 #: partitions whose plans are looked at, of those with the best bounds
 PARTITIONS = 6
+WORK = 300_000
 Row = dict[str, Any]
 
 
@@ -88,6 +90,7 @@ class Shape:
 def damages(shape: Shape) -> Iterator[tuple[str, tuple[Worker, ...]]]:
     """Names of failures and the workers that they take."""
     half, last = shape.stages // 2, shape.stages - 1
+    yield "none", ()
     yield "one", (Worker(0, half),)
     yield "two, stages", (Worker(0, half), Worker(0, last))
     yield "two, same", (Worker(0, half), Worker(1, half))
@@ -160,22 +163,22 @@ def measure(shape: Shape, name: str, failed: tuple[Worker, ...], whole: Plan, le
         row[f"{what} s"] = round(time.perf_counter() - clock, 3)
         clock = time.perf_counter()
 
-    rerouted = plan_for(shape.problem(failed), work=work)
+    rerouted = plan_for(shape.problem(failed), work=work) if failed else whole
     note("route", rerouted)
-    plan, sizes = moved(shape, failed, work)
+    plan, sizes = moved(shape, failed, work) if failed else (whole, (shape.layers,) * shape.stages)
     note("moved", plan)
     row["moved layers"] = sizes
     for lend in lends:
         problem = shape.problem(failed, lend)
-        note(f"at once {lend}", quick(problem))
-        plan = searched(problem, rerouted, work)
+        note(f"at once {lend}", quick(problem) if failed else whole)
+        plan = searched(problem, rerouted, work) if failed else whole
         note(f"lent {lend}", plan)
         row[f"lent {lend} crossing"] = round(len(plan.crossings) / shape.problem().grid.total, 3)
     if shape.layers % 2 == 0:
         problem = shape.vee(failed, max(lends))
         at_once = quick(problem)
         note(f"V at once {max(lends)}", at_once)
-        note(f"V lent {max(lends)}", searched(problem, at_once, work))
+        note(f"V lent {max(lends)}", searched(problem, at_once, work) if failed else plan_for(problem, work=work))
     row["limit"] = round(whole.period / shape.limit(failed), 4)
     row["share"] = round(1 - len(failed) / (shape.pipelines * shape.stages), 4)
     return row
@@ -188,7 +191,8 @@ def main() -> int:
     parser.add_argument("--failures", default="", metavar="TEXT", help="only failures with this text, as in 'two'")
     parser.add_argument("--layers", nargs="+", type=int, default=[4, 8], help="layers of a stage (default 4 and 8)")
     parser.add_argument("--lend", nargs="+", type=int, default=[1, 2], help="most layers at a boundary (1 2)")
-    parser.add_argument("--work", type=int, default=1_000_000, help="actions that each search schedules")
+    parser.add_argument("--work", type=int, default=WORK,
+                        help=f"actions that each search schedules (default {WORK}: ten minutes for all)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench/lending.json"))
     args = parser.parse_args()
     print("planned, not measured; throughput relative to our own plan without a failure\n")

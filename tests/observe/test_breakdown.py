@@ -43,6 +43,20 @@ def test_a_row_for_each_worker_and_what_the_plan_takes_with_these_costs(run: Pat
     assert capsys.readouterr().out.count("after iteration") == 2
 
 
+def test_iterations_of_two_plans_are_compared_with_neither(run: Path, capsys: pytest.CaptureFixture[str]):
+    """After a failure the latest iterations are of the plan before and the plan after it; a plan that was only offered
+    is not in force."""
+    path = run / "events.jsonl"
+    told = path.read_text().splitlines()
+    changes = [{"event": "planned", "generation": 1, "digest": json.loads(told[0])["digest"]},
+               {"event": "planned", "generation": 1, "digest": "an offer"}, {"event": "resumed", "iteration": 29}]
+    path.write_text("\n".join([*map(json.dumps, changes), told[-1]]) + "\n")
+    assert cli.main(["profile", str(run)]) == 0 and "the plan with these costs" in capsys.readouterr().out
+    path.write_text("\n".join([*map(json.dumps, [*changes, {"event": "resumed", "iteration": 30}]), told[-1]]) + "\n")
+    assert cli.main(["profile", str(run)]) == 0
+    assert "changed with iteration 30" in (last := capsys.readouterr().out.splitlines()[-1]) and "not compared" in last
+
+
 def test_without_one_it_says_when_there_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["profile", str(tmp_path)]) == 2 and "events.jsonl cannot be read" in capsys.readouterr().err
     (tmp_path / "events.jsonl").write_text('{"event": "started"}\n')

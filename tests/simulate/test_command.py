@@ -43,7 +43,9 @@ def test_a_made_up_trace_beside_other_policies(capsys: pytest.CaptureFixture[str
 def test_the_table_names_the_policies(capsys: pytest.CaptureFixture[str]):
     status, out, err = called(capsys, *GRID, "--hours", "0.1", "--policy", "ours", "fault-free", "--model", "4,64,32")
     assert status == 0 and "ours" in out and "fault-free" in out
-    assert "nothing fails" in err
+    assert "nothing fails: give --trace" in err
+    _, _, err = called(capsys, *GRID, "--hours", "0.1", "--host-mtbf", "1e9", "--policy", "fault-free")
+    assert "with --host-mtbf 1e+09 nothing has failed in 0.1 hours: give more --hours" in err
 
 
 @pytest.mark.parametrize(("words", "said"), [
