@@ -1,8 +1,8 @@
 """`recycle profile RUN`: where the time of a running or ended job's iterations goes, worker by worker.
 
 Every 25 iterations the coordinator writes down what each worker's training thread did in the latest 12 (event `spent`):
-the parts of a row add up to an iteration. Below stands what the plan takes with the costs measured in them, if it was in
-force in all 12.
+the parts of a row add up to an iteration. Below stands what the plan takes with the costs measured in them, if it was
+in force in all 12.
 """
 
 from __future__ import annotations

@@ -140,13 +140,17 @@ def moved(shape: Shape, failed: Sequence[Worker], work: int) -> tuple[Plan, tupl
     return min(plan, plan_for(shape.problem(failed, 0, sizes), work=work // 4), key=lambda found: found.period), sizes
 
 
-def searched(problem: Problem, rerouted: Plan, work: int) -> Plan:
-    """The best plan with lent layers that so much work finds, or the re-routed one where none is better."""
+def searched(problem: Problem, known: Plan, work: int) -> Plan:
+    """The best plan with lent layers that so much work finds, or the one that is known where none is better."""
     instance = build(problem)
     found = lent.search(instance, work).best
-    if found is None or found.period >= rerouted.period:
-        return rerouted
+    if found is None or found.period >= known.period:
+        return known
     return plan_of(instance, found, lower_bound(problem), "portfolio")
+
+
+def _period(plan: Plan) -> float:
+    return plan.period
 
 
 def measure(shape: Shape, name: str, failed: tuple[Worker, ...], whole: Plan, lends: Sequence[int], work: int) -> Row:
@@ -170,8 +174,9 @@ def measure(shape: Shape, name: str, failed: tuple[Worker, ...], whole: Plan, le
     row["moved layers"] = sizes
     for lend in lends:
         problem = shape.problem(failed, lend)
-        note(f"at once {lend}", quick(problem) if failed else whole)
-        plan = searched(problem, rerouted, work) if failed else whole
+        at_once = quick(problem) if failed else whole
+        note(f"at once {lend}", at_once)
+        plan = searched(problem, min(rerouted, at_once, key=_period), work) if failed else whole
         note(f"lent {lend}", plan)
         row[f"lent {lend} crossing"] = round(len(plan.crossings) / shape.problem().grid.total, 3)
     if shape.layers % 2 == 0:
