@@ -241,6 +241,34 @@ def test_a_tensor_parallel_process_killed_leaves_the_numbers_of_a_run_without_th
     assert "this one (0:1.1) has no work" in printed
 
 
+INTERLEAVED = ("--num-virtual-stages-per-pipeline-rank", "2")
+
+
+@pytest.mark.night
+@pytest.mark.parametrize(("kind", "more"), [("torch", ()), ("torch_dist", SHARDED)])
+def test_virtual_pipelines_train_through_a_failure_as_stock_which_goes_on_from_their_checkpoint(
+        kind, more, checkout, text, tmp_path, monkeypatch):
+    """Stock's overlapped exchange fails on gloo, and its other one wants three stages."""
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    options = ("--data-path", str(text), "--ckpt-format", kind, "--num-layers", "6", "--global-batch-size", "12",
+               "--pipeline-model-parallel-size", "3", *INTERLEAVED, *more)
+    by_stock = (*options, "--no-overlap-p2p-communication")
+    expected, saved = losses(stock(checkout, *by_stock, processes=6)), tmp_path / "checkpoints"
+    script = tmp_path / "script.chaos"
+    script.write_text("kill 1:1 --at-iteration 2 --phase backward\n")
+    printed = recycled(tmp_path / "killed", checkout, *options, "--save", str(saved), "--save-interval", "4",
+                       chaos=script, processes=6)
+    assert "overlap_p2p_comm is off under recycle" in printed and "| live: 5/6 |" in printed
+    found = losses(printed)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert found[key] == pytest.approx(values, rel=1e-4), key
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    found = losses(stock(checkout, *by_stock, "--load", str(saved), processes=6))
+    for iteration in "56":
+        assert found[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "more"), [
     ("torch", ()), ("torch_dist", ()),
     *[pytest.param(*case, marks=pytest.mark.night) for case in [
@@ -299,7 +327,8 @@ def test_checkpoints_that_are_written_beside_training_are_whole_or_given_up(chec
     *(pytest.param(("--ckpt-format", *options), copies, marks=pytest.mark.night) for options, copies in [
         (("torch_dist", "--async-save", "--use-persistent-ckpt-worker"), 2),
         (("torch", *SHARDED), 2), (("torch", *SHARDED), 1), (("torch_dist", *SHARDED), 2),
-        (("torch_dist", *SHARDED), 1), (("torch_dist", *SHARDED, "--dist-ckpt-optim-fully-reshardable"), 2)])])
+        (("torch_dist", *SHARDED), 1), (("torch_dist", *SHARDED, "--dist-ckpt-optim-fully-reshardable"), 2),
+        (("torch", *INTERLEAVED), 2), (("torch_dist", *SHARDED, *INTERLEAVED), 1)])])
 def test_a_stage_whose_last_worker_is_lost_comes_back_from_the_newest_checkpoint_in_the_same_job(
         options, copies, checkout, text, tmp_path, monkeypatch):
     """The loops of those that are left go on where they are; the iterations since the checkpoint are made again, with
