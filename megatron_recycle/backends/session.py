@@ -39,11 +39,12 @@ from megatron_recycle.runtime.compute.split import Deferring
 from megatron_recycle.runtime.ending import ScriptEnd
 from megatron_recycle.runtime.grids import Grids
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.recovery import comes_of_failure, refuse_itself
+from megatron_recycle.runtime.recovery import comes_of_failure
 from megatron_recycle.runtime.saving import Save, Write
 from megatron_recycle.runtime.site import Framework
 from megatron_recycle.runtime.stage import Stage
 from megatron_recycle.runtime.start import connect
+from megatron_recycle.runtime.taking_in import refuse_itself
 from megatron_recycle.runtime.worker import StageWorker
 
 _LEFT_OUT = ("after a failure the samples of the hit pipelines are not trained until a replacement comes, and the "

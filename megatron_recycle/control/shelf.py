@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_recycle.control.marks import Mark, Marks, marks_of, named
 from megatron_recycle.control.wire import Message
 
 MOST_BYTES = 1 << 30
@@ -34,7 +35,6 @@ ENTRY_BYTES = 200
 """What a key costs beside its text and its value."""
 DELETED = 4096
 """Deleted keys that are remembered, so that who tells an older value of one does not bring it back."""
-_SLOTS = 1 << 16
 _TERM_BITS, _DAY = 32, 86400
 """A stamp begins with the term, or with the second in which the coordinator came; a clock may go back."""
 _GENERATION = re.compile(OWN + r"g(\d+)-")
@@ -43,8 +43,6 @@ _AT_ONCE = ("tell", "wait", "around")
 """Asks that can be answered although not all have told what they know yet."""
 
 Send = Callable[[Message], None]
-Mark = tuple[int, int, str]
-"""The number of an ask, the number that answered it, and its key."""
 
 
 @dataclass
@@ -54,40 +52,6 @@ class _Ask:
     message: Message
     send: Send
     missing: set[str] = field(default_factory=set)
-
-
-class Marks:
-    """The last ask of each slot, which asks one thing after the other; one that has changed nothing has no key."""
-
-    def __init__(self) -> None:
-        self._of_slot: dict[str, Mark] = {}
-        self._of_key: dict[str, set[str]] = {}
-
-    def put(self, slot: str, mark: Mark) -> None:
-        """It was done, unless something later is known of this slot."""
-        before = self._of_slot.get(slot)
-        if before is not None and (before[0] > mark[0] or (before[0] == mark[0] and before[2])):
-            return
-        self._drop(slot)
-        self._of_slot[slot] = mark
-        if mark[2]:
-            self._of_key.setdefault(mark[2], set()).add(slot)
-        if len(self._of_slot) > _SLOTS:
-            self._drop(next(iter(self._of_slot)))
-
-    def get(self, slot: str) -> Mark:
-        return self._of_slot.get(slot, (-1, 0, ""))
-
-    def on(self, keys: Iterable[str]) -> dict[str, Mark]:
-        """Those of asks that have changed one of ``keys``."""
-        return {slot: self._of_slot[slot] for key in keys for slot in self._of_key.get(key, ())}
-
-    def _drop(self, slot: str) -> None:
-        _, _, key = self._of_slot.pop(slot, (-1, 0, ""))
-        if key:
-            self._of_key[key].discard(slot)
-            if not self._of_key[key]:
-                del self._of_key[key]
 
 
 class _Rooms:
@@ -357,22 +321,6 @@ def generation_of(key: str) -> int | None:
 def term_of(name: str) -> int:
     """The term of the shelf of this name; 0: it has none, or there is no shelf yet."""
     return int(name.partition(".")[0] or 0)
-
-
-def marks_of(told: Mapping[str, Any]) -> dict[str, Mark]:
-    """Marks as JSON has them. Raises ValueError."""
-    found = {}
-    for slot, mark in told.items():
-        if not isinstance(mark, (list, tuple)) or [type(each) for each in mark] != [int, int, str]:
-            raise ValueError(f"{mark!r:.60} is no mark")
-        found[slot] = mark[0], mark[1], mark[2]
-    return found
-
-
-def named(once: str) -> tuple[str, int]:
-    """Slot and number of an ask, as ``SLOT:NUMBER``; without a name it is of no slot. Raises ValueError."""
-    slot, _, number = once.rpartition(":")
-    return (slot, int(number)) if once else ("", -1)
 
 
 def _own(keys: Sequence[str]) -> bool:

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megatron_recycle.control.addresses import targets
-from megatron_recycle.control.shelf import DELETED, LARGEST, OWN, TOO_MUCH, Mark, decoded, encoded, marks_of, term_of
+from megatron_recycle.control.marks import Mark, marks_of
+from megatron_recycle.control.shelf import DELETED, LARGEST, OWN, TOO_MUCH, decoded, encoded, term_of
 from megatron_recycle.control.sockets import SILENT_S, watch_peer
 from megatron_recycle.control.wire import Message, Session, WireError
 from megatron_recycle.membership.messages import TO_STORE, check

@@ -11,7 +11,7 @@ from megatron_recycle.control import Agent
 from megatron_recycle.errors import LendingError
 from megatron_recycle.membership import Fault, Standing
 from megatron_recycle.plan import Action
-from megatron_recycle.runtime.activity import WAITING, WORKING, Activity
+from megatron_recycle.runtime.activity import COPY, WAITING, WORKING, Activity
 
 
 class Phase(str, Enum):
@@ -157,6 +157,11 @@ class Phases:
     def working(self, what: str) -> AbstractContextManager[None]:
         """A block of work; what the thread was at before goes on afterwards."""
         return self.activity.during(WORKING, what)
+
+    def copying(self) -> AbstractContextManager[None]:
+        """A block that copies a stage's state, which may take minutes: that nobody trains meanwhile is no sign of a
+        lost message."""
+        return self.working(COPY)
 
     @contextmanager
     def doing(self, action: Action) -> Iterator[None]:

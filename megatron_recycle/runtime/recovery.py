@@ -7,29 +7,27 @@ generation starts again with fresh reports.
 
 from __future__ import annotations
 
-import os
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Go
-from megatron_recycle.errors import DataError, GenerationOver, JobEnded, RecycleError
-from megatron_recycle.membership import Standing, Verdict, workers_of
+from megatron_recycle.errors import GenerationOver, JobEnded, RecycleError
+from megatron_recycle.membership import Standing, workers_of
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import shards
-from megatron_recycle.runtime.activity import CONNECT, COPY
+from megatron_recycle.runtime.activity import CONNECT
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
 from megatron_recycle.runtime.comm.reuse import Rested
-from megatron_recycle.runtime.compute.data import Mapped, NotReadHere, digest, follows_script
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
 from megatron_recycle.runtime.generation import Generation, Scope, store_prefix
-from megatron_recycle.runtime.guard import all_are_back, go_back, take_back
+from megatron_recycle.runtime.guard import all_are_back, go_back
 from megatron_recycle.runtime.held import save_what_is_held
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
@@ -38,6 +36,7 @@ from megatron_recycle.runtime.shards import cuts
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors
 from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.taking_in import take_in
 
 _POLL_SECONDS = 0.001
 _CONNECT_PER_RANK = 0.05  # seconds
@@ -260,24 +259,24 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     if not todo.enter and not todo.back:
         stepper.reconcile(todo, go.resume.target, groups, before)
     joined = _processes(site, groups, go.resume.joined)
-    with _copying(site) if joined else nullcontext():
+    with site.phases.copying() if joined else nullcontext():
         site.asked.reconcile(groups, standing.epoch, joined, joined if go.resume.restored else ())
     if before is not None and not (todo.enter or todo.back) and go.generation > 1:  # some have stepped, and told nobody
         left = [peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)]
-        with _copying(site), site.phases.writing():
+        with site.phases.copying(), site.phases.writing():
             shards.gather(site.stage, groups, before, left)
     if todo.enter:
-        _take_in(site, stepper, groups, go)
+        take_in(site, stepper, groups, go)
     elif todo.back:
         site.phases.enter(Phase.JOINING, go.resume.next)
-        with _copying(site):
+        with site.phases.copying():
             go_back(site, stepper, groups, go)
             all_are_back(site, groups)
     elif todo.give:
         site.phases.enter(Phase.JOINING, go.resume.next)
-        with _copying(site):
+        with site.phases.copying():
             give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
-    with _copying(site):
+    with site.phases.copying():
         shards.adopt(site, groups, go.resume)
         if todo.enter:
             site.trainable.shards = shards.kept(site.stage)
@@ -290,81 +289,6 @@ def _processes(site: Site, groups: Groups, names: Sequence[str]) -> list[int]:
     return [everyone.index(rank) for worker in workers_of(names) for rank in ranks[worker]]
 
 
-def _take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
-    """This worker comes in: it takes everything from its peers."""
-    site.phases.enter(Phase.JOINING, go.resume.next)
-    with _copying(site):
-        tensors, facts, received = take_back(site, groups, go)
-    site.grids.take(facts["grids"])
-    site.asked.evaluations.history.take(facts["evaluated"])
-    # Else it has been in already, and has let go of its data.
-    new = stepper.standing.verdict is None
-    if new and not follows_script(site.framework.data):
-        with _copying(site):  # a factory is read from its beginning, which may take minutes as well
-            compare_data(site, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
-    stepper.enter(tensors, facts)
-    if not new:
-        stepper.read = {}
-    if go.resume.checkpoint is None:
-        shards.forget(site.stage)
-    if go.resume.restored:  # the others' scripts are further than their state
-        stepper.standing.entered = go.resume.regained
-    site.trainable.guard.watched = site.framework.restore is not None
-    site.trainable.guard.saved = tuple(facts["saved"])
-    site.trainable.brought = tensors, facts["counters"]
-    site.trainable.lay_out()
-    site.forget_data(go.resume.target)
-    if go.resume.restored:
-        all_are_back(site, groups)
-    # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
-    site.agent.holds(go.generation, vars(received))
-
-
-def compare_later(site: Site, stepper: Stepper) -> None:
-    """The script of a worker that has come in has gone through its loop, and with it the iterators that it gives: see
-    `compare_data`."""
-    verdict = stepper.standing.verdict
-    if follows_script(site.framework.data) and verdict is not None:
-        with _copying(site):
-            compare_data(site, verdict.iteration, stepper.read)
-
-
-def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int, bool], int]) -> None:
-    """Whether this worker, which comes in, reads what a peer has ``read`` in ``iteration``, which the peer tells.
-
-    Raises JobEnded, here alone: the others would take its data for a fault of the dataset, which ends the job.
-    """
-    data = site.framework.data
-    if site.place.parts > 1 and isinstance(data, Mapped) and data.maps:
-        return  # the function may hand batches to the worker's other parts, which would take this one for their next
-    for (pipeline, microbatch, _), theirs in read.items():
-        site.forget_data(iteration - 1)
-        number = site.grids.number(iteration, microbatch)
-        try:
-            text = None if digest(site.framework.data.batch(pipeline, number)) == theirs else (
-                f"it reads other data than the job for iteration {iteration}, pipeline {pipeline}, micro-batch "
-                f"{microbatch}")
-        except NotReadHere:
-            continue
-        except DataError as error:
-            text = str(error)
-        if text is not None:
-            refuse_itself(site, f"{text}; give it the job's dataset, and what else decides the order of samples "
-                                  "(their number, seeds)")
-
-
-def refuse_itself(site: Site, text: str) -> None:
-    """End this worker alone: a fault of its own keeps it from training with the others. Raises JobEnded."""
-    rank = site.place.ranks[site.place.me][site.place.part]
-    site.agent.event("join_failed", reason=text, rank=rank, pid=os.getpid())
-    raise JobEnded(f"worker {site.place.name} cannot join: {text}. The job goes on without it")
-
-
-def _copying(site: Site) -> AbstractContextManager[None]:
-    """A stage's state may take minutes to copy: that nobody trains meanwhile is no sign of a lost message."""
-    return site.phases.working(COPY)
-
-
 def close_down(site: Site, go: Go) -> NoReturn:
     """7, at the end of a job that cannot go on: save what stands now, the same on all peers, and wait for the end.
 
@@ -372,7 +296,7 @@ def close_down(site: Site, go: Go) -> NoReturn:
     """
     get_logger().error("megatron-recycle: the job ends after a last checkpoint: %s", go.closing)
     place = error = ""
-    with _copying(site):
+    with site.phases.copying():
         try:
             assert site.framework.save_last is not None, "this worker has said that it can save"
             place = site.framework.save_last()
@@ -393,7 +317,7 @@ def save_alone(site: Site, stepper: Stepper, go: Go) -> NoReturn:
     stepper.standing.join(go.generation)
     place = error = ""
     if site.place.name in go.writers:
-        with _copying(site):
+        with site.phases.copying():
             try:
                 stepper.reconcile_alone(stepper.standing.reconciliation(go.resume))
                 place = save_what_is_held(site, stepper, go.missing)

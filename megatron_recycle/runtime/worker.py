@@ -13,15 +13,15 @@ from torch import nn
 
 from megatron_recycle.config import RecycleConfig
 from megatron_recycle.control import Agent
-from megatron_recycle.errors import ConfigError, GenerationOver, JobEnded, UnsupportedError
+from megatron_recycle.errors import GenerationOver, JobEnded
 from megatron_recycle.membership import THE_END, Process, Standing, StepMode
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
-from megatron_recycle.runtime import recovery
+from megatron_recycle.runtime import recovery, refusals
 from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
 from megatron_recycle.runtime.attempt import evaluate
 from megatron_recycle.runtime.between import Between
-from megatron_recycle.runtime.chunked import check_chunks, lendings_of
+from megatron_recycle.runtime.chunked import lendings_of
 from megatron_recycle.runtime.collectives import Collectives
 from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.living.calls import Call
@@ -39,9 +39,9 @@ from megatron_recycle.runtime.memory_budget import announce
 from megatron_recycle.runtime.phases import Observer, Phases
 from megatron_recycle.runtime.place import Place
 from megatron_recycle.runtime.saving import Write, save
-from megatron_recycle.runtime.shards import check as check_shards
 from megatron_recycle.runtime.site import Asked, Framework, Meters, Site
 from megatron_recycle.runtime.stepper import Stepper
+from megatron_recycle.runtime.taking_in import compare_later
 from megatron_recycle.runtime.trainable import Trainable
 from megatron_recycle.runtime.transfers import Message, Transfers, raise_if_lost
 
@@ -62,17 +62,7 @@ class StageWorker:
 
     def __init__(self, *, place: Place, framework: Framework, agent: Agent, config: RecycleConfig,
                  observer: Observer | None = None, network: Network | None = None) -> None:
-        if config.on_leave == "checkpoint" and framework.save_last is None:
-            raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with "
-                                   "DeepSpeed, and with Megatron-LM's own training loop. Leave it out, and save often "
-                                   "enough")
-        if config.guard == "memory" and place.grid.stages == 1:
-            raise ConfigError("guard memory keeps a stage's copy on a worker of another stage, and a pipeline of one "
-                              "stage has none: leave guard out, and give `recycle run --restarts N` for the loss of "
-                              "the last worker")
-        _check_policy(place, config)
-        check_shards(framework.stage, place, config)
-        check_chunks(framework.stage, place, config)
+        refusals.check(framework, place, config)
         me = Process(place.me, place.part if place.parts > 1 else None)
         self.standing = Standing(me, StepMode.of(config.step == "staggered"))
         phases = Phases(self.standing, agent, Activity(config.stall_floor), observer)
@@ -381,7 +371,7 @@ class StageWorker:
         loss, summary = self.stepper.told(iteration)
         self.site.stage.recall(summary)
         if iteration == self.standing.entered:
-            recovery.compare_later(self.site, self.stepper)
+            compare_later(self.site, self.stepper)
         return loss
 
     @contextmanager
@@ -398,13 +388,3 @@ def _neighbours(framework: Framework, place: Place, config: RecycleConfig) -> Ne
         framework.generators.adopt("a lent layer", module)
 
     return Neighbourhood(lendings_of(framework.stage, place), place.stage_of, adopt, config.lend == "auto")
-
-
-def _check_policy(place: Place, config: RecycleConfig) -> None:
-    """Raises ConfigError if this grid has no use for the policy."""
-    if config.policy != "reroute" and place.grid.pipelines == 1:
-        raise ConfigError(f"policy {config.policy} goes on with pipelines that are whole, and this job has one only: "
-                          "leave policy out, and give `recycle run --restarts N` for the loss of a worker")
-    if config.policy == "lossy_forward" and place.parts > 1:
-        raise ConfigError("policy lossy_forward is not there with tensor parallelism, whose parts would go on from "
-                          "different places: give policy rollback, or leave it out")

@@ -43,7 +43,7 @@ from megatron_recycle.runtime.comm.standalone import backend_for
 from megatron_recycle.runtime.compute.data import DataSource, FactorySource
 from megatron_recycle.runtime.evaluation import passes
 from megatron_recycle.runtime.place import Place
-from megatron_recycle.runtime.recovery import refuse_itself
+from megatron_recycle.runtime.taking_in import refuse_itself
 
 
 class RecycleSchedule:

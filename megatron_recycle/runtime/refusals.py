@@ -1,0 +1,30 @@
+"""What a worker's settings ask for and its job cannot have is refused before it takes part."""
+
+from __future__ import annotations
+
+from megatron_recycle.config import RecycleConfig
+from megatron_recycle.errors import ConfigError, UnsupportedError
+from megatron_recycle.runtime import shards
+from megatron_recycle.runtime.chunked import check_chunks
+from megatron_recycle.runtime.place import Place
+from megatron_recycle.runtime.site import Framework
+
+
+def check(framework: Framework, place: Place, config: RecycleConfig) -> None:
+    """Refuse settings that this framework, this grid or a stage of this kind cannot have. Raises ConfigError and
+    UnsupportedError."""
+    if config.on_leave == "checkpoint" and framework.save_last is None:
+        raise UnsupportedError("on_leave checkpoint has no way to save from this script: it is there with DeepSpeed, "
+                               "and with Megatron-LM's own training loop. Leave it out, and save often enough")
+    if config.guard == "memory" and place.grid.stages == 1:
+        raise ConfigError("guard memory keeps a stage's copy on a worker of another stage, and a pipeline of one stage "
+                          "has none: leave guard out, and give `recycle run --restarts N` for the loss of the last "
+                          "worker")
+    if config.policy != "reroute" and place.grid.pipelines == 1:
+        raise ConfigError(f"policy {config.policy} goes on with pipelines that are whole, and this job has one only: "
+                          "leave policy out, and give `recycle run --restarts N` for the loss of a worker")
+    if config.policy == "lossy_forward" and place.parts > 1:
+        raise ConfigError("policy lossy_forward is not there with tensor parallelism, whose parts would go on from "
+                          "different places: give policy rollback, or leave it out")
+    shards.check(framework.stage, place, config)
+    check_chunks(framework.stage, place, config)

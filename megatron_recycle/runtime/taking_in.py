@@ -1,0 +1,87 @@
+"""A worker that joins a running job is taken in: it gets the state of its peers, and must read what they read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from megatron_recycle.control import Go
+from megatron_recycle.errors import DataError, JobEnded
+from megatron_recycle.membership import Verdict
+from megatron_recycle.runtime import shards
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.compute.data import Mapped, NotReadHere, digest, follows_script
+from megatron_recycle.runtime.guard import all_are_back, take_back
+from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.site import Site
+from megatron_recycle.runtime.stepper import Stepper
+
+
+def take_in(site: Site, stepper: Stepper, groups: Groups, go: Go) -> None:
+    """This worker comes in: it takes everything from its peers."""
+    site.phases.enter(Phase.JOINING, go.resume.next)
+    with site.phases.copying():
+        tensors, facts, received = take_back(site, groups, go)
+    site.grids.take(facts["grids"])
+    site.asked.evaluations.history.take(facts["evaluated"])
+    # Else it has been in already, and has let go of its data.
+    new = stepper.standing.verdict is None
+    if new and not follows_script(site.framework.data):
+        with site.phases.copying():  # a factory is read from its beginning, which may take minutes as well
+            compare_data(site, Verdict.from_json(facts["verdict"]).iteration, facts["read"])
+    stepper.enter(tensors, facts)
+    if not new:
+        stepper.read = {}
+    if go.resume.checkpoint is None:
+        shards.forget(site.stage)
+    if go.resume.restored:  # the others' scripts are further than their state
+        stepper.standing.entered = go.resume.regained
+    site.trainable.guard.watched = site.framework.restore is not None
+    site.trainable.guard.saved = tuple(facts["saved"])
+    site.trainable.brought = tensors, facts["counters"]
+    site.trainable.lay_out()
+    site.forget_data(go.resume.target)
+    if go.resume.restored:
+        all_are_back(site, groups)
+    # From here on it is as good as any peer, whatever its script has to catch up with before it trains.
+    site.agent.holds(go.generation, vars(received))
+
+
+def compare_later(site: Site, stepper: Stepper) -> None:
+    """The script of a worker that has come in has gone through its loop, and with it the iterators that it gives: see
+    `compare_data`."""
+    verdict = stepper.standing.verdict
+    if follows_script(site.framework.data) and verdict is not None:
+        with site.phases.copying():
+            compare_data(site, verdict.iteration, stepper.read)
+
+
+def compare_data(site: Site, iteration: int, read: Mapping[tuple[int, int, bool], int]) -> None:
+    """Whether this worker, which comes in, reads what a peer has ``read`` in ``iteration``, which the peer tells.
+
+    Raises JobEnded, here alone: the others would take its data for a fault of the dataset, which ends the job.
+    """
+    data = site.framework.data
+    if site.place.parts > 1 and isinstance(data, Mapped) and data.maps:
+        return  # the function may hand batches to the worker's other parts, which would take this one for their next
+    for (pipeline, microbatch, _), theirs in read.items():
+        site.forget_data(iteration - 1)
+        number = site.grids.number(iteration, microbatch)
+        try:
+            text = None if digest(site.framework.data.batch(pipeline, number)) == theirs else (
+                f"it reads other data than the job for iteration {iteration}, pipeline {pipeline}, micro-batch "
+                f"{microbatch}")
+        except NotReadHere:
+            continue
+        except DataError as error:
+            text = str(error)
+        if text is not None:
+            refuse_itself(site, f"{text}; give it the job's dataset, and what else decides the order of samples "
+                                "(their number, seeds)")
+
+
+def refuse_itself(site: Site, text: str) -> None:
+    """End this worker alone: a fault of its own keeps it from training with the others. Raises JobEnded."""
+    rank = site.place.ranks[site.place.me][site.place.part]
+    site.agent.event("join_failed", reason=text, rank=rank, pid=os.getpid())
+    raise JobEnded(f"worker {site.place.name} cannot join: {text}. The job goes on without it")
