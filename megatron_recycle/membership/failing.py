@@ -242,7 +242,7 @@ def stage_gone(state: State) -> str | None:
     last = str(state.committed) if state.committed >= 0 else "none"
     return (
         f"stage {stage} has lost its last worker ({how}), so nobody holds its parameters any more; last "
-        f"committed iteration: {last}.{guarding.unread(state)} {RESTART}"
+        f"committed iteration: {last}.{guarding.not_asked_for(state)}{guarding.unread(state)} {RESTART}"
     )
 
 

@@ -190,6 +190,12 @@ def unread(state: State) -> str:
                    if "unread" in one)
 
 
+def not_asked_for(state: State) -> str:
+    """That the job was told not to bring a lost stage back, as a sentence."""
+    none = (state.description or {}).get("guard") == "none"
+    return " It is not brought back from a checkpoint of this run, since guard is none." if none else ""
+
+
 def waits(state: State) -> bool:
     """Whether the survivors wait for a process of a stage that has none."""
     return state.phase is Phase.RECOVERING and possible(state) and bool(empty_stages(state))

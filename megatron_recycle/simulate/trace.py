@@ -51,10 +51,6 @@ class Trace:
         """Outages that begin after the start."""
         return sum(outage.down > 0 for outage in self.outages)
 
-    def mean_time_between_failures(self) -> float:
-        """Seconds between two failures anywhere; infinite without any."""
-        return self.duration / self.failures if self.failures else float("inf")
-
     def part(self, begin: float, end: float) -> Trace:
         """The seconds from ``begin`` to ``end`` as a trace of their own. Raises TraceError if there are none."""
         end = min(end, self.duration)

@@ -254,6 +254,18 @@ def test_survivors_save_at_the_newest_iteration_that_somebody_has_committed():
     assert "stage 1 has lost its last worker" in end.message
 
 
+def test_a_job_that_was_told_not_to_bring_stages_back_says_that_this_is_why():
+    cluster = Cluster(2)
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        cluster.ready(name, guard="none")
+    cluster.plan(), cluster.resume_all(), cluster.commit_all(5)
+    cluster.exit("0:1"), cluster.plan(), cluster.reports(iteration=6, holds=5)
+    (end,) = endings(cluster.exit("1:1"))
+    assert "stage 1 has lost its last worker" in end.message and "since guard is none" in end.message
+
+
 def test_a_survivor_that_is_lost_meanwhile_does_not_keep_the_job_from_its_end():
     cluster, _ = back_from(None, survivors=True)
     (end,) = endings(cluster.exit("1:0"))

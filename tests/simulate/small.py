@@ -27,8 +27,8 @@ def run(policy: Policy, given: Trace, cluster: Cluster = CLUSTER, commits: bool 
     gone = {unit for change in happened if change.at == 0 for unit in change.lost}
     units = [unit for unit in cluster.units() if unit not in gone]
     plans = PLANS if job is JOB else Plans(job, work=0)
-    return simulate(policy, Setting(job, cluster, plans, units, given.mean_time_between_failures()), happened,
-                    given.duration, commits=commits)
+    mtbf = given.duration / given.failures if given.failures else float("inf")
+    return simulate(policy, Setting(job, cluster, plans, units, mtbf), happened, given.duration, commits=commits)
 
 
 def total(outcome: Outcome, causes: Sequence[str] = ()) -> float:

@@ -85,8 +85,3 @@ class Policy(Protocol):
 
     def woken(self, now: float, token: object, iteration: int) -> Answer:
         """A wake that was asked for."""
-
-
-def stop_and_go(units: int, least: int, course: Course) -> Course:
-    """``course``, if there are enough units."""
-    return course if units >= least else STANDS
