@@ -10,7 +10,7 @@ def lend() -> None:
     """Once somebody has failed, plans lend a layer at each boundary, block by block earlier or later."""
     def crossings(plan: Plan) -> dict[tuple[int, int], tuple[int, ...]]:
         grid, block = plan.problem.grid, plan.problem.block or 1
-        return {(d, m): ((-1) ** (d + m // block),) * (grid.stages - 1) for d, m in grid.items()
+        return {(d, m): ((-1) ** (d + m // block),) * (plan.problem.chunks - 1) for d, m in grid.items()
                 if plan.problem.failed}
 
     terms.crossings_of = crossings

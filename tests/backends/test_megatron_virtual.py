@@ -67,6 +67,22 @@ def test_a_worker_comes_back_and_all_end_with_the_bits_of_stocks_own_interleavin
 
 
 @pytest.mark.night
+@pytest.mark.parametrize("options", [(), ("--distributed-optimizer", "--recompute", "full")], ids=" ".join)
+def test_whoever_runs_a_lent_layer_of_a_chunk_the_bits_are_stocks(options):
+    arguments = job_of("--blocks", "18", *options)
+    stock = run(megatron_job.train, WORKERS, {**arguments, "plugin": False})
+    hold = Hold("1:1", "backward", 1, 1)
+    settings = {**EXACT, "lend": "auto"}
+    with Job(megatron_job.train, WORKERS, {**arguments, "settings": settings, "lends": True}, [hold]) as job:
+        job.wait_held()
+        job.kill(hold)
+        results = job.wait()
+    assert sum(result.status == 0 for result in results.values()) == WORKERS - 1, job.where()
+    assert any(result.value["borrowed"] for result in results.values() if result.status == 0)
+    compare(results, stock, options)
+
+
+@pytest.mark.night
 def test_parts_of_a_worker_each_have_their_part_of_every_chunk():
     arguments = {**job_of("--distributed-optimizer", "--bf16"), "tensor": 2, "settings": EXACT}
     calm = calm_run(megatron_job.train, 2 * WORKERS, arguments)

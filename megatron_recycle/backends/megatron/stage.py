@@ -94,11 +94,10 @@ class MegatronStage:
         self.ties: Sequence[Tie] = ()
         self._find_ties()
         self._tensor_group = TensorGroup(self.module)
-        self.lending: Lending | None = BlockLayers(
-            get_attr_wrapped_model(models[0], "pre_process", return_model_obj=True), lends, self.gradient_dtype,
-            self._tensor_group.adopt) if lends and len(models) == 1 else None
-        self.lendings: Sequence[Lending] = ()
-        """As `Chunked`'s: several chunks lend no layers yet."""
+        self.lendings: Sequence[Lending] = [BlockLayers(
+            get_attr_wrapped_model(model, "pre_process", return_model_obj=True), lends, self.gradient_dtype,
+            self._tensor_group.adopt) for model in models if lends]
+        self.lending: Lending | None = self.lendings[0] if len(self.lendings) == 1 else None
         # Its hooks would move every gradient to main_grad as soon as it is formed, out of the runtime's sight.
         for model in models:
             model.param_to_bucket_group.clear()
