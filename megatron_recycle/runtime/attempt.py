@@ -1,4 +1,4 @@
-"""One attempt at an iteration, or at a pass of an evaluation: a worker's actions, in order.
+"""One attempt at an iteration: a worker's actions, in order.
 
 All that an attempt has computed is thrown away if the attempt is, but for the complete gradient, which the stepper
 keeps.
@@ -13,8 +13,8 @@ from types import TracebackType
 import torch
 
 from megatron_recycle.errors import GenerationOver
-from megatron_recycle.membership import Standing
-from megatron_recycle.plan import Action, Message, Microbatch, passes_on, results_in
+from megatron_recycle.plan import Action, Message, passes_on, results_in
+from megatron_recycle.runtime.actions import execute
 from megatron_recycle.runtime.activity import REDUCE
 from megatron_recycle.runtime.chunked import chunks_of, running_chunk
 from megatron_recycle.runtime.comm.losses import LossRelay
@@ -23,34 +23,18 @@ from megatron_recycle.runtime.comm.sharded_reduction import ShardedReduction
 from megatron_recycle.runtime.comm.trained_alike import Agreement
 from megatron_recycle.runtime.commit import Held
 from megatron_recycle.runtime.compute.accumulate import Accumulators, Copies
-from megatron_recycle.runtime.compute.data import DataSource, digest
+from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.compute.random_state import seed_of
 from megatron_recycle.runtime.compute.split import WeightQueue
 from megatron_recycle.runtime.computed import Computed
-from megatron_recycle.runtime.evaluation import Shared, loss_report
 from megatron_recycle.runtime.generation import Exchanges, Generation
 from megatron_recycle.runtime.kept import Keeping, Kept, read_already
 from megatron_recycle.runtime.lent.loans import Loans, acceptable
-from megatron_recycle.runtime.phases import OF_ACTION, Phase
+from megatron_recycle.runtime.phases import OF_ACTION
 from megatron_recycle.runtime.shards import norms
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stage import Forward
 from megatron_recycle.runtime.stepper import Stepper
-
-Handler = Callable[[Action], None]
-
-
-def execute(site: Site, standing: Standing, actions: Sequence[Action], handlers: Mapping[str, Handler],
-            enter: Handler, of: str) -> None:
-    """Run ``actions`` through ``handlers``, by kind; ``enter`` is told of each before.
-
-    Raises GenerationOver before the next action once a newer generation is announced, and whatever a handler raises.
-    """
-    for action in actions:
-        if site.interrupted(standing):
-            raise GenerationOver(f"the generation ended before {action} of {of}")
-        enter(action)
-        handlers[action.kind](action)
 
 
 def opened(site: Site, generation: Generation, iteration: int, attempt: int) -> Exchanges:
@@ -358,63 +342,3 @@ class Attempt:
         offer = acceptable(offer, site.trainable.neighbours, site.agent, site.place.me)
         promised = standing.promises.promise(iteration, offer)
         self._stepper.hold(held, groups, promised, self._program.number)
-
-
-def evaluate(site: Site, standing: Standing, generation: Generation, data: DataSource, number: int,
-             limit: int | None = None) -> None:
-    """One pass over global batch ``number`` of ``data``, in the order of the plan's forwards; each pipeline has
-    micro-batches below ``limit``, if that is given. Raises GenerationOver."""
-    place, transport, groups = site.place, generation.transport, generation.groups
-    reports: dict[Microbatch, tuple[float, ...]] = {}
-    handed: dict[Message, tuple[torch.Tensor, ...]] = {}
-    beyond = [] if limit is None else [
-        (pipeline, microbatch) for pipeline, microbatch in place.grid.items()
-        if number * place.grid.microbatches[pipeline] + microbatch >= limit]
-    program = generation.program.without(beyond, groups.me) if beyond else generation.program
-
-    def enter(action: Action) -> None:
-        site.phases.enter(Phase.EVALUATE, standing.iteration, action)
-
-    def forward(action: Action) -> None:
-        _, pipeline, microbatch, chunk = action
-        batch, inputs, last = None, None, place.last(chunk)
-        if place.first(chunk) or last:
-            site.phases.activity.work("data")
-            with groups.together():
-                batch = data.batch(pipeline, number * place.grid.microbatches[pipeline] + microbatch)
-        message = Message("F", *action[1:])
-        if message in handed:
-            inputs = handed.pop(message)
-        elif not place.first(chunk):
-            with site.phases.waiting("an activation"):
-                inputs = tuple(transport.receive(message))
-        site.phases.activity.work("evaluate")
-        site.framework.generators.seed(
-            seed_of(site.config.seed, "evaluation", number, pipeline, microbatch, place.chunks[chunk]))
-        with groups.together(), running_chunk(site.stage, place, chunk):
-            made = site.stage.forward(inputs, batch)
-        if last:
-            reports[pipeline, microbatch] = made.report or loss_report(made.loss)
-        elif (result := results_in(program.plan, place.me, action)) is not None:
-            if result[0] == place.me:
-                handed[result[1]] = tuple(tensor.contiguous() for tensor in made.outputs)
-            else:
-                transport.send(result[1], made.outputs)
-        transport.post()
-
-    if isinstance(data, Shared):
-        wanted = [microbatch for microbatch in place.grid.items() if microbatch not in beyond]
-        with site.phases.waiting("data of the evaluation"):
-            whole = data.share(program.plan, wanted, number, groups)
-        if not whole:
-            site.asked.evaluations.skip()
-            return
-    transport.forget_shapes()
-    transport.follow(program.plan, "F")
-    transport.begin()
-    with torch.no_grad(), site.trainable.neighbours.running():
-        execute(site, standing, [action for action in program.actions if action.kind == "F"],
-                {"F": forward}, enter, "the evaluation")
-    with site.phases.waiting("the evaluation's end"):
-        site.asked.evaluations.complete(reports, groups)
-    transport.forget_shapes()

@@ -26,9 +26,9 @@ class Trainable:
         guard: copies of the stage's state, and of others', that training can go back to.
     """
 
-    def __init__(self, stage: Stage, neighbours: Neighbourhood | None = None) -> None:
+    def __init__(self, stage: Stage, neighbours: Neighbourhood) -> None:
         self._stage = stage
-        self.neighbours = neighbours or Neighbourhood({}, (), lambda module: None, False)
+        self.neighbours = neighbours
         self.guard = Guard()
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
         self.shards: Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]] = {}

@@ -19,7 +19,6 @@ from megatron_recycle.observe.log import get_logger
 from megatron_recycle.plan import Plan, Worker
 from megatron_recycle.runtime import recovery, refusals
 from megatron_recycle.runtime.activity import RECOVERY, STANDING_BY, Activity
-from megatron_recycle.runtime.attempt import evaluate
 from megatron_recycle.runtime.between import Between
 from megatron_recycle.runtime.chunked import lendings_of
 from megatron_recycle.runtime.collectives import Collectives
@@ -30,6 +29,7 @@ from megatron_recycle.runtime.comm.network import Network, TorchNetwork
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import DataSource
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH, Evaluations
+from megatron_recycle.runtime.evaluation_pass import evaluate
 from megatron_recycle.runtime.generation import Current
 from megatron_recycle.runtime.history import History
 from megatron_recycle.runtime.lent.layers import said

@@ -5,11 +5,13 @@ Training ends with the bits of the same layers' job in which each chunk is a sta
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_recycle.runtime.compute.random_state import Generators
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, Draw
 from tests.moments import Moment
@@ -81,6 +83,21 @@ def prefixed(name: str, place: int) -> str:
     """The name that a chunk's tensor has in its stage."""
     kind, _, name = name.partition(" ")
     return f"{kind} {place}.{name}"
+
+
+def test_chunks_share_no_random_numbers(monkeypatch):
+    """Nor do their backwards, nor passes of an evaluation."""
+    seeds, seed = [], Generators.seed
+
+    def noted(self, number, first=None):
+        seeds.append((threading.current_thread().name, first is None, number if first is None else first))
+        seed(self, number, first)
+
+    monkeypatch.setattr(Generators, "seed", noted)
+    Job(Shape(2, 1, 2, 2, chunks=2, evaluate=(1,))).run()
+    of = [each for each in seeds if each[0] == "worker-0:0"]
+    forwards, backwards = (len([each for each in of if each[1] == kind]) for kind in (True, False))
+    assert backwards == 8 and forwards >= 8 + 4 and len(set(of)) == len(of)
 
 
 @pytest.mark.parametrize(("phase", "worker"), [

@@ -159,7 +159,8 @@ def offered(job: Job, late: Moment) -> Plan:
     job.wait_held(late)
     job.wait_event("decided", generation=2)
     state, found = job.control.state, threading.Event()
-    description = {**(state.description or {}), "costs": Costs.uniform(3, 300, 300, 300).to_json(),
+    description = {**(state.description or {}), "costs": Costs.uniform(
+        job.shape.stages * job.shape.chunks, 300, 300, 300).to_json(),
                    "planner_budget": 0.5, "horizon": 1e9}
     told = Planning().improve(description, frozenset({"1:1"}), state.plan or {}, found)
     found.set()
@@ -171,11 +172,12 @@ def offered(job: Job, late: Moment) -> Plan:
     return better
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed):
+@pytest.mark.parametrize(("seed", "shape"), [(0, DEEP), (1, DEEP), (1, CHUNKED["V, 3x3"])],
+                         ids=["gloo's order", "NCCL's", "V"])
+def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed, shape):
     """The coordinator's planner finds it, of what the stages say of their layers; that of the failure lends nothing.
     Who comes back ends all loans."""
-    shape, late = replace(DEEP, iterations=11), Moment("0:0", "forward", 1)
+    shape, late = replace(shape, iterations=11), Moment("0:0", "forward", 1)
     held = Moment("0:0", "forward", 5)
     job = Job(shape, [Moment("1:1", "backward", 0)], holds=[late, held], seed=seed)
     with job:

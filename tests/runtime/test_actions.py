@@ -31,6 +31,7 @@ from megatron_recycle.runtime.compute.split import Splitter
 from megatron_recycle.runtime.computed import Computed
 from megatron_recycle.runtime.generation import Current, Program
 from megatron_recycle.runtime.grids import Grids
+from megatron_recycle.runtime.lent.neighbourhood import Neighbourhood
 from megatron_recycle.runtime.lent.terms import HOME
 from megatron_recycle.runtime.phases import Phases
 from megatron_recycle.runtime.place import Place
@@ -105,7 +106,8 @@ class Alone:
             config=config, agent=agent,
             framework=Framework(self.stage, Splitter(self.stage.module, kernel), self, Generators(CPU),
                                 Grids(grid, config.block_size)),
-            network=None, phases=Phases(self.standing, agent, Activity(1.0), None), trainable=Trainable(self.stage),
+            network=None, phases=Phases(self.standing, agent, Activity(1.0), None), trainable=Trainable(
+                self.stage, Neighbourhood({me.stage: None}, (0, 1), lambda module: None, False)),
             meters=Meters(CPU), asked=None, current=Current())
         self.memory, self.watch = self.site.meters.memory, self.site.meters.watch
         self.layout = self.site.trainable.layout
@@ -350,14 +352,14 @@ def test_each_layer_of_each_micro_batch_draws_numbers_of_its_own():
     drawn: list[int] = []
     generators = SimpleNamespace(seed=drawn.append)
 
-    def running(span, seed):
+    def running(chunk, span, seed):
         seed(3)
         seed(4)
         return nullcontext()
 
-    loans = SimpleNamespace(span=lambda microbatch: HOME, running=running)
+    loans = SimpleNamespace(span=lambda chunk, microbatch: HOME, running=running)
     attempt = SimpleNamespace(_shared=SimpleNamespace(loans=loans), _iteration=1, _site=SimpleNamespace(
-        config=RecycleConfig(), framework=SimpleNamespace(generators=generators)))
+        config=RecycleConfig(), framework=SimpleNamespace(generators=generators), place=SimpleNamespace(chunks=(0,))))
     for pipeline, microbatch in ((0, 0), (0, 1), (1, 0)):
-        Attempt._running(attempt, pipeline, microbatch)
+        Attempt._running(attempt, Action("F", pipeline, microbatch))
     assert len(set(drawn)) == len(drawn) == 6
