@@ -17,7 +17,7 @@ class Told(NamedTuple):
 
     layers: Sequence[Layer]
     given: bool
-    settings: Sequence[str]
+    settings: Sequence[Sequence[str]]
     members: Sequence[Sequence[str | None]]
     """Names of each group's parameters, in their order; None: not the model's."""
     faults: Sequence[str]
@@ -33,11 +33,14 @@ class Move(NamedTuple):
 
 def groups_apart(told: Sequence[Told]) -> list[str]:
     """Why parameters cannot go into the groups of another stage; nothing: they can."""
+    first = told[0]
     for stage, one in enumerate(told):
-        if (one.given, one.settings) != (told[0].given, told[0].settings):
-            return [f"the parameter groups of stage {stage} ({'; '.join(one.settings) or 'none'}) are not those of "
-                    f"stage 0 ({'; '.join(told[0].settings) or 'none'}): give the same groups on all stages, in the "
-                    "same order, also where one is empty"]
+        if (one.given, one.settings) != (first.given, first.settings):
+            apart = (f"{len(one.settings)} and {len(first.settings)} of them" if len(one.settings) != len(
+                first.settings) else "; ".join(sorted({word for mine, other in zip(one.settings, first.settings)
+                                                       for word in {*mine} ^ {*other}})))
+            return [f"the parameter groups of stages {stage} and 0 differ ({apart}): give the same groups on all "
+                    "stages, in the same order, also where one is empty"]
     return []
 
 

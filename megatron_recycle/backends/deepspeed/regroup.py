@@ -54,10 +54,10 @@ class Groups:
                 "a callable that makes it of the parameters that it is called with") if held else ""
 
     @property
-    def settings(self) -> list[str]:
+    def settings(self) -> list[list[str]]:
         """What each group says beside its parameters: the same on all stages, or they are not the same groups."""
-        return [", ".join(f"{key}={_word(value)}" for key, value in sorted(group.items())
-                          if key not in (_MEMBERS, _NAMES)) for group in self._groups or ()]
+        return [[f"{key}={_word(value)}" for key, value in sorted(group.items()) if key not in (_MEMBERS, _NAMES)]
+                for group in self._groups or ()]
 
     @property
     def places(self) -> dict[int, tuple[int, str | None]]:

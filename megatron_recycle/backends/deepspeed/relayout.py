@@ -27,7 +27,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from torch import nn
 
-from megatron_recycle.backends.deepspeed.chunks import Chunks, become_chunked, v_placement
+from megatron_recycle.backends.deepspeed.chunks import Chunks, become_chunked, chunks_of, v_placement
 from megatron_recycle.backends.deepspeed.described import (
     LOSS,
     PARAMETER,
@@ -69,6 +69,8 @@ def lay_out(module: PipelineModule, optimizer: Any, model_parameters: Any,
 
     Returns ``optimizer`` and ``model_parameters`` for the engine. Raises UnsupportedError that lists what cannot move.
     """
+    if chunks_of(module) is not None:  # initialize() for the second time
+        return optimizer, model_parameters
     _check_alone(module)
     groups = Groups(optimizer, model_parameters)
     own, faults = _layers(module)
@@ -164,7 +166,7 @@ def _told(module: PipelineModule, own: Mapping[str, nn.Module], groups: Groups, 
     members = members if groups.given else [list(names.values())]
     where = f"stage {module.stage_id}: "
     return Told(describe(own, groups.places, ties), groups.given, groups.settings, members,
-                [where + fault for fault in (*faults, *filter(None, [groups.trouble]))])
+                [*(where + fault for fault in faults), *filter(None, [groups.trouble])])
 
 
 def _gather(module: PipelineModule, told: Told) -> list[Told]:
