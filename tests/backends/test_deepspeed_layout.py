@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
+from torch import nn
 
+from megatron_recycle.backends.deepspeed.chunks import Chunks, v_placement
+from megatron_recycle.backends.deepspeed.described import describe, differs, put, tied
+from megatron_recycle.backends.deepspeed.moves import Told, groups_apart, layer_weights, moves_of, name_of
+from megatron_recycle.backends.deepspeed.regroup import Groups
 from tests.backends import gpt_job
 from tests.harness import Result
 from tests.references import run
@@ -35,3 +44,115 @@ def test_a_run_goes_on_with_two_chunks_and_back_with_one_and_has_the_bits_of_one
     back = run(gpt_job.train, 2, arguments(precision, 1, iterations=1, load=(bent, {})))
     assert back[0].value["losses"] == unbroken[0].value["losses"][3:]
     assert weights(back) == weights(unbroken)
+
+
+CUT = Chunks(parts=(0, 1, 2, 3, 4), placement=v_placement(2), stock=(0, 2, 4))
+"""Four layers: of two stages 0 and 1, 2 and 3; as a V 0 and 3, 1 and 2."""
+
+
+def told_of(specs: Sequence[Any], change: Callable[[dict[str, nn.Module]], None] = lambda layers: None) -> list[Told]:
+    """What two stages tell that have built ``specs`` as stock does."""
+    told = []
+    for stage in range(2):
+        layers: dict[str, nn.Module] = {}
+        for number in (2 * stage, 2 * stage + 1):
+            if (name := name_of(number, specs[number])) is not None and name not in layers:
+                torch.manual_seed(0 if name.startswith("tied") else number)
+                layers[name] = specs[number] if isinstance(specs[number], nn.Module) else specs[number].build()
+        change(layers)
+        ties = {name: [layer.weight] for name, layer in layers.items() if name.startswith("tied")}
+        told.append(Told(describe(layers, {}, ties), False, [], [], []))
+    return told
+
+
+def linear() -> LayerSpec:
+    return LayerSpec(nn.Linear, 2, 2)
+
+
+def words(forward: Any = None) -> TiedLayerSpec:
+    return TiedLayerSpec("words", nn.Linear, 2, 2, forward_fn=forward)
+
+
+def hook(layers: dict[str, nn.Module]) -> None:
+    for layer in layers.values():
+        layer.register_forward_hook(lambda *_: None)
+
+
+def share(layers: dict[str, nn.Module]) -> None:
+    if {"2", "3"} <= layers.keys():
+        layers["3"].weight = layers["2"].weight
+
+
+def again(layers: dict[str, nn.Module]) -> None:
+    nn.init.constant_(layers[tied("words")].weight, float("1" in layers))
+
+
+def test_layers_move_from_the_stage_that_has_built_them_and_a_tied_one_is_one():
+    specs = [words(), linear(), linear(), words(lambda module, x: x @ module.weight)]
+    wrong: list[str] = []
+    moves = moves_of(specs, CUT, told_of(specs), wrong)
+    assert [(move.layer.name, move.source, move.target) for move in moves] == [
+        (tied("words"), 0, 0), ("1", 0, 1), ("2", 1, 1)]
+    assert not wrong
+    assert layer_weights(specs, told_of(specs)) == [6, 6, 6, 6]
+
+
+@pytest.mark.parametrize(("specs", "change", "said"), [
+    ([linear() for _ in range(4)], hook, ["layer 1 has hooks", "layer 3 has hooks"]),
+    ([linear() for _ in range(4)], share, ["layer 2 and layer 3 share a tensor and end up on stages 1 and 0"]),
+    ([words(), words(), linear(), linear()], None, ["'words' ends up on stages 0 and 1"]),
+    ([words(), linear(), linear(), words()], None, ["'words' has parameters that are not tied (bias)"]),
+    ([words(), linear(), linear(), words(max)], again, ["'words' differs between the stages that have it"]),
+    ([linear(), linear(), linear(), partial(max, nn.Linear(2, 2))], None,
+     ["layer 3 is a function that holds a module (Linear)"]),
+    ([linear(), abs, linear(), abs], None, []),
+])
+def test_what_cannot_move_is_refused_by_name(specs: Any, change: Any, said: list[str]):
+    wrong: list[str] = []
+    moves_of(specs, CUT, told_of(specs, change or (lambda layers: None)), wrong)
+    assert len(wrong) == len(said)
+    assert all(one in found for one, found in zip(said, wrong, strict=True))
+
+
+def test_a_layer_that_is_built_anew_gets_the_bits_and_types_that_it_had_and_what_is_else_is_found():
+    old, new = nn.Linear(2, 2), nn.Linear(2, 2)
+    old.bfloat16().weight.requires_grad_(False)
+    (told,) = describe({"1": old}, {}, {})
+    assert not differs(new, told)
+    for piece in told.pieces:
+        put(new, piece, getattr(old, piece.path).detach().clone())
+    assert [(one.dtype, one.requires_grad) for one in new.parameters()] == [
+        (torch.bfloat16, False), (torch.bfloat16, True)]
+    assert all(torch.equal(one, other) for one, other in zip(new.parameters(), old.parameters()))
+    assert "bias" in differs(nn.Linear(2, 2, bias=False), told)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_groups_follow_in_the_scripts_own_lists(named):
+    stays, leaves, comes = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+    own = [*stays.named_parameters("a"), *leaves.named_parameters("b")]
+    lists = [[(name, one) if named else one for name, one in own if one.dim() == dim] for dim in (2, 1)]
+    optimizer = torch.optim.SGD([{"params": lists[0], "lr": 0.1}, {"params": lists[1]}], lr=0.2)
+    groups = Groups(optimizer, None)
+    assert [word for word in groups.settings[0] if word.startswith("lr")] == ["lr=0.1"]
+    called = ("c.weight", "c.bias") if named else (None, None)
+    groups.follow({id(one) for one in leaves.parameters()},
+                  [(comes.weight, 0, called[0]), (comes.bias, 1, called[1])],
+                  [*comes.parameters(), *stays.parameters()])
+    assert [[id(one) for one in group["params"]] for group in optimizer.param_groups] == [
+        [id(comes.weight), id(stays.weight)], [id(comes.bias), id(stays.bias)]]
+    if named:
+        assert [group["param_names"] for group in optimizer.param_groups] == [
+            ["c.weight", "a.weight"], ["c.bias", "a.bias"]]
+
+
+def test_groups_that_cannot_follow_are_refused():
+    layer = nn.Linear(2, 2)
+    stepped = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    layer(torch.ones(1, 2)).sum().backward()
+    stepped.step()
+    assert "has stepped" in Groups(stepped, None).trouble
+    told = [Told([], True, Groups(torch.optim.SGD(layer.parameters(), lr=rate), None).settings, [], [])
+            for rate in (0.1, 0.2)]
+    assert "differ (lr=0.1; lr=0.2)" in groups_apart(told)[0]
+    assert not groups_apart(told[:1] * 2)
