@@ -21,13 +21,13 @@ def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
     if not instance.problem.split_backward:
         return schedule
     nodes, first = len(schedule.route), len(instance.jobs)
+    two, end = 2 * nodes, 2 * nodes + first
     trace = []
     for code in schedule.trace:
-        kind, node = divmod(code, nodes)
-        if not (kind == 2 and node < first):
+        if nodes <= code < nodes + first:
+            trace += code, code + nodes
+        elif not two <= code < end:
             trace.append(code)
-        if kind == 1 and node < first:
-            trace.append(code + nodes)
     if trace == schedule.trace:
         return schedule
     instance = spanned(instance, schedule.route, schedule.crossings)

@@ -133,6 +133,7 @@ class _Board:
             heapify(queue)
         self.forward_first, self.drain = [rule.forward_first for rule in mine], [rule.drain for rule in mine]
         self.backlog = [rule.backlog or nodes + 1 for rule in mine]
+        self.plain = [not (rule.forward_first or rule.drain or rule.backlog) for rule in mine]  # B before all else
         self.slack_b = [rule.wait_b * x // 100 for rule, x in zip(mine, instance.weight)]
         self.slack_f = [rule.wait_f * x // 100 for rule, x in zip(mine, instance.weight)]
         self.slack_w = [rule.give_way * x // 100 for rule, x in zip(mine, instance.forward)]
@@ -187,7 +188,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
     mask, job_mask = (1 << shift) - 1, (1 << bits) - 1
     (key_f, key_b), gated, ahead = keys, board.gated, board.ahead
     soon_f, soon_b, f_queue, b_queue = board.soon_f, board.soon_b, board.f_queue, board.b_queue
-    choose, b_done = board.choose, board.b_done
+    choose, b_done, plain = board.choose, board.b_done, board.plain
     w_queue: list[list[int]] = [[] for _ in range(workers)]
     w_next, busy = [0] * workers, [0] * workers
     agenda, trace = list(range(workers)), []
@@ -206,7 +207,7 @@ def _simulate(instance: Instance, route: list[int], rules: Sequence[Rules], keys
         room = left[w] >= (need[fs[0] & job_mask] if fs else usual[w])
         if again and fs and not room and left[w] >= least[w]:
             room = _fitting(fs, left[w], need, job_mask)
-        kind = choose(w, t, len(w_queue[w]) - w_next[w], room, bits)
+        kind = 1 if bs and plain[w] else choose(w, t, len(w_queue[w]) - w_next[w], room, bits)
         if kind == 3:
             if coming_b or coming_f:
                 heappush(agenda, (min(coming_b[:1] + coming_f[:1]) >> bits << shift) | w)

@@ -74,15 +74,9 @@ class _Pair:
     high: int
     net: int = 0
 
-    def can(self, later: bool) -> int:
-        """How much more may cross later (or earlier)."""
-        return self.high - self.net if later else self.net - self.low
-
-    def until_home(self, later: bool) -> int:
-        """How much of that is of the same chunk: a pair first takes back what it lent."""
-        if later:
-            return -self.net if self.net < 0 else self.high - self.net
-        return self.net if self.net > 0 else self.net - self.low
+    def gives(self, later: bool) -> tuple[int, int]:
+        """The chunk, and its worker, whose layers change hands where micro-batches cross later (or earlier)."""
+        return (self.c + 1, self.after) if later else (self.c, self.before)
 
 
 class Flow:
@@ -99,6 +93,10 @@ class Flow:
                     if a != b:
                         shared.setdefault((c, a, b), []).append(u)
         self.pairs = []
+        self.most = {(c, w): 0 for c, row in enumerate(lendable.who) for w in row}  # layers that a worker may give
+        for unit in lendable.units:
+            for c, row in enumerate(lendable.who):
+                self.most[c, row[unit[0]]] += lendable.layers[c] - 1
         for (c, a, b), units in shared.items():
             earlier, later = lendable.limit[c]
             # a chunk keeps a layer of each micro-batch
@@ -116,6 +114,7 @@ class Flow:
         """Move work until no worker's load is above ``most``; False if some still is."""
         for pair in self.pairs:
             pair.net = 0
+        self.spare = dict(self.most)
         load = self.load = list(self.base)
         stuck: set[int] = set()
         while True:
@@ -136,7 +135,7 @@ class Flow:
         while queue:
             u = queue.popleft()
             for v, pair, later in self.arcs[u]:
-                if v in came or v == source or pair.can(later) <= 0:
+                if v in came or v == source or self._can(pair, later) <= 0:
                     continue
                 came[v] = (u, pair, later)
                 if self.load[v] + self._layer(pair, later, v) * self.size <= most[v]:
@@ -149,6 +148,13 @@ class Flow:
                 queue.append(v)
         return None
 
+    def _can(self, pair: _Pair, later: bool) -> int:
+        """How much more may cross later (or earlier), of one chunk: a pair first takes back what it lent, and each
+        chunk of a micro-batch keeps a layer."""
+        if later:
+            return -pair.net if pair.net < 0 else min(pair.high - pair.net, self.spare[pair.gives(later)])
+        return pair.net if pair.net > 0 else min(pair.net - pair.low, self.spare[pair.gives(later)])
+
     def _layer(self, pair: _Pair, later: bool, w: int) -> int:
         """Time on worker ``w`` of the next layer that changes hands."""
         chunk = pair.c + 1 if (pair.net >= 0 if later else pair.net > 0) else pair.c
@@ -157,7 +163,7 @@ class Flow:
     def _send(self, path: list[tuple[int, _Pair, bool]], source: int, most: Sequence[float]) -> None:
         """As much as the way, the need and the last worker's time allow; at least a layer of a unit."""
         load, size = self.load, self.size
-        amount = min(pair.until_home(later) for _, pair, later in path)
+        amount = min(self._can(pair, later) for _, pair, later in path)
         _, first, first_later = path[0]
         end, last, last_later = path[-1]
         need = -(-(load[source] - most[source]) // max(1, self._layer(first, first_later, source) * size))
@@ -167,6 +173,8 @@ class Flow:
         for v, pair, later in path:
             load[giver] -= self._layer(pair, later, giver) * size * amount
             load[v] += self._layer(pair, later, v) * size * amount
+            back = pair.net < 0 if later else pair.net > 0
+            self.spare[pair.gives(later != back)] += amount if back else -amount
             pair.net += amount if later else -amount
             giver = v
 

@@ -21,16 +21,35 @@ from megatron_recycle.planner.timing import makespan_of, period_of
 from ..plan import Problem
 from .greedy import Rules, guests, leading, schedule
 from .instance import NO_CAP, Instance, Schedule, roomy, spanned
-from .portfolio import CHUNK_TEMPLATES, DOMAIN, LEADS, TEMPLATES, Cancelled, Found, filled, value
+from .portfolio import CHUNK_TEMPLATES, DOMAIN, LEADS, TEMPLATES, Cancelled, Found, Template, filled, value
 
-#: shares of fill and drain that count as load, and by how much the target is above the least period
-_TARGETS = ((0.5, 0.0), (1.0, 0.0), (1.0, 0.02), (0.5, 0.02), (0.0, 0.0), (0.5, 0.04), (1.0, 0.04), (0.0, 0.02),
-            (0.5, 0.06), (1.0, 0.06))
+@dataclass(frozen=True)
+class Target:
+    """How much each worker should carry: its period, less the shares of it that count as lost (see `allowance`).
+
+    ``idle``: share of the time that it waits for its first B, and the first stages for their last one. ``late``: share
+    of the way of the first F to it. ``above``: by how much the period is above the least one for which loads can be
+    level. ``alone``: +1: stages behind the last hurt one lend nobody anything, -1: those before the first hurt one.
+    """
+
+    idle: float = 0.0
+    late: float = 0.0
+    above: float = 0.0
+    alone: int = 0
+
+
+_TARGETS = (Target(0.5, 0.5), Target(0.5), Target(1.0), Target(0.5, alone=-1), Target(1.0, 0.0, 0.02),
+            Target(0.5, 0.5, 0.02), Target(0.5, 0.0, 0.02), Target(0.0), Target(1.0, 1.0), Target(0.5, 0.0, 0.04),
+            Target(1.0, 0.0, 0.04), Target(0.0, 0.0, 0.02), Target(0.5, 0.0, 0.06), Target(1.0, 0.0, 0.06))
+#: the same where stages have several chunks: a worker has one to run while it waits for the other
+_CHUNK_TARGETS = (Target(alone=1), Target(late=1.0), Target(late=0.5), Target(late=1.0, above=0.02), Target(),
+                  Target(above=0.02, alone=1), Target(late=0.5, above=0.02), Target(above=0.02))
 #: which micro-batches cross: the order in which they are taken, and whether all cross by one layer before any by two
 _PICKS = (("middle", True), ("even", True), ("middle", False), ("even", False), ("late", True), ("early", True))
 _DEALS = ("spread", "runs")
 #: rules that do well with spans
 _FIRST = (TEMPLATES[5], TEMPLATES[0])
+_CHUNK_FIRST = (CHUNK_TEMPLATES[0], Template(Rules(forward_first=1, backlog=4)))
 #: the least number of trials, however large the plan
 LEAST = 1
 #: of a search's trials the share that goes to starting points, and from how many of these it climbs
@@ -92,21 +111,30 @@ def _room(instance: Instance, w: int) -> int:
     return NO_CAP if cap >= NO_CAP or not each else (cap - problem.weight(instance.stage[w])) // (sides * each)
 
 
-def allowance(instance: Instance, period: float, share: float) -> list[float]:
-    """For each worker the time that it may compute in an iteration of ``period``, less this share of fill and drain."""
+def allowance(instance: Instance, period: float, target: Target, own: Sequence[float]) -> list[float]:
+    """For each worker the time that it may compute in an iteration of ``period``; ``own``: what it computes where
+    nothing is lent.
+
+    Who borrows from an earlier stage makes that one's step wait for its last action, and so the next iteration's first
+    F come to it as late as that takes (``late``); who borrows from a later stage does not.
+    """
     problem, costs, stages = instance.problem, instance.problem.costs, instance.stages
-    if problem.placement:
-        return [period - costs.step[s] for s in instance.stage]
     f, b, w = costs.forward, costs.backward_input, costs.backward_weight
+    hurt = [worker.stage for worker in problem.failed] or [0, stages - 1]
     told = []
     for worker, s in enumerate(instance.stage):
-        ahead = min(instance.cap[worker] // max(1, problem.weight(s)), problem.grid.total) - 1
-        idle = max(0, sum(f[x] + b[x] + 2 * costs.hop for x in range(s + 1, stages)) - ahead * f[s])
-        room = period - costs.step[s] - share * idle
-        if s:  # the first stage begins before the first F comes here, and ends after the last B has gone back
-            around = w[0] + sum(f[x] + b[x] + 2 * costs.hop for x in range(s))
-            lead = period - costs.step[0] - share * (around + idle)
-            room = min(room, lead * (f[s] + b[s] + w[s]) / max(1, f[s] + b[s]))
+        way = sum(f[c] + costs.hop for c in range(problem.chunks_of[s][0]))
+        room = period - costs.step[s] - target.late * way
+        if not problem.placement:
+            ahead = min(instance.cap[worker] // max(1, problem.weight(s)), problem.grid.total) - 1
+            idle = max(0, sum(f[x] + b[x] + 2 * costs.hop for x in range(s + 1, stages)) - ahead * f[s])
+            room -= target.idle * idle
+            if s:  # the first stage begins before the first F comes here, and ends after the last B has gone back
+                around = w[0] + sum(f[x] + b[x] + 2 * costs.hop for x in range(s))
+                lead = period - costs.step[0] - target.late * way - target.idle * (around + idle)
+                room = min(room, lead * (f[s] + b[s] + w[s]) / max(1, f[s] + b[s]))
+        if (target.alone > 0 and s > max(hurt)) or (target.alone < 0 and s < min(hurt)):
+            room = min(room, own[worker])
         told.append(room)
     return told
 
@@ -114,33 +142,35 @@ def allowance(instance: Instance, period: float, share: float) -> list[float]:
 def candidates(instance: Instance, alignment: Alignment) -> Iterator[tuple[list[int], Crossings]]:
     """Routes with crossings that level the loads, those first that most often do best."""
     flows: dict[str, tuple[list[int], Flow]] = {}
-    least: dict[tuple[str, float], float] = {}
+    least: dict[tuple[str, Target], float] = {}
     seen: set[tuple[str, Crossings]] = set()
-    points = [*product(_DEALS, _TARGETS, _PICKS)]
-    rank = {point: (_PICKS.index(point[2]) // 2 + _TARGETS.index(point[1]) + 3 * _DEALS.index(point[0]), i)
+    targets = _CHUNK_TARGETS if instance.problem.placement else _TARGETS
+    points = [*product(_DEALS, targets, _PICKS)]
+    rank = {point: (_PICKS.index(point[2]) // 2 + targets.index(point[1]) + 3 * _DEALS.index(point[0]), i)
             for i, point in enumerate(points)}
-    for deal, (share, above), (order, spread) in sorted(points, key=rank.__getitem__):
+    for deal, target, (order, spread) in sorted(points, key=rank.__getitem__):
         if deal not in flows:
             table = route(instance, alignment, deal)
             flows[deal] = table, Flow(lendable(instance, table))
         table, flow = flows[deal]
-        if (deal, share) not in least:
-            least[deal, share] = _least(instance, flow, share)
-        flow.levelled(allowance(instance, least[deal, share] * (1 + above), share))
+        level = replace(target, above=0.0)
+        if (deal, level) not in least:
+            least[deal, level] = _least(instance, flow, level)
+        flow.levelled(allowance(instance, least[deal, level] * (1 + target.above), target, flow.base))
         crossings = flow.crossings(order, spread)
         if any(map(any, crossings)) and (deal, crossings) not in seen:
             seen.add((deal, crossings))
             yield table, crossings
 
 
-def _least(instance: Instance, flow: Flow, share: float) -> float:
+def _least(instance: Instance, flow: Flow, target: Target) -> float:
     """The least period for which loads can be made level, to a part in 500."""
     low, high = 0.0, 2.0 * max(flow.base)
-    while not flow.levelled(allowance(instance, high, share)):
+    while not flow.levelled(allowance(instance, high, target, flow.base)):
         high *= 2
     while high - low > high / 500:
         middle = (low + high) / 2
-        if flow.levelled(allowance(instance, middle, share)):
+        if flow.levelled(allowance(instance, middle, target, flow.base)):
             high = middle
         else:
             low = middle
@@ -175,7 +205,7 @@ class _Search:
         """Try so many starting points; the best ones, one for each crossings."""
         found: dict[Crossings, tuple[float, Choice]] = {}
         points = ((table, crossings, template) for table, crossings in candidates(self.instance, self.alignment)
-                  for template in (CHUNK_TEMPLATES[:2] if self.instance.problem.placement else _FIRST))
+                  for template in (_CHUNK_FIRST if self.instance.problem.placement else _FIRST))
         for table, crossings, template in islice(points, limit):
             choice = Choice(tuple(table), crossings, filled(self.instance, self.alignment, table, template))
             outcome = self._try(choice)

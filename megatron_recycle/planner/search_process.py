@@ -34,7 +34,7 @@ RESERVE, RESERVE_PER_ACTION = 0.05, 8e-6
 #: actions scheduled and timed per second, well below what one core does: work ends a search before the clock does
 RATE = 400_000
 #: the same with lent layers, whose spans have to be worked out for every trial
-LENT_RATE = 200_000
+LENT_RATE = 300_000
 #: plans with more actions are left to the portfolio
 CPSAT_ACTIONS = 1_600
 
@@ -140,13 +140,13 @@ class _Search:
         small = self.instance.actions <= CPSAT_ACTIONS
         share = 0.4 if small else 0.5  # of the budget; the rest is CP-SAT's, and a reserve
         if lent.helps(self.instance.problem) and self.best > self.floor:
-            work = int(LENT_RATE * self.budget * (share + 0.2))
+            work = int(LENT_RATE * self.budget * 0.8)
             self._note(lent.search(self.instance, work, self.seed, self._over, self._keep))
             share /= 8  # orders without lent layers are seldom the best ones then
         if self.best > self.floor:
             self._note(search(self.instance, int(RATE * self.budget * share), self.seed, self._over, self._keep))
-        if self.best > self.floor and small and not self._over():
-            self._exact()
+        if self.best > self.floor and small and not self.crossings and not self._over():
+            self._exact()  # of orders with lent layers it was not seen to better any
         self._say({"done": True, **self.stats})
 
     def _exact(self) -> None:

@@ -85,7 +85,8 @@ def lent_layers(plan: Plan) -> str:
     layers = f"{max(most.values())} layer{'s' if max(most.values()) > 1 else ''}"
     if len(where) == 1:
         return f"{layers} at boundary {where[0]}"
-    return f"up to {layers} at boundaries {', '.join(where[:-1])} and {where[-1]}"
+    layers = f"up to {layers}" if max(most.values()) > 1 else layers
+    return f"{layers} at boundaries {', '.join(where[:-1])} and {where[-1]}"
 
 
 def _milliseconds(plan: Plan, price: CopyPrice) -> str:

@@ -27,6 +27,18 @@ def job(pipelines, stages, microbatches, failed, layers=4, lend=2, **more):
                    layer_held=((1, 1),) * stages, layer_parameters=(0,) * stages, **more)
 
 
+def vee(pipelines, stages, microbatches, failed, layers=4, lend=1):
+    """The same with two chunks of half the layers on each worker, down the stages and up again."""
+    plain, placement, half = job(pipelines, stages, microbatches, failed), (*range(stages), *reversed(range(stages))), (
+        layers // 2)
+    return Problem(plain.grid, replace(Costs.uniform(2 * stages, 20 * half, 22 * half, 18 * half), step=(0,) * stages,
+                                       layer=((20, 22, 18),) * 2 * stages), plain.failed,
+                   cap=dict.fromkeys(plain.grid.workers(), stages * 3 // 2 * layers), before_b=(half,) * 2 * stages,
+                   after_b=(half,) * 2 * stages, placement=placement, layers=(half,) * 2 * stages,
+                   lend=tuple((0, 0) if c == stages - 1 else (lend, lend) for c in range(2 * stages - 1)),
+                   layer_held=((1, 1),) * 2 * stages)
+
+
 @st.composite
 def lending_problems(draw):
     """Any problem, some of whose layers may be lent."""
@@ -86,11 +98,23 @@ def test_eleven_workers_carry_the_load_of_twelve_in_cascade():
     assert not flow.levelled([26 * 60] * 11)
 
 
+def test_a_chunk_that_gives_at_both_ends_keeps_a_layer():
+    """Two of one stage's four dead: its two chunks of two layers give one of them to either side, never both. 512 layers
+    of micro-batches on 14 workers are 37 for each."""
+    instance = build(vee(4, 4, 8, [(0, 2), (1, 2)]))
+    lendable = lent.lendable(instance, route(instance, aligned(instance)))
+    flow = Flow(lendable)
+    assert flow.levelled([37 * 60] * 14)
+    assert max(lendable.loads(flow.crossings("even", True))) <= 39 * 60
+
+
 @pytest.mark.parametrize("job_, most, rerouted", [
-    (job(3, 4, 6, [(1, 2)]), 457, 552), (job(3, 4, 6, [(0, 2), (0, 3)]), 498, 576), (job(4, 4, 8, [(1, 2)]), 589, 672),
-    (job(4, 4, 8, [(0, 2), (0, 3)]), 628, 696), (job(3, 4, 6, [(1, 2)], 8, block=3), 463, 570)])
+    (job(3, 4, 6, [(1, 2)]), 447, 552), (job(3, 4, 6, [(0, 2), (0, 3)]), 498, 576), (job(4, 4, 8, [(1, 2)]), 589, 672),
+    (job(4, 4, 8, [(0, 2), (0, 3)]), 634, 696), (job(3, 4, 6, [(1, 2)], 8, block=3), 463, 570),
+    (vee(3, 4, 6, [(1, 2)]), 425, 540), (vee(4, 4, 8, [(1, 2)]), 541, 660),
+    (vee(4, 4, 8, [(0, 2), (0, 3)], 8, 2), 574, 661), (vee(4, 4, 8, [(0, 2), (1, 2)]), 580, 960)])
 def test_at_once_a_dead_worker_costs_little_more_than_its_share(job_, most, rerouted):
-    layers = job_.layers[0]
+    layers = sum(job_.layers) // job_.grid.stages
     plan = quick(job_)
     assert violations(plan) == []
     assert plan.period / layers <= most
@@ -99,14 +123,16 @@ def test_at_once_a_dead_worker_costs_little_more_than_its_share(job_, most, rero
 
 @pytest.mark.night
 @pytest.mark.parametrize("job_, most", [
+    (vee(3, 4, 6, [(1, 2)]), 421.8), (vee(4, 4, 8, [(1, 2)]), 541), (vee(4, 4, 8, [(0, 2), (0, 3)]), 584),
     (job(3, 4, 6, [(1, 2)]), 445), (job(3, 4, 6, [(1, 2)], 8), 445), (job(3, 4, 6, [(0, 2), (0, 3)]), 495),
     (job(4, 4, 8, [(1, 2)]), 573), (job(4, 4, 8, [(0, 2), (0, 3)]), 621), (job(4, 4, 8, [(0, 2), (0, 3)], 8), 622)])
 def test_a_search_of_seconds_meets_the_aims(job_, most):
-    """0.89 and 0.80 of 396 units at 3x4x6, 0.90 and 0.83 of 516 at 4x4x8."""
+    """0.89 and 0.80 of 396 units at 3x4x6, 0.90 and 0.83 of 516 at 4x4x8; with V 540 / 1.28 at 3x4x6, 0.95 and 0.88 of
+    516 at 4x4x8."""
     instance = build(job_)
     best = lent.search(instance, 3_000_000).best
     assert best is not None and violations(plan_of(instance, best, 0, "portfolio")) == []
-    assert best.period / job_.layers[0] <= most
+    assert best.period / (sum(job_.layers) // job_.grid.stages) <= most
 
 
 def test_lent_parameters_weigh_on_the_cap_of_their_helper():
