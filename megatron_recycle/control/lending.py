@@ -13,6 +13,8 @@ from megatron_recycle.planner import CopyPrice
 
 _UNITS = 8
 """Units of memory in a micro-batch where its bytes are not known, so that a layer's share of it can be said."""
+_ROUNDING = 0.05
+"""Most by which a layer's cost may be wrong, being a whole number."""
 _BANDWIDTH = 1e9
 """Bytes per second where no message has been timed."""
 
@@ -21,15 +23,20 @@ def with_lending(problem: Problem, description: Mapping[str, Any], measured: Mea
     """The problem, where the job's layers may be lent besides. As it is while the costs of a stage are not known.
 
     The description's ``lending`` is `membership.lending`'s. A layer takes its share of its stage's time and memory. Its
-    parameters weigh on a helper's memory with as much again for their gradients.
+    parameters weigh on a helper's memory with as much again for their gradients. Costs that the user gives may be so
+    small that a layer's would round to nothing: then all durations are in a `finer` unit than his.
     """
     told = description.get("lending")
     if not told or (measured is None and not description.get("costs")):
         return problem
     shares = [float(share) for share in told["share"]]
-    costs = problem.costs
+    costs, times = problem.costs, finer(description)
+    forward, backward, weight, step = (tuple(times * cost for cost in each) for each in (
+        costs.forward, costs.backward_input, costs.backward_weight, costs.step))
     layer = tuple((round(f * share), round(b * share), round(w * share)) for f, b, w, share in zip(
-        costs.forward, costs.backward_input, costs.backward_weight, shares))
+        forward, backward, weight, shares))
+    costs = replace(costs, forward=forward, backward_input=backward, backward_weight=weight, step=step,
+                    hop=times * costs.hop)
     before, after, cap, message = problem.before_b, problem.after_b, problem.cap, problem.message
     parameters: tuple[int, ...] = ()
     if measured is not None and measured.memory is not None and not description.get("cap"):
@@ -39,7 +46,7 @@ def with_lending(problem: Problem, description: Mapping[str, Any], measured: Mea
     else:
         before, after, message = (tuple(units * _UNITS for units in each) for each in (before, after, message))
         cap = {worker: units * _UNITS for worker, units in cap.items()}
-    lag = round(_lag(told, measured) / unit_of(description, measured))
+    lag = round(times * _lag(told, measured) / unit_of(description, measured))
     return replace(
         problem, costs=replace(costs, layer=layer, lent=(lag, lag)), before_b=before, after_b=after, cap=cap,
         message=message, layers=tuple(map(int, told["layers"])),
@@ -52,7 +59,22 @@ def copy_price(description: Mapping[str, Any], measured: Measured | None) -> Cop
     """What copies of lent layers cost in this job."""
     told = description.get("lending") or {}
     return CopyPrice([int(size) for size in told.get("bytes", ())], _bandwidth(measured) or _BANDWIDTH,
-                     float(description.get("horizon", 100.0)), 1e-6 * unit_of(description, measured))
+                     float(description.get("horizon", 100.0)),
+                     1e-6 * unit_of(description, measured) / finer(description))
+
+
+def finer(description: Mapping[str, Any]) -> int:
+    """How many units of a problem with lending are one of the costs that the user gives: 1, or more where a layer's
+    share of them is not near a whole number."""
+    given, told = description.get("costs"), description.get("lending")
+    if not given or not told:
+        return 1
+    costs = Costs.from_json(given)
+    shares = [cost * float(share) for each in (costs.forward, costs.backward_input, costs.backward_weight)
+              for cost, share in zip(each, told["share"]) if cost and share]
+    if all(abs(round(x) - x) <= _ROUNDING * x for x in shares):
+        return 1
+    return math.ceil(0.5 / _ROUNDING / min(shares))
 
 
 def unit_of(description: Mapping[str, Any], measured: Measured | None) -> float:

@@ -22,7 +22,7 @@ def adjoined(instance: Instance, schedule: Schedule) -> Schedule:
         return schedule
     nodes, first = len(schedule.route), len(instance.jobs)
     two, end = 2 * nodes, 2 * nodes + first
-    trace = []
+    trace: list[int] = []
     for code in schedule.trace:
         if nodes <= code < nodes + first:
             trace += code, code + nodes

@@ -23,6 +23,7 @@ from .greedy import Rules, guests, leading, schedule
 from .instance import NO_CAP, Instance, Schedule, roomy, spanned
 from .portfolio import CHUNK_TEMPLATES, DOMAIN, LEADS, TEMPLATES, Cancelled, Found, Template, filled, value
 
+
 @dataclass(frozen=True)
 class Target:
     """How much each worker should carry: its period, less the shares of it that count as lost (see `allowance`).

@@ -8,7 +8,10 @@ from ..plan import Plan, Timeline, Worker, replay
 from .worth import lent_layers
 
 _LETTERS = {"FB": "D"}
-_COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "D": "46;30", "S": "45;97"}
+#: of a stage's second chunk and those after it: the letters before F, B, W and D, so to say
+_LATER = {"F": "E", "B": "A", "W": "V", "D": "C"}
+_COLOURS = {"F": "44;97", "B": "42;30", "W": "43;30", "D": "46;30", "S": "45;97",
+            "E": "104;30", "A": "102;30", "V": "103;30", "C": "106;30"}
 #: a schedule with more rows than this is not drawn
 ROWS = 40
 
@@ -78,12 +81,14 @@ def drawing(plan: Plan, width: int, colour: bool) -> str | None:
         for action in plan.workers[worker]:
             home = action.kind == "S" or worker.pipeline == action.pipeline
             letter = _LETTERS.get(action.kind, action.kind)
+            letter = _LATER.get(letter, letter) if action.chunk else letter
             letters.append(letter if home else letter.lower())
         lines.append(f"{worker!s:>6}  {_row(letters, timeline.times[worker], scale, colour)}")
     unit = "unit" if scale == 1 else f"{scale} units"
     full = "; D is a full backward, B and W in one" if any(
         action.kind == "FB" for actions in plan.workers.values() for action in actions) else ""
-    return "\n".join([*lines, f"        one column is {unit}; small letters are guests{full}"])
+    chunks = "; E, A, V (and C) are F, B, W (and D) of a stage's later chunks" if plan.problem.placement else ""
+    return "\n".join([*lines, f"        one column is {unit}; small letters are guests{full}{chunks}"])
 
 
 def _row(letters: Sequence[str], spans: Sequence[tuple[int, int]], scale: int, colour: bool) -> str:

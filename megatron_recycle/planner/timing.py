@@ -108,7 +108,8 @@ class Clock:
         return self.cold
 
 
-def times(instance: Instance, route: list[int], trace: list[int], release: Sequence[int]) -> tuple[list[int], list[int]]:
+def times(instance: Instance, route: list[int], trace: list[int],
+          release: Sequence[int]) -> tuple[list[int], list[int]]:
     """End of every action (by code) and of every stage's work, with stage ``s`` free from ``release[s]`` on."""
     return Clock(instance, route, trace).times(release)
 

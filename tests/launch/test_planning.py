@@ -150,6 +150,20 @@ def test_a_job_goes_on_with_its_own_layers_and_lends_them_when_that_is_found_to_
     cancelled.set()
 
 
+def test_costs_of_one_unit_each_are_counted_finer_so_that_a_layer_costs_something() -> None:
+    tiny = {**LENDING, "costs": {**LENDING["costs"], **{kind: [1, 1] for kind in (
+        "forward", "backward_input", "backward_weight")}}, "lending": {**LENDING["lending"], "bytes": [64, 64]}}
+    planning, one, cancelled = Planning(), frozenset({"1:1"}), threading.Event()
+    at_once = planning.plan(tiny, one)
+    told = planning.improve(tiny, one, at_once, cancelled)
+    cancelled.set()
+    assert told is not None and told["crossings"] and violations(Plan.from_json(told)) == []
+    problem = with_lending(problem_of(tiny, one), tiny, None)
+    assert problem.costs.forward == (40, 40) and problem.costs.layer == ((10, 10, 10),) * 2
+    assert told["period"] < 40 * at_once["period"]
+    assert copy_price(tiny, None).unit == 1e-6 / 40 and copy_price(LENDING, None).unit == 1e-6
+
+
 def test_a_job_does_not_lend_where_the_copies_cost_more_than_that_gains(caplog) -> None:
     dear = {**LENDING, "horizon": 1.0, "lending": {**LENDING["lending"], "bytes": [1 << 40] * 2}}
     planning, cancelled = Planning(), threading.Event()

@@ -99,8 +99,8 @@ def test_eleven_workers_carry_the_load_of_twelve_in_cascade():
 
 
 def test_a_chunk_that_gives_at_both_ends_keeps_a_layer():
-    """Two of one stage's four dead: its two chunks of two layers give one of them to either side, never both. 512 layers
-    of micro-batches on 14 workers are 37 for each."""
+    """Two of one stage's four dead: its two chunks of two layers give one of them to either side, never both. 512
+    layers of micro-batches on 14 workers are 37 for each."""
     instance = build(vee(4, 4, 8, [(0, 2), (1, 2)]))
     lendable = lent.lendable(instance, route(instance, aligned(instance)))
     flow = Flow(lendable)
