@@ -211,7 +211,8 @@ class Planning:
         taken = replaced is not None or not measured or (
             better.objective_value < (1 - WORTHWHILE) * before and pays)
         if not better.crossings:
-            better = replace(recosted(plain, better), stats=better.stats)  # a problem with lending may count in a finer unit
+            # A problem with lending may count in a finer unit.
+            better = replace(recosted(plain, better), stats=better.stats)
             with self._lock:
                 self._best[failed] = better
         self._cache.put(better.problem, better)

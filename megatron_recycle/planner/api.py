@@ -18,7 +18,7 @@ from .cache import Cache
 from .canonical import canonical
 from .greedy import schedule as listed
 from .instance import Instance, Schedule, build, crossings_of, plan_of, schedule_of, spanned
-from .portfolio import CHUNK_TEMPLATES, Found, Template, filled, goal, one_by_one, search, templates
+from .portfolio import TEMPLATES, Found, Template, filled, goal, one_by_one, search, templates
 
 #: plans of at most so many actions are scheduled by two templates, and the better one is taken
 TWICE = 30_000
@@ -88,7 +88,7 @@ def _first(instance: Instance, guests: bool) -> tuple[Template, ...]:
     if instance.actions > TWICE:
         return known[:1]
     if instance.problem.placement:
-        return known[:len(CHUNK_TEMPLATES) if 4 * instance.actions <= TWICE else 2]
+        return known[:len(known) - len(TEMPLATES) if 4 * instance.actions <= TWICE else 2]
     return known[:2 if guests else 1]
 
 

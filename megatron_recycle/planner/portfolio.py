@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from megatron_recycle.planner.alignment import Alignment, aligned, natural
 from megatron_recycle.planner.routing import DEALS, PICKS, cost, route
@@ -58,6 +59,14 @@ CHUNK_TEMPLATES = (
     Template(Rules(forward_first=1, drain=1, wait_b=50, wait_f=50)),
     Template(Rules(forward_first=1, wait_b=50, wait_f=50, backlog=2)),
 )
+#: the same where they are interleaved, so that a micro-batch comes round by all other stages: what comes back is awaited
+ROUND_TEMPLATES = (
+    Template(Rules(forward_first=1, drain=1)),
+    Template(Rules(give_way=100, ways=1)),
+    Template(Rules(wait_b=50, wait_f=50, give_way=50, ways=2)),
+    Template(_WAIT_F, 4),
+    Template(_PLAIN, 3),
+)
 DOMAIN: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("forward_first", (0, 1)), ("drain", (0, 1)), ("wait_b", (0, 50, 100)), ("wait_f", (0, 50, 100)),
     ("give_way", (0, 50, 75, 100)), ("ways", (1, 2, 3, 1000)), ("backlog", (0, 1, 2, 3, 4, 6, 8)),
@@ -74,7 +83,10 @@ Cancelled = Callable[[], bool]
 
 def templates(problem: Problem) -> tuple[Template, ...]:
     """The templates for a problem, best first."""
-    return (*CHUNK_TEMPLATES, *TEMPLATES) if problem.placement else TEMPLATES
+    if not problem.placement:
+        return TEMPLATES
+    turns = any(one == other for one, other in pairwise(problem.placement))
+    return (*(CHUNK_TEMPLATES if turns else ROUND_TEMPLATES), *TEMPLATES)
 
 
 @dataclass(frozen=True)
