@@ -35,19 +35,40 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
     worker left.
     """
     begin = time.perf_counter()
-    kept: dict[Worker, int] = {}
-    plan = _listed(problem, kept, begin, seed)
-    while any(problem.message) and overfull(plan):
-        # Some messages are sent before they are needed: memory is kept for these, or nothing is done ahead at all.
-        more = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **surplus(plan)}.items()}
-        hopeless = more == kept or any(problem.cap[worker] - count * problem.message_weight(worker.stage)
-                                       < problem.weight(worker.stage) for worker, count in more.items()
-                                       if worker in problem.cap)
-        if hopeless:
-            return _one_by_one(problem, begin, seed)
-        kept = more
+    plan = _listed(problem, {}, begin, seed)
+    if not (any(problem.message) and overfull(plan)):
+        return plan
+    # Some messages are sent before they are needed: memory is kept for these, or nothing is done ahead at all.
+    kept: dict[Worker, int] = dict(surplus(plan))
+    found = [plan for plan in [_cautious(problem, begin, seed)] if plan]
+    while _roomy(problem, kept):
         plan = _listed(problem, kept, begin, seed)
-    return plan
+        if not overfull(plan):
+            found.append(plan)
+            break
+        more = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **surplus(plan)}.items()}
+        if more == kept:
+            break
+        kept = more
+    return min(found, key=lambda plan: plan.objective_value) if found else _one_by_one(problem, begin, seed)
+
+
+def _roomy(problem: Problem, kept: Mapping[Worker, int]) -> bool:
+    """Whether every worker has memory for a micro-batch besides that ``kept`` for early messages."""
+    return all(problem.cap[worker] - count * problem.message_weight(worker.stage) >= problem.weight(worker.stage)
+               for worker, count in kept.items() if worker in problem.cap)
+
+
+def _cautious(problem: Problem, begin: float, seed: int) -> Plan | None:
+    """The plan for which every worker keeps memory for as many early messages as the others, as few as will do: the
+    more is kept, the less is sent early. None where memory is too short for that."""
+    count, live = 1, [worker for worker in problem.live_workers() if worker in problem.cap]
+    while _roomy(problem, kept := dict.fromkeys(live, count)):
+        plan = _listed(problem, kept, begin, seed)
+        if not overfull(plan):
+            return plan
+        count += max(1, count // 2)
+    return None
 
 
 def _one_by_one(problem: Problem, begin: float, seed: int) -> Plan:

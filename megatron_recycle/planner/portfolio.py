@@ -59,7 +59,7 @@ CHUNK_TEMPLATES = (
     Template(Rules(forward_first=1, drain=1, wait_b=50, wait_f=50)),
     Template(Rules(forward_first=1, wait_b=50, wait_f=50, backlog=2)),
 )
-#: the same where they are interleaved, so that a micro-batch comes round by all other stages: what comes back is awaited
+#: the same where they are interleaved: a micro-batch comes round by all other stages, and what comes back is awaited
 ROUND_TEMPLATES = (
     Template(Rules(forward_first=1, drain=1)),
     Template(Rules(give_way=100, ways=1)),

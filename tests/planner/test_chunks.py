@@ -172,3 +172,22 @@ def test_messages_that_fit_no_cap_are_refused():
 def test_a_cap_that_holds_no_micro_batch_in_all_of_its_chunks_is_refused():
     with pytest.raises(PlanError, match="no live worker's cap holds one micro-batch"):
         quick(vee(1, 2, 2, 1))
+
+
+@pytest.mark.parametrize("gone, most", [([], 392), ([(0, 2)], 540), ([(0, 0)], 560), ([(0, s) for s in range(4)], 600)])
+def test_interleaved_chunks_as_megatron_places_them(gone, most):
+    """3x4x6, costs 20, 22, 18 of a stage, two chunks each, 1.5 S micro-batches of memory."""
+    plan = quick(interleaved(gone, 12))
+    assert violations(plan) == [] and plan.period <= most
+
+
+@pytest.mark.parametrize("gone", [(0, 2), (0, 3)])
+def test_messages_that_come_early_cost_some_time_rather_than_all_that_is_done_ahead(gone):
+    plan = quick(interleaved([gone], 8, (1,) * 8))
+    assert violations(plan) == [] and plan.period <= 690  # one after the other takes 1489
+
+
+def interleaved(gone, cap, message=()):
+    grid = Grid(4, (6,) * 3)
+    return Problem(grid, Costs((10,) * 8, (11,) * 8, (9,) * 8, hop=1, step=(0,) * 4), tuple(Worker(*w) for w in gone),
+                   cap=dict.fromkeys(grid.workers(), cap), message=message, placement=(0, 1, 2, 3) * 2)
