@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import functools
-import hashlib
 import json
-import os
-import pickle
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from tests.harness import Job, Result
+from tests.once import once
 
 Body = Callable[..., Any]
 
@@ -23,24 +18,13 @@ _TIMES = ("heartbeat_interval", "heartbeat_timeout", "report_timeout", "stall_fl
 def calm_run(body: Body, size: int, arguments: Mapping[str, Any]) -> dict[int, Result]:
     """What ``size`` workers of ``body`` end with, all of them well; nobody changes it.
 
-    On gloo, whatever other jobs run on. Whichever process of the suite asks first runs the job, the others wait for it
-    and read what it has left.
+    On gloo, whatever other jobs run on.
     """
     if "settings" in arguments:
         settings = {name: value for name, value in arguments["settings"].items() if name not in _TIMES}
         arguments = {**arguments, "settings": settings}
     text = f"{body.__module__} {body.__qualname__} {size} {json.dumps(arguments, sort_keys=True)}"
-    path = Path(os.environ["SUITE_FOLDER"]) / f"reference-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            path.write_bytes(pickle.dumps(run(body, size, arguments)))
-    return _read(path)
-
-
-@functools.cache
-def _read(path: Path) -> dict[int, Result]:
-    return pickle.loads(path.read_bytes())
+    return once(text, lambda: run(body, size, arguments))
 
 
 def run(body: Body, size: int, arguments: Mapping[str, Any]) -> dict[int, Result]:

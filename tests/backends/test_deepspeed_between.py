@@ -9,6 +9,7 @@ import pytest
 from tests.backends.between_job import PIPELINES, STAGES, run_rows
 from tests.backends.between_rows import ALWAYS, ROWS, Row, table
 from tests.harness import Job, Result
+from tests.once import once
 
 PAGE = Path(__file__).parents[2] / "docs" / "between-iterations.md"
 
@@ -20,6 +21,10 @@ def test_the_documentation_has_the_table():
 @pytest.fixture(scope="module")
 def results() -> list[Result]:
     """All rows, one after another in the same processes, on each rank."""
+    return once("all rows", run)
+
+
+def run() -> list[Result]:
     with Job(run_rows, STAGES * PIPELINES, {"numbers": range(len(ROWS))}, coordinated=False, limit=200) as job:
         found = job.wait()
         assert all(result.status == 0 for result in found.values()), job.where()

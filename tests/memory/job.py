@@ -45,6 +45,7 @@ from tests.memory.control import Control
 from tests.memory.model import Block, Data, SmallStage
 from tests.memory.wires import Asked, Deaths, FirstPairs, Wires
 from tests.moments import Arrivals, Moment
+from tests.once import once
 
 CPU = torch.device("cpu")
 LIMIT = 60.0
@@ -520,7 +521,10 @@ def _alike(one: torch.Tensor, other: torch.Tensor, within: float) -> bool:
 @functools.cache
 def undisturbed(shape: Shape) -> Mapping[int, Result]:
     """The job without failures."""
-    results = Job(shape).run()
-    bad = {rank: result.error for rank, result in results.items() if result.status != 0}
-    assert not bad, bad
-    return results
+    def run() -> Mapping[int, Result]:
+        results = Job(shape).run()
+        bad = {rank: result.error for rank, result in results.items() if result.status != 0}
+        assert not bad, bad
+        return results
+
+    return once(repr(shape), run)
