@@ -23,7 +23,7 @@ from megatron_recycle.simulate.policies.registry import makers
 
 GRIDS = (("gpt3-medium", 2, 16), ("gpt3-3.35b", 4, 8), ("gpt3-6.7b", 8, 4))
 RATES = (("6 h", 6 * 3600.0), ("2 h", 2 * 3600.0), ("30 min", 1800.0))
-POLICIES = ("ours", "lent-layers", "recycle-published", "moved-layers", "oobleck", "bamboo", "torchft",
+POLICIES = ("ours", "lent-and-moves", "recycle-published", "moved-layers", "oobleck", "bamboo", "torchft",
             "checkpoint-restart", "fault-scaled")
 HOURS, SEEDS = 6.0, 5
 

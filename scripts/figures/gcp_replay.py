@@ -21,7 +21,7 @@ from megatron_recycle.simulate.policies.registry import ORDER, makers
 from megatron_recycle.simulate.reading import read
 
 GRIDS = (("gpt3-3.35b", 12, 4, 16), ("gpt3-6.7b", 6, 8, 16), ("gpt3-6.7b", 8, 8, 16))
-SHOWN = ("ours", "lent-layers", "oobleck", "bamboo", "torchft", "checkpoint-restart", "fault-scaled")
+SHOWN = ("ours", "lent-and-moves", "oobleck", "bamboo", "torchft", "checkpoint-restart", "fault-scaled")
 
 
 def main() -> None:

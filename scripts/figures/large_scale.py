@@ -22,8 +22,8 @@ from megatron_recycle.simulate.trace import HOST, Outage, Trace
 
 GRIDS = ((256, 8, 4), (512, 8, 8), (1024, 16, 8), (1536, 16, 12))
 SHARES = (0.01, 0.05, 0.10)
-POLICIES = ("ours", "lent-layers", "ours-no-moves", "recycle-published", "moved-layers", "drop", "oobleck", "bamboo",
-            "torchft", "fault-scaled")
+POLICIES = ("ours", "ours-no-moves", "lent-and-moves", "lent-layers", "recycle-published", "moved-layers", "drop",
+            "oobleck", "bamboo", "torchft", "fault-scaled")
 
 
 def lost(hosts: int, count: int, seed: int, seconds: float = 3600.0) -> Trace:
@@ -46,7 +46,7 @@ def main() -> None:
             found.append({"gpus": gpus, "grid": [pipelines, stages, 4 * stages], "tp": 8, "hosts_lost": count,
                           "share": share, "claims": ratios(rows), "policies": short(rows)})
             groups[f"{gpus}\n{100 * share:.0f} %"] = {row.name: row.relative for row in rows
-                                                      if row.name not in ("ours-no-moves", "drop")}
+                                                      if row.name not in ("ours-no-moves", "lent-layers", "drop")}
     write("large_scale", {"results": found})
     bars(groups, picture("large_scale"), "GPUs and share that is lost; 145 B, TP 8, 4 S micro-batches")
 

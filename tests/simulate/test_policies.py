@@ -88,7 +88,7 @@ def test_moves_fill_a_stage_that_was_hit_too_hard():
 def test_layers_are_lent_once_the_search_has_ended_and_until_the_next_change():
     """At once the job goes on as without lending; a comeback's first iterations do, too."""
     gone = Outage(100.0, 300.0, "host0")
-    plain, lent = (run(made(QUIET), trace(gone, duration=600)) for made in (Recycling, LentLayers))
+    plain, lent = (run(made(QUIET), trace(gone, duration=600)) for made in (WithoutMoves, LentLayers))
     with_layers = PLANS.lent([Worker(0, 0)])
     assert with_layers.period < 0.98 * PLANS.rerouted([Worker(0, 0)]).period
     assert with_layers.period > PLANS.rerouted(()).period * 5 / 6

@@ -10,8 +10,8 @@ from megatron_recycle.simulate.policies.base import Answer, Course
 from megatron_recycle.simulate.policies.recycling import Recycling, Stalls
 
 
-class LentLayers(Recycling):
-    """The product with `lend: auto`, in which workers move too where that pays off, as with `moves`.
+class LentAndMoves(Recycling):
+    """The product with `lend: auto` and `moves`.
 
     After each change of the membership micro-batches are re-routed at once, as without it. The plan that lends layers
     comes with the end of the background search, at the next boundary between two iterations, and costs no stall; copies
@@ -20,7 +20,7 @@ class LentLayers(Recycling):
     ``search``: seconds, the setting `planner_budget`.
     """
 
-    name = "lent-layers"
+    name = "lent-and-moves"
     search: ClassVar[float] = 2.0
 
     def __init__(self, stalls: Stalls | None = None) -> None:
@@ -59,3 +59,10 @@ class LentLayers(Recycling):
             self._begin_search = False
             answer = replace(answer, wakes=(*answer.wakes, (self.search, f"lend {self._changes}")))
         return answer
+
+
+class LentLayers(LentAndMoves):
+    """With `lend: auto` alone: every worker keeps its stage for good."""
+
+    name = "lent-layers"
+    moves = False

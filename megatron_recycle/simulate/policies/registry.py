@@ -8,7 +8,7 @@ from functools import partial
 from megatron_recycle.simulate.policies.bamboo import Bamboo
 from megatron_recycle.simulate.policies.base import Policy
 from megatron_recycle.simulate.policies.ideals import FaultScaled, Ideal
-from megatron_recycle.simulate.policies.lending import LentLayers
+from megatron_recycle.simulate.policies.lending import LentAndMoves, LentLayers
 from megatron_recycle.simulate.policies.oobleck import Oobleck
 from megatron_recycle.simulate.policies.others import ElasticBatch, MovedLayers, ReCycle, TorchFT
 from megatron_recycle.simulate.policies.recycling import (
@@ -22,13 +22,14 @@ from megatron_recycle.simulate.policies.recycling import (
 )
 from megatron_recycle.simulate.trace import TraceError
 
-_OURS = (Recycling, LentLayers, WithoutMoves, Dropping, RollBack, LossyForward, CheckpointRestart, ReCycle,
-         MovedLayers, ElasticBatch, TorchFT)
+_OURS = (Recycling, WithoutMoves, LentAndMoves, LentLayers, Dropping, RollBack, LossyForward, CheckpointRestart,
+         ReCycle, MovedLayers, ElasticBatch, TorchFT)
 _REST: tuple[type[Policy], ...] = (Bamboo, Oobleck, FaultScaled, Ideal)
-ORDER = ("ours", "lent-layers", "ours-no-moves", "recycle-published", "moved-layers", "drop", "torchft", "rollback",
-         "lossy-forward", "bamboo", "oobleck", "elastic-batch", "checkpoint-restart", "fault-scaled", "fault-free")
+ORDER = ("ours", "ours-no-moves", "lent-and-moves", "lent-layers", "recycle-published", "moved-layers", "drop",
+         "torchft", "rollback", "lossy-forward", "bamboo", "oobleck", "elastic-batch", "checkpoint-restart",
+         "fault-scaled", "fault-free")
 """Names in the order of tables."""
-USUAL = ("ours", "lent-layers", "recycle-published", "oobleck", "bamboo", "torchft", "checkpoint-restart",
+USUAL = ("ours", "lent-and-moves", "recycle-published", "oobleck", "bamboo", "torchft", "checkpoint-restart",
          "fault-scaled", "fault-free")
 """What is compared if nobody says what."""
 
