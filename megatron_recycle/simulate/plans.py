@@ -9,7 +9,7 @@ three times the stages), and about 1 % where they are many.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -75,21 +75,21 @@ class Plans:
         """Neighbouring stages run some of a hit stage's layers besides (`lend: auto`), where that is faster."""
         shape = self._shape(failed)
         usual = self.rerouted(failed, microbatches)
-        most = min(LENT, self.job.layers - 1)
-        if not any(shape) or most < 1 or self.job.stages < 2:
+        most, costs = min(LENT, self.job.layers - 1), self.job.costs
+        work = [sum(own) for own in zip(costs.forward, costs.backward_input, costs.backward_weight)]
+        if not any(shape) or most < 1 or self.job.stages < 2 or not min(work):
             return usual
 
         def made() -> Figures:
-            plan = plan_for(self._lending(self._lost(shape, microbatches), most), None, work=self.work)
+            plan = plan_for(self._lending(self._lost(shape, microbatches), most, work), None, work=self.work)
             return min(usual, self._figures(plan.period, plan.makespan), key=lambda figures: figures.period)
 
         return self._once(("lent", shape, microbatches), made)
 
-    def _lending(self, problem: Problem, most: int) -> Problem:
+    def _lending(self, problem: Problem, most: int, work: Sequence[int]) -> Problem:
         """The problem in which ``most`` layers of each boundary may be lent, as the coordinator has it. All layers are
-        alike, on all stages; what one stage has more than another is an embedding's or the loss's."""
+        alike, on all stages; what one stage has more ``work`` than another is an embedding's or the loss's."""
         job, stages = self.job, self.job.stages
-        work = [sum(costs) for costs in zip(job.costs.forward, job.costs.backward_input, job.costs.backward_weight)]
         found = with_lending(problem, {"costs": job.costs.to_json(), "lending": {
             "layers": [job.layers] * stages, "lend": [[most, most]] * (stages - 1), "bytes": [0] * stages,
             "share": [min(work) / job.layers / own for own in work]}}, None)

@@ -222,7 +222,7 @@ def main() -> int:
                                        "contain it)")
     args = parser.parse_args()
     exit_on_sigterm()
-    console = Console(width=None if sys.stdout.isatty() else 132)  # a log file is no 80-column screen
+    console = Console(width=None if sys.stdout.isatty() else 160)  # a log file is no 80-column screen
     names = {row.name for row in ROWS}
     chosen = [row for row in ROWS if not args.rows or any(
         part == row.name if part in names else part in row.name for part in args.rows.split(";"))]

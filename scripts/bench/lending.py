@@ -41,7 +41,7 @@ UNITS = (20, 22, 18)
 CAP = 1.5
 #: partitions whose plans are looked at, of those with the best bounds
 PARTITIONS = 6
-WORK = 300_000
+WORK = 200_000
 Row = dict[str, Any]
 
 

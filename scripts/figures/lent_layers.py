@@ -72,7 +72,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw README's picture of lent layers.")
     parser.add_argument("--numbers", type=Path, default=Path("runs/bench/lending.json"))
-    told = json.loads(parser.parse_args().numbers.read_text(encoding="utf-8"))
+    numbers = parser.parse_args().numbers
+    if not numbers.exists():
+        raise SystemExit(f"{numbers} is not there: run scripts/bench/lending.py --layers {LAYERS}")
+    told = json.loads(numbers.read_text(encoding="utf-8"))
     rows = [row for row in told["rows"] if row["layers"] == LAYERS and row["grid"] in GRIDS]
     missing = {(grid, name) for grid in GRIDS for name in OVER} - {(row["grid"], row["failures"]) for row in rows}
     if missing:
