@@ -75,8 +75,9 @@ def test_a_killed_worker_is_replaced_and_the_bits_are_those_of_stages_with_one_c
 
 @pytest.mark.night
 @pytest.mark.parametrize("arguments", [
-    {"bf16": True}, {"engine_settings": {"fp16": {"enabled": True, "initial_scale_power": 6}}}, {"tied": True},
-    {"ramp": (2, 4, 4, 6, 1)}, {"loader": "cycle"}, {"optimizer": "SGD"}], ids=str)
+    {"bf16": True}, {"engine_settings": {"fp16": {"enabled": True, "initial_scale_power": 6}}},
+    {"engine_settings": {"zero_optimization": {"stage": 1}}},
+    {"ramp": (2, 4, 4, 6, 1)}, {"loader": "cycle"}, {"optimizer": "SGD"}, {"blocks": 5}], ids=str)
 @pytest.mark.parametrize("step", ["staggered", "barrier"])
 def test_bits_of_stages_with_one_chunk_after_the_worker_with_the_loss_was_killed(arguments: dict[str, Any], step: str):
     flat = {**FLAT, **arguments, "settings": {**FLAT["settings"], "step": step}}
@@ -90,7 +91,7 @@ def test_bits_of_stages_with_one_chunk_after_the_worker_with_the_loss_was_killed
 SAME = {"by hand": {"by_hand": True}, "clipped": {"clipping": 0.05}, "noisy": {"noisy": True},
         "all norms": {"clipping": 0.05, "settings": {"reduction": "exact", "clip_norm": "global"}},
         "follows": {"follows": 1.0, "by_hand": True, "loader": "epochs"},
-        "ZeRO-1": {"engine_settings": {"zero_optimization": {"stage": 1}}},
+        "tied": {"tied": True},
         "fp16, overflows": {"engine_settings": {"fp16": {"enabled": True, "initial_scale_power": 6}},
                             "overflows": [(0, 3), (1, 5)]}}
 """Jobs whose bits depend on which layers share a stage."""
@@ -106,3 +107,15 @@ def test_bits_of_the_same_job_without_failures(name: str, dies: Hold):
         job.wait_held(dies)
         job.kill(dies)
         check_survivors(job, {dies.worker}, reference)
+
+
+@pytest.mark.night
+def test_layers_of_both_chunks_are_lent_and_the_bits_are_the_same():
+    arguments = bent({**FLAT, "dropout": 0.1, "blocks": 6, "settings": {"reduction": "exact", "lend": "auto"}})
+    reference, dies = calm_run(gpt_job.train, SIZE, arguments), Hold("1:1", "backward", 1, 1)
+    with Job(gpt_job.train, SIZE, {**arguments, "lends": True}, [dies], limit=LIMIT) as job:
+        job.wait_held(dies)
+        job.kill(dies)
+        check_survivors(job, {"1:1"}, reference)
+        borrowed = [result.value["borrowed"] for result in job.wait().values() if result.status == 0]
+    assert any(borrowed)

@@ -12,14 +12,15 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 
-from megatron_recycle.backends.deepspeed.running import running
+from megatron_recycle.backends.deepspeed.chunks import chunks_of
+from megatron_recycle.backends.deepspeed.running import Running, running
 from megatron_recycle.runtime.lent.layers import hooked, lendable
 
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class PipelineLayers:
-    """Those of one stage of a `PipelineModule` (`runtime.lent.layers.Lending`).
+    """Those of one chunk of a stage of a `PipelineModule` (`runtime.lent.layers.Lending`).
 
     A layer may be lent if it comes from a `LayerSpec`, or stands in the list itself, and one beside it is alike, which
     has parameters of the same shapes, or, on another stage, was asked for in the same words: what they pass on then has
@@ -28,6 +29,9 @@ class PipelineLayers:
 
     Args:
         engine: DeepSpeed's, built.
+        run: what runs on the stage.
+        chunk: of the stage.
+        ends: whether no other stage has the layers before the chunk's, and behind it.
         most: layers that each neighbour may run.
     """
 
@@ -36,25 +40,22 @@ class PipelineLayers:
     """The model's list tells of all stages."""
     refused = ""
 
-    def __init__(self, engine: PipelineEngine, most: int) -> None:
-        self._engine = engine
-        module: PipelineModule = engine.module
-        self.first: int = module._local_start
+    def __init__(self, engine: PipelineEngine, run: Running, chunk: int, ends: tuple[bool, bool], most: int) -> None:
+        self._engine, self._run, self._chunk, self._ends = engine, run, chunk, ends
+        self.first = run.ranges[chunk].start
         self._own: Sequence[Callable[..., Any]] | None = None
         """While others run in their place."""
         self._most = most
 
     @property
     def layers(self) -> Sequence[Callable[..., Any]]:
-        # The script may have put others in their place.
-        return list(self._engine.module.forward_funcs) if self._own is None else self._own
+        return self._run.layers(self._chunk) if self._own is None else self._own
 
     @cached_property
     def lendable(self) -> tuple[int, int]:
         if _why_not(self._engine):
             return 0, 0
-        stage = self._engine.stage_id
-        return lendable(self._alike(), stage == 0, stage == self._engine.num_stages - 1, self._most)
+        return lendable(self._alike(), *self._ends, self._most)
 
     @property
     def why(self) -> str:
@@ -76,8 +77,10 @@ class PipelineLayers:
         if isinstance(spec, TiedLayerSpec) or not isinstance(spec, (LayerSpec, nn.Module)):
             return None
         own = {id(parameter) for parameter in layer.parameters()}
-        if not own or hooked(layer) or any(id(parameter) in own for other in self.layers if other is not layer
-                          and isinstance(other, nn.Module) for parameter in other.parameters()):
+        beside = [other for chunk in range(len(self._run.ranges)) for other in self._run.layers(chunk)
+                  if other is not layer and isinstance(other, nn.Module)]
+        if not own or hooked(layer) or any(id(parameter) in own for other in beside
+                                           for parameter in other.parameters()):
             return None
         return type(layer), tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
 
@@ -96,6 +99,17 @@ class PipelineLayers:
                 yield
         finally:
             self._own = None
+
+
+def lendings_of(engine: PipelineEngine, run: Running, most: int) -> list[PipelineLayers]:
+    """The layers of each chunk of the stage, in order."""
+    chunks = chunks_of(engine.module)
+    placement = range(engine.num_stages) if chunks is None else chunks.placement
+    beside = [None, *placement, None]  # the stages of a chunk's neighbours: behind it, and one before
+    own = [chunk for chunk, stage in enumerate(placement) if stage == engine.stage_id]
+    return [PipelineLayers(engine, run, place, (beside[chunk] in (None, engine.stage_id),
+                                                beside[chunk + 2] in (None, engine.stage_id)), most)
+            for place, chunk in enumerate(own)]
 
 
 def _same(one: Any = None, other: Any = None) -> bool:

@@ -39,6 +39,8 @@ class Running:
         self._hidden = HiddenState(engine.module)
         self._chunks = chunks_of(engine.module)
         self._chunk = 0
+        self._whole: Sequence[Callable[..., Any]] | None = None
+        """All layers of the stage, while some of them run in their place."""
         self.evaluated: Callable[[Any], None] | None = None
 
     # ---- chunks
@@ -46,15 +48,21 @@ class Running:
     @property
     def modules(self) -> Sequence[nn.ModuleList]:
         """The layers of each chunk that are modules."""
-        return [nn.ModuleList(module for layer in layers for module in _modules(layer)) for layers in self._layers()]
+        return [nn.ModuleList(module for layer in self.layers(chunk) for module in _modules(layer))
+                for chunk in range(len(self.ranges))]
 
-    def _layers(self) -> Sequence[Sequence[Callable[..., Any]]]:
-        """All layers, by chunk."""
-        found = list(self._engine.module.forward_funcs)
-        if self._chunks is None:
-            return [found]
-        first = len(self._chunks.ranges(self._engine.stage_id)[0])
-        return [found[:first], found[first:]]
+    @property
+    def ranges(self) -> Sequence[range]:
+        """The numbers of each chunk's layers, counted through the model."""
+        module: PipelineModule = self._engine.module
+        return ([range(module._local_start, module._local_stop)] if self._chunks is None
+                else self._chunks.ranges(self._engine.stage_id))
+
+    def layers(self, chunk: int) -> Sequence[Callable[..., Any]]:
+        """Those of a chunk; the script may have put others in their place."""
+        found = list(self._engine.module.forward_funcs if self._whole is None else self._whole)
+        first = len(self.ranges[0]) if self._chunks is not None else len(found)
+        return found[first:] if chunk else found[:first]
 
     def by_chunk(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """``parameters``, by name, those of one chunk behind those of the other; one that both have counts as the
@@ -72,14 +80,13 @@ class Running:
         """A block in which the stage is this chunk of it alone."""
         assert self._chunks is not None
         module: PipelineModule = self._engine.module
-        start = self._chunks.ranges(self._engine.stage_id)[chunk].start
-        before, self._chunk = (module._local_start, self._chunk), chunk
+        layers, start = self.layers(chunk), module._local_start
+        self._chunk, self._whole, module._local_start = chunk, module.forward_funcs, self.ranges[chunk].start
         try:
-            module._local_start = start
-            with running(module, self._layers()[chunk]):
+            with running(module, layers):
                 yield
         finally:
-            module._local_start, self._chunk = before
+            self._chunk, self._whole, module._local_start = 0, None, start
 
     @property
     def _last(self) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import chunks_of
 from megatron_recycle.backends.deepspeed.clipping import Clipping
-from megatron_recycle.backends.deepspeed.lending import PipelineLayers
+from megatron_recycle.backends.deepspeed.lending import lendings_of
 from megatron_recycle.backends.deepspeed.masters import MasterWeightOptimizer
 from megatron_recycle.backends.deepspeed.native_adam import NativeAdam
 from megatron_recycle.backends.deepspeed.optimizer import (
@@ -81,14 +81,14 @@ class DeepSpeedStage:
         self.passed = 0.0
         """The squared gradient norm of an iteration that the script passes over."""
         self.module: nn.Module = engine.module
-        self.lending: Lending | None = (
-            PipelineLayers(engine, settings.lend_layers) if settings.lend == "auto" else None)
-        self.lendings: Sequence[Lending] = ()
-        """As `Chunked`'s: two chunks lend no layers yet."""
         self._masters = masters.masters if masters is not None else {}
         self._state = OptimizerState(engine.module, engine.optimizer, self._masters)
         self.running = Running(engine)
         """What runs of each micro-batch."""
+        lendings = lendings_of(engine, self.running, settings.lend_layers) if settings.lend == "auto" else []
+        self.lendings: Sequence[Lending] = lendings
+        """As `runtime.chunked.Chunked`'s."""
+        self.lending: Lending | None = lendings[0] if len(lendings) == 1 else None
         self._use(self._found())
         self._clipping = Clipping(engine, keeper, settings.clip_norm == "global")
         optimizer = torch_optimizer(engine)
