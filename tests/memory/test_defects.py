@@ -85,7 +85,7 @@ def job(shape: Shape, kill: Moment | None = None, waits: Sequence[str] = ()) -> 
 
 def posting_ahead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Transport, "post", lambda self: self._receiver.post_next())
-    patch.setattr(Transport, "_post_before", lambda self, message: None)
+    patch.setattr(Transport, "_post_before", lambda self, message, sent: None)
 
 
 # ---- D2: nothing counts that was pending at an abort, and nothing before it is complete
