@@ -234,7 +234,8 @@ class Planning:
         """Members and the empty positions of other stages that they had better take."""
         if description.get("policy") in WHOLE:
             return {}
-        return moves_of(problem_of(description, failed, self._measurements.known), description)
+        problem = problem_of(description, failed, self._measurements.known)
+        return moves_of(with_lending(problem, description, self._measurements.known), description)
 
     def _plan_ahead(self, problem: Problem, budget: float, seed: int, cancelled: threading.Event) -> None:
         for likely in ahead(problem):

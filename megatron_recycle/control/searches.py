@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_recycle.membership.decisions import FindMoves, Improve, MakePlan
@@ -72,18 +72,23 @@ def find_moves(plans: Plans, description: Mapping[str, Any], order: FindMoves) -
 
 
 class Searches:
-    """Searches in threads. A better plan is looked for by one at a time: the last one was asked something else."""
+    """Searches in threads. A better plan is looked for by one at a time: one for an earlier membership is cancelled,
+    and one for the same, whose costs have changed since, ends first: where they change often none would ever end."""
 
     def __init__(self, plans: Plans, feed: Callable[[Input], None], state: Callable[[], State]) -> None:
         self._plans = plans
         self._feed = feed
         self._state = state
         self._cancelled = threading.Event()
+        self._under_way: Improve | None = None
+        self._again: Improve | None = None
+        """What is asked for behind the search that is under way."""
 
     def cancel(self) -> None:
         """The search for a better plan ends soon, with nothing."""
         self._cancelled.set()
         self._cancelled = threading.Event()
+        self._under_way = self._again = None
 
     def make_plan(self, order: MakePlan) -> None:
         """Everybody waits for it: without a thread this one's event loop rather stands still itself."""
@@ -91,24 +96,47 @@ class Searches:
         self._in_thread("recycle-plan", lambda: make_plan(self._plans, description, order), needed=True)
 
     def improve(self, order: Improve) -> None:
-        if self._plans.improve is not None:
-            self.cancel()
-            description, cancelled = self._state().description or {}, self._cancelled
-            self._in_thread("recycle-improve", lambda: improve(self._plans, description, order, cancelled))
+        if self._plans.improve is None:
+            return
+        if self._under_way is not None and self._under_way.generation == order.generation:
+            self._again = order
+            return
+        self.cancel()
+        self._under_way = order
+        description, cancelled = self._state().description or {}, self._cancelled
+        self._in_thread("recycle-improve", lambda: improve(self._plans, description, order, cancelled),
+                        ended=lambda: self._improved(cancelled))
+
+    def _improved(self, cancelled: threading.Event) -> None:
+        """A search has ended: if it is still the last one, what was asked for meanwhile comes next, from the plan that
+        is in force or on offer by now."""
+        if cancelled is not self._cancelled:
+            return
+        again, state, self._under_way, self._again = self._again, self._state(), None, None
+        if again is not None and state.generation == again.generation and state.plan is not None:
+            self.improve(replace(again, plan=state.plan if state.offered is None else state.offered["plan"]))
 
     def find_moves(self, order: FindMoves) -> None:
         if self._plans.moves is not None:
             description = self._state().description or {}
             self._in_thread("recycle-moves", lambda: find_moves(self._plans, description, order))
 
-    def _in_thread(self, name: str, work: Callable[[], Input | None], needed: bool = False) -> None:
-        """Run `work` beside the running event loop and feed what it returns. A daemon: it must not delay the end."""
+    def _in_thread(self, name: str, work: Callable[[], Input | None], needed: bool = False,
+                   ended: Callable[[], None] | None = None) -> None:
+        """Run `work` beside the running event loop and feed what it returns, then call `ended` there. A daemon: it must
+        not delay the end."""
         loop = asyncio.get_running_loop()
+
+        def tell(happened: Input | None) -> None:
+            if happened is not None:
+                self._feed(happened)
+            if ended is not None:
+                ended()
 
         def run() -> None:
             happened = work()
-            if happened is not None and not loop.is_closed():
-                loop.call_soon_threadsafe(self._feed, happened)
+            if (happened is not None or ended is not None) and not loop.is_closed():
+                loop.call_soon_threadsafe(tell, happened)
 
         try:
             threading.Thread(target=run, name=name, daemon=True).start()
@@ -116,3 +144,5 @@ class Searches:
             log.exception("recycle: no thread for %s", name)
             if needed:
                 loop.call_soon(run)
+            elif ended is not None:
+                loop.call_soon(ended)

@@ -4,6 +4,8 @@ Workers of one stage are interchangeable, so only the number that each stage los
 than others, a worker that moves there (it copies a peer's state) shortens every iteration. A limit on the load of all
 stages says how many lost workers each stage tolerates; a stage that lost more is filled by moves. So the fewest moves
 for each possible limit follow stage by stage, and the best trade is picked.
+
+Where layers may be lent, neighbouring stages share their work, and a move pays where that does not suffice.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..plan import Problem, Worker
+from ..plan import Problem, Worker, lower_bound
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ def normalise(problem: Problem, prices: Prices | None = None) -> dict[Worker, Wo
     counts = [len(crew) for crew in live]
     if sum(counts) < len(counts):
         return {}
-    target = _target(problem, counts, prices)
+    target = (_lent_target if problem.lends else _target)(problem, counts, prices)
     leaving = iter([w for s in stages for w in _leaving(problem, live[s], counts[s] - target[s])])
     wanted = [s for s in stages for _ in range(target[s] - counts[s])]
     empty, found = set(problem.failed), {}
@@ -83,6 +85,39 @@ def _target(problem: Problem, counts: list[int], prices: Prices) -> list[int]:
     if choice is None:
         return counts
     return _fill(table, counts, choice)
+
+
+def _lent_target(problem: Problem, counts: list[int], prices: Prices) -> list[int]:
+    """Workers per stage after the moves that pay off best where layers are lent besides: from the stage with least work
+    for each worker that stays to the one with most, one by one, as far as that pays. A stage without a worker gets one
+    in any case."""
+    stages, pipelines, now = range(len(counts)), problem.grid.pipelines, list(counts)
+    work = [load(problem, s, 1) for s in stages]
+    best, choice, moves, basis = float("inf"), now, 0, 0.0
+    while True:
+        if min(now) > 0:
+            period = lower_bound(_with_crews(problem, now))
+            basis = basis or period
+            spent = period * prices.horizon + moves * prices.move_cost * basis
+            if spent < best:
+                best, choice = spent, list(now)
+        poor = max((s for s in stages if now[s] < pipelines), default=None, key=lambda s: work[s] / max(now[s], 1e-9))
+        rich = min((s for s in stages if now[s] > 1), default=None, key=lambda s: work[s] / (now[s] - 1))
+        if poor is None or rich is None or work[rich] * max(now[poor], 1e-9) >= work[poor] * (now[rich] - 1):
+            return choice
+        now[rich] -= 1
+        now[poor] += 1
+        moves += 1
+
+
+def _with_crews(problem: Problem, counts: list[int]) -> Problem:
+    """The problem with so many workers at each stage, whichever."""
+    gone: list[Worker] = []
+    for s, count in enumerate(counts):
+        live = list(problem.live(s))
+        others = [worker for worker in problem.failed if worker.stage == s]
+        gone += [*_leaving(problem, live, len(live) - count), *others[max(0, count - len(live)):]]
+    return replace(problem, failed=tuple(gone))
 
 
 def _fill(table: dict[int, list[float]], counts: list[int], need: list[int]) -> list[int]:

@@ -11,7 +11,8 @@ micro-batches. Throughput is relative to our own plan of the same grid without a
   the best of the plans found. Without the copies of optimizer state that this takes.
 * lent h: at most h layers of each boundary are also held by the neighbours, and each micro-batch crosses where the plan
   says. "at once" is the plan of the first moment, with its time.
-* V lent h: the same with two chunks on each worker, down the stages and up again (h of the most that was asked for).
+* moves+lent h: besides, healthy workers have changed their stage where that pays within 100 iterations.
+* V lent h: as lent h, with two chunks on each worker, down the stages and up again (h of the most that was asked for).
 * limit: the same work on the workers that are left, without any bubble.
 * share: throughput without a failure, times the share of workers that are left.
 
@@ -27,7 +28,7 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from typing import Any
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker, check, lower_bound
 from megatron_recycle.planner import lent, plan_for, quick
 from megatron_recycle.planner.instance import build, plan_of
+from megatron_recycle.planner.normalise import moved as moved_workers
+from megatron_recycle.planner.normalise import normalise
 
 GRIDS = ("3x4x6", "4x4x8", "8x8x16", "16x8x32", "32x8x32")
 UNITS = (20, 22, 18)
@@ -179,6 +182,13 @@ def measure(shape: Shape, name: str, failed: tuple[Worker, ...], whole: Plan, le
         plan = searched(problem, min(rerouted, at_once, key=_period), work) if failed else whole
         note(f"lent {lend}", plan)
         row[f"lent {lend} crossing"] = round(len(plan.crossings) / shape.problem().grid.total, 3)
+        moves = normalise(problem)
+        if moves:
+            problem = moved_workers(problem, moves)
+            rerouted = plan_for(replace(problem, lend=()), work=work // 4)
+            plan = min(plan, searched(problem, rerouted, work), key=lambda found: found.period)
+        note(f"moves+lent {lend}", plan)
+        row[f"moves {lend}"] = len(moves)
     if shape.layers % 2 == 0:
         problem = shape.vee(failed, max(lends))
         at_once = quick(problem)
@@ -201,7 +211,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/bench/lending.json"))
     args = parser.parse_args()
     print("planned, not measured; throughput relative to our own plan without a failure\n")
-    lent_columns = "".join(f"{f'at once {h}':>18} {f'lent {h}':>16}" for h in args.lend)
+    lent_columns = "".join(f"{f'at once {h}':>18} {f'lent {h}':>16} {f'moves+lent {h}':>16}"
+                           for h in args.lend)
     print(f"{'grid':>8} {'L':>2} {'failures':>12} {'gone':>4} {'route':>16} {'moved':>16} {lent_columns}"
           f" {f'V lent {max(args.lend)}':>16}  limit  share")
     table: list[Row] = []
@@ -216,7 +227,8 @@ def main() -> int:
                 table.append(row)
                 columns = [cell(row, "route", 16), cell(row, "moved", 16)]
                 for lend in args.lend:
-                    columns += [cell(row, f"at once {lend}", 18), cell(row, f"lent {lend}", 16)]
+                    columns += [cell(row, f"at once {lend}", 18), cell(row, f"lent {lend}", 16),
+                                cell(row, f"moves+lent {lend}", 16)]
                 columns.append(cell(row, f"V lent {max(args.lend)}", 16) if layers % 2 == 0 else " " * 16)
                 print(f"{grid:>8} {layers:>2} {name:>12} {len(failed):>4} {' '.join(columns)}  {row['limit']:.3f}"
                       f"  {row['share']:.3f}", flush=True)

@@ -359,19 +359,28 @@ def test_a_planner_that_fails_ends_the_job(tmp_path: Path) -> None:
             item.close()
 
 
-def test_a_search_ends_the_one_before(tmp_path: Path) -> None:
+def test_a_search_ends_before_the_next_one_for_the_same_membership(tmp_path: Path) -> None:
+    """Where costs change more often than a search takes, each would otherwise cancel the one before."""
     asked: queue.Queue[threading.Event] = queue.Queue()
+    ended: queue.Queue[None] = queue.Queue()
 
     def improve(description: Any, failed: Any, plan: Any, stop: threading.Event) -> None:
         asked.put(stop)
+        ended.get(timeout=LIMIT)
 
     with service(tmp_path, improve=improve) as running:
         agents = _all_ready(running)
-        searches = [asked.get(timeout=LIMIT)]
+        first = asked.get(timeout=LIMIT)
         for _ in range(3):
             running.call(running.coordinator.search_again)
-            searches.append(asked.get(timeout=LIMIT))
-        assert [stop.is_set() for stop in searches] == [True, True, True, False]
+        assert not first.is_set() and asked.empty()
+        ended.put(None)
+        second = asked.get(timeout=LIMIT)
+        running.call(running.coordinator.search_again)
+        assert not second.is_set() and asked.empty(), "three changes of costs are one search more"
+        for _ in range(2):
+            ended.put(None)
+        assert asked.get(timeout=LIMIT) is not second
         _close(agents)
 
 

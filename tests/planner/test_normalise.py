@@ -34,6 +34,24 @@ def test_two_failures_of_one_stage_are_shared_with_another():
     assert violations(quick(after)) == []
 
 
+def test_nobody_moves_where_lent_layers_level_the_load():
+    plain = problem(8, 4, 16, (2, 0, 0, 0), Costs.uniform(4, 80, 88, 72))
+    few = replace(plain, costs=replace(plain.costs, layer=((20, 22, 18),) * 4), layers=(4,) * 4, lend=((2, 2),) * 3,
+                  layer_held=((0, 0),) * 4, layer_parameters=(0,) * 4)
+    assert normalise(plain) and not normalise(few)
+    hard = replace(few, failed=tuple(Worker(d, 0) for d in range(7)), lend=((1, 1),) * 3)
+    moves = normalise(hard)
+    assert moves and lower_bound(moved(hard, moves)) < lower_bound(hard)
+    assert violations(quick(moved(hard, moves))) == []
+
+
+def test_a_stage_without_a_worker_is_filled_where_layers_are_lent_too():
+    plain = problem(2, 2, 4, (2, 0), Costs.uniform(2, 80, 88, 72))
+    lends = replace(plain, costs=replace(plain.costs, layer=((20, 22, 18),) * 2), layers=(4, 4), lend=((2, 2),),
+                    layer_held=((0, 0),) * 2, layer_parameters=(0, 0))
+    assert len(normalise(lends)) == 1 and left(moved(lends, normalise(lends))) == [1, 1]
+
+
 def test_a_slow_worker_is_slow_where_it_moves():
     before = problem(3, 2, 4, (1, 0))
     slow = replace(before, costs=replace(before.costs, speed={Worker(0, 0): 3.0, Worker(2, 1): 1.5}))
