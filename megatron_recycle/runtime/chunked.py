@@ -65,5 +65,5 @@ def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
         "moves of workers to other stages": config.moves,
         f"policy {config.policy}": config.policy != "reroute"}.items() if there]
     if found:
-        raise UnsupportedError(f"stages with two chunks cannot have {' or '.join(found)} yet: "
-                               "give each stage one chunk")
+        raise UnsupportedError(f"stages with several chunks cannot have {' or '.join(found)} yet: leave that out, or "
+                               "give each stage one chunk (Megatron: no virtual pipelines)")

@@ -130,7 +130,7 @@ def test_what_chunks_cannot_have_is_refused_by_name_when_the_worker_begins():
                         (SHAPE.with_settings(policy="rollback", reduction="fast"), "policy rollback")):
         job = Job(shape)
         with job:
-            assert all("stages with two chunks cannot have" in result.error and what in result.error
+            assert all("stages with several chunks cannot have" in result.error and what in result.error
                        for result in job.wait().values())
 
 
