@@ -95,6 +95,7 @@ class Standing:
         verdict, before: of the last two committed iterations, as far as this worker was there.
         entered: the last one that was committed when this worker came in, or came in again; None if it began with all.
         verified: the iteration before which the peers of this stage were last found to be equal; -1 for none.
+        unverified: whether they are still to be compared, since a recovery.
         passes: the number of the last pass of evaluation, or checkpoint, that the script has asked for; numbers are by
             the iteration that it comes before, so that workers that come in agree. `evaluated`: that of the last one
             that is done everywhere, as far as this worker knows.
@@ -121,6 +122,7 @@ class Standing:
     before: Verdict | None = None
     entered: int | None = None
     verified: int = -1
+    unverified: bool = False
     passes: int = 0
     evaluated: int = 0
     asked: int = -1
@@ -315,8 +317,9 @@ class Standing:
     # ---- checks and evaluations between two iterations
 
     def due(self, iteration: int, every: int) -> bool:
-        """Whether peers are compared before ``iteration``: before one of ``every``, 0 for none, and once."""
-        return bool(every) and iteration % every == 0 and self.verified != iteration
+        """Whether peers are compared before ``iteration``: before one of ``every``, 0 for none, and once; or because a
+        recovery has not."""
+        return self.unverified or (bool(every) and iteration % every == 0 and self.verified != iteration)
 
     def evaluate(self) -> None:
         """A pass that the script has asked for is done everywhere."""

@@ -1,7 +1,9 @@
 """Whether the peers of a stage hold the same parameters and optimizer state, bit for bit (`verify: peers`).
 
-Compared after every recovery and, with `verify_every`, between two iterations. Where most peers agree, the odd ones get
-the state of the majority before anything is computed with their own. Without a majority the job stops and says so.
+Compared after every recovery and, with `verify_every`, between two iterations. Where a recovery meets some peers in
+their scripts, which may still change something that others have changed already, they are compared before the next
+iteration instead. Where most peers agree, the odd ones get the state of the majority before anything is computed with
+their own. Without a majority the job stops and says so.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_recycle.errors import VerificationError
+from megatron_recycle.membership import Standing
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import shards
@@ -30,12 +33,16 @@ from megatron_recycle.runtime.stepper import Stepper
 def verify_recovery(site: Site, stepper: Stepper, generation: Generation) -> None:
     """After a recovery, and at the start. Raises VerificationError and GenerationOver."""
     if site.config.verify == "peers" or site.config.verify_every:
-        _verify(site, stepper, generation, heal=generation.epoch.generation > 1)
-        stepper.standing.verified = stepper.standing.committed + 1
+        standing, first = stepper.standing, generation.epoch.generation == 1
+        standing.unverified = not first and not _all_train(site, standing, generation.groups)
+        if not standing.unverified:
+            _verify(site, stepper, generation, heal=not first)
+            standing.verified = standing.committed + 1
 
 
 def verify_boundary(site: Site, stepper: Stepper, generation: Generation, iteration: int) -> None:
-    """Before ``iteration`` begins, if it is one of every `verify_every`; all peers do so at the same one.
+    """Before ``iteration`` begins, if it is one of every `verify_every`, or the last recovery has not compared them;
+    all peers do so at the same one.
 
     Raises VerificationError, GenerationOver, WrongGuess.
     """
@@ -44,7 +51,15 @@ def verify_boundary(site: Site, stepper: Stepper, generation: Generation, iterat
     stepper.wait()
     with site.phases.waiting("a check"):
         _verify(site, stepper, generation, heal=True)
-    stepper.standing.verified = iteration
+    stepper.standing.verified, stepper.standing.unverified = iteration, False
+
+
+def _all_train(site: Site, standing: Standing, groups: Groups) -> bool:
+    """Whether the scripts of all peers have asked for the iteration that is next: nothing is changed before that any
+    more. Raises GenerationOver."""
+    between = torch.tensor(float(standing.asked <= standing.committed))
+    groups.stage_control.sum(between).wait()
+    return not between.item()
 
 
 def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) -> None:

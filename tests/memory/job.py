@@ -88,6 +88,8 @@ class Shape:
     """Iterations after which it halves the optimizer's first moments, once the step is final."""
     drops: tuple[int, ...] = ()
     """Iterations after which it drops out more."""
+    hooks: tuple[int, ...] = ()
+    """Iterations after which it puts hooks on all blocks of a stage, one stage after the other."""
     send: tuple[int, ...] = ()
     """Iterations after which it sends messages from rank to rank."""
     folder: str = ""
@@ -353,6 +355,9 @@ class Job:
             for layer in stage.module.modules() if iteration in shape.drops else ():
                 if isinstance(layer, Block):
                     layer.dropout += 0.25
+            for layer in stage.module.modules() if iteration in shape.hooks else ():
+                if isinstance(layer, Block) and iteration % shape.stages == place.me.stage:
+                    layer.register_forward_hook(lambda module, inputs, output: None)
             if iteration in shape.collect:
                 result.collected.append(collect(made, place, iteration, result.losses[-1]))
             if iteration in shape.send:

@@ -10,6 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_recycle.errors import GenerationOver
+from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
 from tests.moments import Moment
@@ -220,3 +222,26 @@ def test_jobs_of_one_shape_are_the_same_to_the_bit():
     first = Shape(2, 2, 2, 2)
     with Job(first, seed=3, slow=0.5) as job:
         check(job, job.wait())
+
+
+def test_a_peer_whose_script_has_not_made_its_change_yet_is_not_taken_for_one_that_differs(monkeypatch):
+    """Its peers have, and train the next iteration; a failure finds it in its settle(). They are compared once it has
+    made the change, too."""
+    settle, settled = StageWorker.settle, []
+    job = Job(Shape(3, 2, 2, 3, edit=(0,)), [Moment("1:1", "backward", 1)])
+
+    def late(worker: StageWorker) -> None:
+        settle(worker)
+        if worker.site.place.name == "0:0" and not settled:
+            settled.append(worker)
+            job.wait_event("decided", generation=2)
+            with worker._inside():
+                worker._loop.through_failures(lambda: meets_the_end(worker))
+
+    def meets_the_end(worker: StageWorker) -> None:
+        if worker.interrupted():
+            raise GenerationOver("as if its settle() had met the failure")
+
+    monkeypatch.setattr(StageWorker, "settle", late)
+    check(job, job.run(), {"1:1"})
+    assert settled and not [event for event in job.control.events if event["event"] == "healed"]

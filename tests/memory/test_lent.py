@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn
 
 from megatron_recycle.control.planning import Planning
+from megatron_recycle.membership import unlending
 from megatron_recycle.plan import Costs, Microbatch, Plan, violations
 from megatron_recycle.runtime.lent.layers import offer
 from tests.memory.job import Job, Shape, check, undisturbed
@@ -70,10 +72,17 @@ def crossings(plan: Plan, lent: Sequence[tuple[int, int]], seed: int) -> dict[Mi
 
 @pytest.fixture
 def lends(monkeypatch):
-    """The plans of a job lend layers, always or once somebody has failed."""
+    """The plans of a job lend layers, always or once somebody has failed; not those that the job lends no more."""
     def lend(shape: Shape, seed: int, always: bool = False) -> None:
         undisturbed(shape.with_settings(step="barrier"))
-        lent = limits(shape)
+        lent, taken_out = limits(shape), unlending.without
+
+        def without(lending: Mapping[str, Any] | None, stage: int, placement: Sequence[int]) -> dict[str, Any] | None:
+            lent[:] = [(0, 0) if at == stage else each
+                       for at, each in zip(placement or range(shape.stages), lent, strict=True)]
+            return taken_out(lending, stage, placement)
+
+        monkeypatch.setattr(unlending, "without", without)
         monkeypatch.setattr("megatron_recycle.runtime.lent.terms.crossings_of",
                             lambda plan: crossings(plan, lent, seed) if always or plan.problem.failed else {})
 
@@ -148,8 +157,16 @@ def test_what_the_script_sets_in_a_layer_its_copies_get_too(seed, lends):
 
 @pytest.mark.parametrize("seed", seeds(14))
 def test_random_campaign(seed, lends):
-    """As that of jobs that lend nothing; every third of stages with several chunks."""
-    scene = Draw(seed, SHAPES if seed % 3 else CHUNKED).scene()
+    """As that of jobs that lend nothing, every third of stages with several chunks; and the script does this and that
+    between iterations."""
+    draw = random.Random(seed)
+
+    def some() -> tuple[int, ...]:
+        return tuple(sorted(draw.sample(range(3), draw.choice([0, 0, 1, 2]))))
+
+    shape = replace(draw.choice([*(SHAPES if seed % 3 else CHUNKED).values()]), drops=some(), hooks=some(), edit=some(),
+                    evaluate=some(), save=some())
+    scene = Draw(seed, {"drawn": shape}).scene()
     lends(scene.shape, seed, always=bool(seed // 3 % 3))
     scene.run(seed)
 
