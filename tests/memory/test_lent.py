@@ -164,7 +164,8 @@ def test_random_campaign(seed, lends):
     def some() -> tuple[int, ...]:
         return tuple(sorted(draw.sample(range(3), draw.choice([0, 0, 1, 2]))))
 
-    shapes = [shape for shape in (SHAPES if seed % 3 else CHUNKED).values() if shape.parts == 1]  # scenes are of workers
+    # Scenes are of whole workers.
+    shapes = [shape for shape in (SHAPES if seed % 3 else CHUNKED).values() if shape.parts == 1]
     shape = replace(draw.choice(shapes), drops=some(), hooks=some(), edit=some(), evaluate=some(), save=some())
     scene = Draw(seed, {"drawn": shape}).scene()
     lends(scene.shape, seed, always=bool(seed // 3 % 3))
