@@ -39,8 +39,8 @@ class Target:
     alone: int = 0
 
 
-_TARGETS = (Target(0.5, 0.5), Target(0.5), Target(1.0), Target(0.5, alone=-1), Target(1.0, 0.0, 0.02),
-            Target(0.5, 0.5, 0.02), Target(0.5, 0.0, 0.02), Target(0.0), Target(1.0, 1.0), Target(0.5, 0.0, 0.04),
+_TARGETS = (Target(0.5), Target(1.0), Target(0.5, 0.5), Target(1.0, 0.0, 0.02), Target(0.5, alone=-1),
+            Target(0.5, 0.0, 0.02), Target(0.5, 0.5, 0.02), Target(0.0), Target(1.0, 1.0), Target(0.5, 0.0, 0.04),
             Target(1.0, 0.0, 0.04), Target(0.0, 0.0, 0.02), Target(0.5, 0.0, 0.06), Target(1.0, 0.0, 0.06))
 #: the same where stages have several chunks: a worker has one to run while it waits for the other
 _CHUNK_TARGETS = (Target(alone=1), Target(late=1.0), Target(late=0.5), Target(late=1.0, above=0.02), Target(),
