@@ -364,6 +364,7 @@ def test_what_the_script_has_changed_just_before_a_checkpoint_is_in_it(monkeypat
         save(self, iteration, *rest)
 
     monkeypatch.setattr(StageWorker, "save", by_hand)
+    monkeypatch.setattr("tests.memory.job.once", lambda what, make: make())
     undisturbed.cache_clear()
     try:
         with Job(CHECKPOINTS.with_settings(step=step),
