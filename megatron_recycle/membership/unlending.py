@@ -16,6 +16,9 @@ from megatron_recycle.membership.inputs import Raised, Unlent
 from megatron_recycle.membership.lending import without
 from megatron_recycle.membership.state import Member, Phase, State
 
+_TRIES = 2
+"""How often one member may meet the same stage's: the first time the next plan may have been under way already."""
+
 
 def raised(state: State, member: Member, happened: Raised, now: float) -> Step | None:
     """A member has begun an iteration whose plan lends what cannot be lent. None: it has done so before, and what has
@@ -26,8 +29,9 @@ def raised(state: State, member: Member, happened: Raised, now: float) -> Step |
     if state.phase is Phase.RECOVERING and member.worker not in state.reports:  # that is over already
         state = _taken_out(state, fault.unlent) or state
         return state, (closing.answer(member, happened.number),)
-    left, said = _taken_out(state, fault.unlent), [one.fault for one in state.faults]
-    if left is None and sum(one.unlent == fault.unlent for one in said) > 1:
+    left = _taken_out(state, fault.unlent)
+    again = sum((one.incarnation, one.fault.unlent) == (member.incarnation, fault.unlent) for one in state.faults)
+    if left is None and again > _TRIES:
         return None
     reason = f"layers of stage {fault.unlent} are not lent any more"
     event = _event(state, member, fault.unlent, fault.text, now)

@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from torch import nn
 
 from megatron_recycle.control.planning import Planning
-from megatron_recycle.membership import unlending
 from megatron_recycle.plan import Costs, Microbatch, Plan, violations
 from megatron_recycle.runtime.lent.layers import offer
 from tests.memory.job import Job, Shape, check, undisturbed
@@ -61,30 +57,22 @@ def limits(shape: Shape) -> list[tuple[int, int]]:
     return [found[chunk].lendable for chunk in range(len(found))]
 
 
-def crossings(plan: Plan, lent: Sequence[tuple[int, int]], seed: int) -> dict[Microbatch, tuple[int, ...]]:
-    """Any, drawn by the plan's digest: the same for all micro-batches of a block."""
+def crossings(plan: Plan, seed: int) -> dict[Microbatch, tuple[int, ...]]:
+    """Any that the job may have, drawn by the plan's digest: the same for all micro-batches of a block."""
     grid, found = plan.problem.grid, {}
     for d, m in grid.items():
         draw = random.Random(f"{seed} {plan.digest} {d} {m // plan.problem.block if plan.problem.block else m}")
-        found[d, m] = tuple(draw.randint(-before[1], behind[0]) for before, behind in pairwise(lent))
+        found[d, m] = tuple(draw.randint(-earlier, later) for earlier, later in plan.stats["may lend"])
     return {microbatch: each for microbatch, each in found.items() if any(each)}
 
 
 @pytest.fixture
 def lends(monkeypatch):
-    """The plans of a job lend layers, always or once somebody has failed; not those that the job lends no more."""
+    """The plans of a job lend layers, always or once somebody has failed."""
     def lend(shape: Shape, seed: int, always: bool = False) -> None:
         undisturbed(shape.with_settings(step="barrier"))
-        lent, taken_out = limits(shape), unlending.without
-
-        def without(lending: Mapping[str, Any] | None, stage: int, placement: Sequence[int]) -> dict[str, Any] | None:
-            lent[:] = [(0, 0) if at == stage else each
-                       for at, each in zip(placement or range(shape.stages), lent, strict=True)]
-            return taken_out(lending, stage, placement)
-
-        monkeypatch.setattr(unlending, "without", without)
         monkeypatch.setattr("megatron_recycle.runtime.lent.terms.crossings_of",
-                            lambda plan: crossings(plan, lent, seed) if always or plan.problem.failed else {})
+                            lambda plan: crossings(plan, seed) if always or plan.problem.failed else {})
 
     return lend
 
