@@ -23,9 +23,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {"fp32": {}, "bf16": {"bf16": {"enabled"
 
 
 def arguments(precision: str, chunks: int, **options: Any) -> dict[str, Any]:
-    engine = {**PRECISIONS[precision], "pipeline": {"use_reentrant": False},
+    engine = {**PRECISIONS[precision], "gradient_clipping": 0.0, "pipeline": {"use_reentrant": False},
               "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 20}}}
-    return {"pipelines": 1, "stages": 2, "dropout": 0.0, "engine_settings": engine,
+    return {"pipelines": 1, "stages": 2, "dropout": 0.0, "tied": True, "engine_settings": engine,
             "settings": {"reduction": "exact", "chunks": chunks}, **options}
 
 
