@@ -199,6 +199,21 @@ def test_a_plan_that_lends_is_taken_up_while_training_goes_on(seed, shape):
         assert not borrows(job)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_a_worker_moves_to_the_hit_stage_while_layers_are_lent(seed, lends):
+    """Before the move, while both of its processes are there, and after it."""
+    shape = Shape(3, 2, 2, 8, blocks=4).with_settings(moves=True, lend="auto")
+    lends(shape, seed, always=True)
+    late = Moment("0:0", "forward", 4)
+    job = Job(shape, [Moment("1:1", "backward", 0, 1)], seed=seed, moves={"2:0": "1:1"}, holds=[late])
+    with job:
+        job.wait_held(late)
+        job.wait_event("waiting", worker="1:1")
+        job.release(late)
+        check(job, job.wait(), {"2:0"}, {"1:1"})
+        assert borrows(job)
+
+
 def test_a_layer_without_matrices_takes_as_much_as_the_others() -> None:
     lending = SmallStage(stages=2, stage=0, pipelines=1, microbatches=1, blocks=4).lending
     flat = SimpleNamespace(first=0, layers=[nn.LayerNorm(4), nn.LayerNorm(4)], lendable=(0, 1), why="", beside=(),
