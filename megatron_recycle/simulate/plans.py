@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from megatron_recycle.control.lending import with_lending
+from megatron_recycle.control.lending import finer, with_lending
 from megatron_recycle.plan import Costs, Grid, Plan, Problem, Worker
 from megatron_recycle.planner import plan_for
 from megatron_recycle.planner.adjoin import adjoined
@@ -81,20 +81,23 @@ class Plans:
             return usual
 
         def made() -> Figures:
-            plan = plan_for(self._lending(self._lost(shape, microbatches), most, work), None, work=self.work)
-            return min(usual, self._figures(plan.period, plan.makespan), key=lambda figures: figures.period)
+            problem, times = self._lending(self._lost(shape, microbatches), most, work)
+            plan = plan_for(problem, None, work=self.work)
+            return min(usual, self._figures(plan.period / times, plan.makespan / times), key=lambda one: one.period)
 
         return self._once(("lent", shape, microbatches), made)
 
-    def _lending(self, problem: Problem, most: int, work: Sequence[int]) -> Problem:
-        """The problem in which ``most`` layers of each boundary may be lent, as the coordinator has it. All layers are
-        alike, on all stages; what one stage has more ``work`` than another is an embedding's or the loss's."""
+    def _lending(self, problem: Problem, most: int, work: Sequence[int]) -> tuple[Problem, int]:
+        """The problem in which ``most`` layers of each boundary may be lent, as the coordinator has it, and how many of
+        its units are one of the job's. All layers are alike, on all stages; what one stage has more ``work`` than
+        another is an embedding's or the loss's."""
         job, stages = self.job, self.job.stages
-        found = with_lending(problem, {"costs": job.costs.to_json(), "lending": {
+        description = {"costs": job.costs.to_json(), "lending": {
             "layers": [job.layers] * stages, "lend": [[most, most]] * (stages - 1), "bytes": [0] * stages,
-            "share": [min(work) / job.layers / own for own in work]}}, None)
-        lag = round(most / job.layers * PARAMETERS * job.state_seconds / job.unit)
-        return replace(found, costs=replace(found.costs, lent=(lag, lag)))
+            "share": [min(work) / job.layers / own for own in work]}}
+        found, times = with_lending(problem, description, None), finer(description)
+        lag = round(times * most / job.layers * PARAMETERS * job.state_seconds / job.unit)
+        return replace(found, costs=replace(found.costs, lent=(lag, lag))), times
 
     def _shape(self, failed: Collection[Worker]) -> tuple[int, ...]:
         """How many workers each stage has lost, as far as plans depend on it."""

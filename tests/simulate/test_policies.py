@@ -98,6 +98,11 @@ def test_layers_are_lent_once_the_search_has_ended_and_until_the_next_change():
     assert lent.samples > plain.samples
 
 
+def test_nothing_is_lent_where_a_stage_costs_nothing():
+    plans = Plans(Job(3, 2, 4, Costs((0, 20), (0, 22), (0, 18), 0, (0, 0))), work=0)
+    assert plans.lent([Worker(0, 1)]) == plans.rerouted([Worker(0, 1)])
+
+
 def test_a_moving_workers_own_end_ends_the_move():
     dead = [Outage(100.0, FOR_GOOD, f"host{host}", HOST) for host in (0, 1)]
     for host in (3, 4, 5):
