@@ -93,6 +93,6 @@ def test_a_topology_with_a_model_axis_of_one_is_a_grid_of_pipelines_and_stages(m
     grid = SimpleNamespace(topology=lambda: topology, data_parallel_size=3, pipe_parallel_size=2,
                            get_data_parallel_id=lambda: 2, get_stage_id=lambda: 1,
                            get_slice_parallel_rank=lambda: 0)
-    place = order.place_of(SimpleNamespace(grid=grid, micro_batches=4, device=torch.device("cpu")))
+    place = order.place_of(SimpleNamespace(grid=grid, micro_batches=4, device=torch.device("cpu"), module=None))
     assert place.me == Worker(2, 1) and place.ranks[Worker(2, 1)] == (5,)
     assert sorted(rank for ranks in place.ranks.values() for rank in ranks) == list(range(6))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_recycle.backends.deepspeed.stage import DeepSpeedStage
+from megatron_recycle.backends.deepspeed.running import Running
 from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
 from tests.backends.comparing import check_survivors, differences
@@ -109,6 +109,6 @@ def test_a_first_stage_that_its_checkpoints_would_leave_untrained_is_refused():
     embedding = nn.Embedding(3, 2)
     engine = SimpleNamespace(module=lambda x: embedding(x).detach(), is_last_stage=lambda: False, batch_fn=None,
                              has_attention_mask=False, has_bool_tensors=False)
-    stage = SimpleNamespace(_engine=engine, _trains=lambda: True, _load=lambda data: (data,))
+    running = SimpleNamespace(_engine=engine, _trains=lambda: True, _load=lambda data: (data,), _last=False)
     with pytest.raises(UnsupportedError, match="checkpointable_layers"):
-        DeepSpeedStage._forward(stage, None, (torch.tensor([1]), torch.tensor([1])))
+        Running._forward(running, None, (torch.tensor([1]), torch.tensor([1])))

@@ -36,7 +36,8 @@ def options(**settings: Any) -> Options:
 class Module:
     """Stands for DeepSpeed's PipelineModule: tells the axes of its topology."""
 
-    def __init__(self, layers: Any, num_stages: int | None = None, topology: Any = None, loss_fn: Any = None) -> None:
+    def __init__(self, layers: Any, num_stages: int | None = None, topology: Any = None, loss_fn: Any = None,
+                 partition_method: str = "parameters") -> None:
         BUILT.append((topology and (topology.get_axis_names(), topology.get_dim("data"), topology.get_dim("pipe")),
                       loss_fn))
 
