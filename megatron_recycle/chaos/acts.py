@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_recycle.chaos.holds import Hold
 from megatron_recycle.chaos.job import ChaosError, TargetJob, TargetProcess
 from megatron_recycle.chaos.orders import Order
 from megatron_recycle.chaos.pacer import Pacer
+from megatron_recycle.membership.names import Process
 
 STALL = "stall"
 _NUMBERS = itertools.count()
@@ -36,7 +38,8 @@ class Act:
     """
 
     def __init__(self, order: Order, job: TargetJob, tell: Tell) -> None:
-        self.order = order
+        self.order = order = replace(order, workers=tuple(
+            name for worker in order.workers for name in job.processes(worker)))
         self.done = False
         self._job = job
         self._tell = tell
@@ -91,16 +94,19 @@ class Act:
             raise Missed("the job ended before that")
 
     def _held(self) -> bool:
-        """Whether all workers stand where they are to be hit; asks their observers for it first."""
+        """Whether all workers stand where they are to be hit, by one part at least: some phases only one part begins.
+        Asks their observers for it first."""
         if not self._armed:
             for worker in self.order.workers:
                 folder, name = self._meeting_place(worker), f"{self.order.act}-{os.getpid()}-{next(_NUMBERS)}"
                 self._armed[worker] = (holds.arm(folder, name, self._hold()), name)
+        reached = {Process.parse(worker).worker for worker, (path, name) in self._armed.items()
+                   if (path.parent / (name + holds.REACHED)).exists()}
         for worker, (path, name) in self._armed.items():
             if (path.parent / (name + holds.MISSED)).exists():
                 self.close()
                 raise Missed(f"worker {worker} is past that moment already")
-            if not (path.parent / (name + holds.REACHED)).exists():
+            if Process.parse(worker).worker not in reached:
                 if self._job.ended or worker in self._job.out:
                     self.close()
                     self._check_running()

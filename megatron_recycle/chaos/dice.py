@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 from megatron_recycle.chaos.job import TargetJob
 from megatron_recycle.chaos.orders import Moment, Order
+from megatron_recycle.membership.names import Process, workers_of
 
 KINDS = ("kill", "freeze", "stall", "coordinator")
 _TIMES = {"forward": 4, "backward": 4, "weight": 4}
@@ -54,11 +56,13 @@ class Dice:
         return Order(kind, (worker,), self._moment(worker), seconds=seconds)
 
     def victims(self, job: TargetJob) -> list[str]:
-        """Workers that may be hit."""
-        live = [worker for worker, process in sorted(job.workers.items())
-                if worker not in job.out and (worker, process.pid) not in self._hit]
-        stages = [worker.partition(":")[2] for worker in live]
-        return [worker for worker in live if self._last or stages.count(worker.partition(":")[2]) > 1]
+        """Workers that may be hit, each by its processes."""
+        hit = workers_of(worker for worker, process in job.workers.items()
+                         if worker in job.out or (worker, process.pid) in self._hit)  # in one part: as a whole
+        live = set(workers_of(job.workers)).difference(hit)
+        stages = Counter(worker.stage for worker in live)
+        may = {worker for worker in live if self._last or stages[worker.stage] > 1}
+        return [name for name in sorted(job.workers) if Process.parse(name).worker in may]
 
     def spared(self, order: Order) -> None:
         """The moment of the order never came, so that nobody was hit."""
@@ -69,6 +73,6 @@ class Dice:
             return Moment()
         phase = self._draw.choice(_PHASES)
         times = _TIMES.get(phase, 1)
-        if phase == "weight" and worker.endswith(":0"):
+        if phase == "weight" and Process.parse(worker).worker.stage == 0:
             times = 1  # the backwards that follow may be full ones
         return Moment(phase=phase, nth=self._draw.randrange(times))

@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_recycle.environment import COORDINATORS_MODULE, Launched
 from megatron_recycle.errors import RecycleError
+from megatron_recycle.membership.names import in_order
 from megatron_recycle.observe.events import EventReader
 
 _PROC = Path("/proc")
@@ -85,6 +86,10 @@ class TargetJob:
         elif name == "finished":
             self.ended = True
 
+    def processes(self, worker: str) -> tuple[str, ...]:
+        """The names of what `worker` is made of: where workers have parts, all of them, unless it is one itself."""
+        return tuple(in_order(name for name in self.workers if name.startswith(f"{worker}."))) or (worker,)
+
     def process(self, worker: str) -> TargetProcess:
         """The process of `worker`. Raises ChaosError: there is none, or the job has ended."""
         if self.ended:
@@ -93,7 +98,7 @@ class TargetJob:
             raise ChaosError(f"the job in {self.run_dir} has not begun to train: its events.jsonl names no workers yet")
         if worker not in self.workers:
             raise ChaosError(f"the job in {self.run_dir} has no worker {worker}; it has "
-                             f"{', '.join(sorted(self.workers))}")
+                             f"{', '.join(in_order(self.workers))}")
         return self.workers[worker]
 
     @contextmanager

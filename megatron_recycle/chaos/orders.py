@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megatron_recycle.errors import ConfigError
-from megatron_recycle.plan import Worker
+from megatron_recycle.membership.names import Process
 
 PHASES = ("forward", "backward", "weight", "reduce", "reduced", "step", "stepped", "evaluate", "save", "saved",
           "collective", "collected", "boundary", "recovering", "joining")
@@ -42,7 +42,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Order:
-    """One act. `workers` ("d:s") are hit together; `hosts` are network namespaces.
+    """One act. `workers` ("d:s"; "d:s.p" is one of a worker's parts) are hit together; `hosts` are network namespaces.
 
     Attributes:
         factor: of `slow`: how many times as long everything takes.
@@ -157,9 +157,10 @@ def read_script(lines: Iterable[str], where: str) -> list[Order]:
 
 def _worker(text: str) -> str:
     try:
-        return str(Worker.parse(text))
+        return str(Process.parse(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no worker; write pipeline:stage, as in 1:2") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is no worker; write pipeline:stage, as in 1:2, or one part of it, "
+                                         "as in 1:2.0") from error
 
 
 def _count(text: str) -> int:

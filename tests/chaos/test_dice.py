@@ -74,3 +74,12 @@ def test_the_first_stages_are_held_at_weight_gradients_that_surely_come(job: Tar
     found = {(order.workers[0][-1], order.moment.nth) for order in moments if order and order.moment.phase == "weight"}
     assert {nth for stage, nth in found if stage == "0"} == {0}
     assert {nth for stage, nth in found if stage == "1"} > {0}
+
+
+def test_of_a_stage_whose_workers_have_parts_one_worker_is_left_whole(tmp_path: Path) -> None:
+    job = TargetJob(tmp_path)
+    names = [f"{d}:{s}.{part}" for d in range(3) for s in (0, 1) for part in (0, 1)]
+    job.workers = {name: TargetProcess(name, rank, 100 + rank, 0.0) for rank, name in enumerate(names)}
+    hit = hit_all(Dice(5, 60.0, ("kill",), observed=False), job)
+    assert len(hit) == 4 and len({name.partition(".")[0] for name in hit}) == 4
+    assert sorted(name[2] for name in hit) == ["0", "0", "1", "1"]

@@ -8,25 +8,37 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_recycle import cli
+from megatron_recycle.chaos.acts import Act
+from megatron_recycle.chaos.holds import folder_of, write
 from megatron_recycle.chaos.job import ChaosError, TargetJob, newest
+from megatron_recycle.chaos.orders import read_script
+
+
+@contextmanager
+def sleeping(folder: Path, rank: int) -> Iterator[subprocess.Popen]:
+    environ = {**os.environ, "RECYCLE_RUN_DIR": str(folder), "RANK": str(rank)}
+    process = subprocess.Popen(["sleep", "60"], env=environ)
+    while b"sleep" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.001)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture
 def stranger(tmp_path: Path) -> Iterator[subprocess.Popen]:
     """A process that says that it is rank 1 of the job in tmp_path."""
-    environ = {**os.environ, "RECYCLE_RUN_DIR": str(tmp_path), "RANK": "1"}
-    process = subprocess.Popen(["sleep", "60"], env=environ)
-    while b"sleep" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
-        time.sleep(0.001)
-    yield process
-    process.kill()
-    process.wait()
+    with sleeping(tmp_path, 1) as process:
+        yield process
 
 
 def job(folder: Path, pid: int, *more: dict[str, Any], **started: Any) -> TargetJob:
@@ -68,6 +80,37 @@ def test_a_worker_that_has_ended_is_said_to_have(tmp_path: Path, stranger: subpr
     stranger.wait()
     with pytest.raises(ChaosError, match="has ended"):
         target.signal(["1:0"], signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("named", "hit"), [("1:0", [True, True]), ("1:0.1", [False, True])])
+def test_a_worker_that_has_parts_is_hit_in_all_of_them_or_in_the_one_that_is_named(tmp_path, stranger, named, hit):
+    with sleeping(tmp_path, 2) as other:
+        target = job(tmp_path, 0, ranks={"1:0.0": 1, "1:0.1": 2}, pids={"1:0.0": stranger.pid, "1:0.1": other.pid})
+        (order,) = read_script([f"kill {named} --at-iteration 0"], "here")
+        told: list[str] = []
+        act = Act(order, target, lambda act, **fields: told.append(fields["worker"]))
+        act.poll()
+        assert act.done and told == [name for name, killed in zip(("1:0.0", "1:0.1"), hit, strict=True) if killed]
+        assert [process.wait(60) for process, killed in zip((stranger, other), hit, strict=True) if killed]
+        assert stranger.poll() is None or hit[0]
+
+
+@pytest.mark.parametrize(("reached", "held"), [((), False), (("1:0.1",), True)])
+def test_where_only_one_part_comes_to_a_moment_the_worker_has(tmp_path: Path, stranger, reached, held):
+    with sleeping(tmp_path, 2) as other:
+        pids = {"1:0.0": stranger.pid, "1:0.1": other.pid}
+        target = job(tmp_path, 0, ranks={"1:0.0": 1, "1:0.1": 2}, pids=pids)
+        for rank, pid in enumerate(pids.values(), 1):
+            folder_of(tmp_path, rank, pid).mkdir(parents=True)
+        (order,) = read_script(["kill 1:0 --phase saved"], "here")
+        act = Act(order, target, lambda act, **fields: None)
+        act.poll()
+        for rank, (name, pid) in enumerate(pids.items(), 1):
+            (armed,) = folder_of(tmp_path, rank, pid).glob("*.json")
+            if name in reached:
+                write(armed.with_suffix(".reached"), {})
+        act.poll()
+        assert act.done == held
 
 
 def test_a_worker_that_came_back_is_the_one_that_is_meant(tmp_path: Path, stranger: subprocess.Popen):

@@ -12,14 +12,14 @@ from megatron_recycle.runtime.phases import Phase
 def test_a_script_is_the_acts_of_the_command_line_one_a_line():
     text = """
     # two at once, then the coordinator
-    kill 1:2 0:1 --at-iteration 20 --phase backward --nth 1
+    kill 1:2 0:1.3 --at-iteration 20 --phase backward --nth 1
     freeze 0:0 --for 0.5   # shorter than the heartbeat timeout
     slow 1:0 1.5 --after 2
     coordinator --freeze --for 3
     partition h2 --from h1 --one-way
     """
     assert read_script(text.splitlines(), "x.chaos") == [
-        Order("kill", ("1:2", "0:1"), Moment(20, "backward", 1)),
+        Order("kill", ("1:2", "0:1.3"), Moment(20, "backward", 1)),
         Order("freeze", ("0:0",), seconds=0.5),
         Order("slow", ("1:0",), Moment(after=2.0), factor=1.5),
         Order("coordinator", frozen=True, seconds=3.0),
