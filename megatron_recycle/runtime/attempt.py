@@ -310,8 +310,8 @@ class Attempt:
 
     def _share_losses_if_complete(self) -> None:
         """Where the loss is computed, once the last forward of that has run: tell everybody the loss."""
-        place = self._site.place
-        if place.me.stage == place.loss_stage and len(self.computed.losses) == self._program.of_loss:
+        place, complete = self._site.place, len(self.computed.losses) == self._program.of_loss
+        if place.me.stage == place.loss_stage and complete and not self._shared.losses.added:
             self._shared.losses.add(self.computed.losses, self.computed.reports)
 
     # ---- reduce, commit, step

@@ -112,6 +112,15 @@ def test_each_worker_killed_at_each_moment(phase, worker):
         check(job, job.wait(), {worker})
 
 
+@pytest.mark.night
+def test_a_worker_tells_its_losses_once_though_forwards_of_other_chunks_still_come():
+    """As they do where failures have dealt a stage's micro-batches otherwise in each of its chunks."""
+    shape = Shape(4, 4, 4, 3, blocks=30, chunks=4, interleaved=True, tied=True)
+    job = Job(shape, [Moment("1:1", "backward", 1, 1), Moment("2:3", "forward", 2)], seed=1)
+    with job:
+        check(job, job.wait(), {"1:1", "2:3"})
+
+
 def test_the_fast_reduction_agrees_to_rounding():
     shape = SHAPE.with_settings(reduction="fast")
     job = Job(shape, [Moment("1:1", "backward", 1, 1)], slow=0.1)

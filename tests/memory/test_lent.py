@@ -40,7 +40,6 @@ CHUNKED = {name: shape.with_settings(lend="auto") for name, shape in {
     "interleaved": replace(V, interleaved=True), "W": Shape(3, 2, 4, 3, blocks=13, chunks=3),
     "V, sharded": replace(V, sharded=True, tied=True).with_settings(state_copies=3),
     "interleaved, sharded": replace(V, interleaved=True, sharded=True).with_settings(state_copies=3),
-    "V, parts": replace(V, parts=2),
     "interleaved, tied": replace(V, interleaved=True, tied=True), "V, waits": V.with_settings(step="barrier"),
     "V, clipped": replace(V, clipping=0.05), "V, 2x3": Shape(2, 3, 3, 3, blocks=13, chunks=2),
 }.items()}

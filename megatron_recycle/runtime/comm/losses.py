@@ -127,6 +127,11 @@ class LossRelay:
         self._addition = _Addition(self._groups, self._reduction, losses, self.reports)
         self.poll()
 
+    @property
+    def added(self) -> bool:
+        """Whether this worker's part of the sum is told: once, however many forwards of other chunks still come."""
+        return self._addition is not None
+
     def poll(self) -> None:
         """Pass the loss on if the peers' sums are complete."""
         if self._known is None and self._addition is not None and self._addition.done():
