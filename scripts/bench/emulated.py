@@ -30,12 +30,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from emulated_rows import AIMS, BACKENDS, LAYERS, NEAR, ROWS, B, F, Row, Shape, W  # beside this script
+from emulated_rows import AIMS, BACKENDS, NEAR, ROWS, B, F, Row, Shape, W  # beside this script
 from jobs import SCRIPTS, Job, JobFailed, exit_on_sigterm, under_torchrun
 from rich.console import Console
 from rich.table import Table
 
 ITERATIONS, MEASURED, KILL_AFTER = 14, 5, 1
+PARAMETERS = 64
+"""Of a layer."""
 OUT = Path("runs/bench")
 DEFAULT_STEP = {"deepspeed": "staggered", "megatron": "barrier"}
 
@@ -66,9 +68,10 @@ def measure(row: Row, shape: Shape, unit: float, backend: str) -> Measured:
     arguments = ["--pipelines", shape.pipelines, "--stages", shape.stages, "--microbatches", shape.microbatches,
                  "--seconds", F * unit, B * unit, W * unit, "--iterations", ITERATIONS,
                  "--clipping", row.clipping, "--out", folder.resolve()]
-    sizes = shape.sizes(row) if backend == "deepspeed" else (LAYERS,) * shape.stages
+    sizes = shape.sizes(row) if backend == "deepspeed" else (row.layers,) * shape.stages
     if backend == "deepspeed":
-        arguments += ["--layers", *sizes]
+        # Few: bandwidth is known from messages of 256 bytes, by which copies of larger layers would seem to take long.
+        arguments += ["--layers", *sizes, "--parameters", PARAMETERS]
     limit = 60 + 3 * ITERATIONS * shape.theory * unit
     words = [str(value) for value in arguments]
     plan, lasts = ({}, 0) if row.settings is None else ours(row, shape, sizes, words, folder / "run", limit, backend)
@@ -95,7 +98,7 @@ def ours(row: Row, shape: Shape, sizes: tuple[int, ...], arguments: list[str], f
     """The training script under `recycle run`, with the row's failure: the event of its last plan, and the iteration
     that this one came with. Raises JobFailed."""
     costs = ";".join(f"{F * size // row.chunks},{B * size // row.chunks},{W * size // row.chunks}"
-                     for size in (sizes if row.chunks == 1 else (LAYERS,)))
+                     for size in (sizes if row.chunks == 1 else (row.layers,)))
     settings = {"costs": costs, "cap": str(shape.cap * row.chunks), "planner_budget": "4", **(row.settings or {})}
     lasts = 0
     killed = False
@@ -132,7 +135,7 @@ def read(row: Row, shape: Shape, unit: float, results: list[dict[str, Any]], pla
     exact = row.settings is not None and row.settings.get("reduction") == "exact"
     step = (row.settings or {}).get("step", DEFAULT_STEP[backend])
     measured = Measured(
-        row, round(period, 1), *(plan[key] / LAYERS if key in plan else None for key in
+        row, round(period, 1), *(plan[key] / row.layers if key in plan else None for key in
                                  ("makespan" if step == "barrier" else "period", "lower_bound")),
         plan.get("source", ""), -(-shape.microbatches // max(1, shape.pipelines - 1)) if exact else 0, per_worker,
         {number: values for result in results for number, values in result["weights"].items()},
@@ -206,7 +209,7 @@ def disagreement(rows: list[Measured]) -> float:
     if stock is None:
         return 0.0
     return max((abs(a - b) / abs(a) for m in rows if not m.row.clipping for layer, values in m.weights.items()
-                for a, b in zip(stock.weights[layer], values)), default=0.0)
+                for a, b in zip(stock.weights.get(layer, ()), values)), default=0.0)
 
 
 def main() -> int:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 F, B, W = 20, 22, 18
 """Costs of a stage's forward, input gradient and weight gradient, in units."""
-LAYERS = 4
-"""Of a stage, which is what the planner divides a unit by."""
+LAYERS = {1: 4, 2: 8}
+"""Of a stage, by its chunks: what the planner divides a unit by. A chunk has as many as a whole stage then, to lend."""
 ACTIVE = 1e-9
 """A limit on the gradient norm that is always exceeded."""
 BACKENDS = {"deepspeed": "emulated_stage.py", "megatron": "emulated_megatron.py"}
@@ -30,6 +30,11 @@ class Row:
     def chunks(self) -> int:
         """Of each stage; two are V-shaped."""
         return int((self.settings or {}).get("chunks", "1"))
+
+    @property
+    def layers(self) -> int:
+        """Of each stage."""
+        return LAYERS[self.chunks]
 
 
 LEND, V = {"lend": "auto"}, {"chunks": "2"}
@@ -105,7 +110,7 @@ class Shape:
 
     def sizes(self, row: Row) -> tuple[int, ...]:
         """Layers of each stage."""
-        return MOVED[str(self), row.gone] if row.moved else (LAYERS,) * self.stages
+        return MOVED[str(self), row.gone] if row.moved else (row.layers,) * self.stages
 
     def has(self, row: Row) -> bool:
         """Whether the job can run: each stage keeps a worker, and it is known where layers move."""
