@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from megatron_recycle.backends.deepspeed.chunks import Chunks, v_placement
 from megatron_recycle.backends.deepspeed.described import describe, differs, put, tied
 from megatron_recycle.backends.deepspeed.moves import Told, groups_apart, layer_weights, moves_of, name_of
 from megatron_recycle.backends.deepspeed.regroup import Groups
+from megatron_recycle.backends.deepspeed.running import Running
+from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
 from tests.harness import Result
 from tests.references import run
@@ -156,3 +159,14 @@ def test_groups_that_cannot_follow_are_refused():
             for rate in (0.1, 0.2)]
     assert "differ (lr=0.1; lr=0.2)" in groups_apart(told)[0]
     assert not groups_apart(told[:1] * 2)
+
+
+def test_a_script_may_replace_layers_but_not_put_any_in_or_take_them_out():
+    module: Any = nn.Module()
+    module.forward_funcs, module.recycle_chunks = [nn.Linear(2, 2) for _ in range(2)], CUT
+    running = Running(SimpleNamespace(module=module, stage_id=0))
+    module.forward_funcs[1] = other = nn.Linear(2, 2)
+    assert list(running.modules[1]) == [other]
+    module.forward_funcs.insert(1, abs)
+    with pytest.raises(UnsupportedError, match="stage 0 has 3 layers, and its two chunks have 1 and 1"):
+        _ = running.modules

@@ -59,9 +59,17 @@ class Running:
                 else self._chunks.ranges(self._engine.stage_id))
 
     def layers(self, chunk: int) -> Sequence[Callable[..., Any]]:
-        """Those of a chunk; the script may have put others in their place."""
+        """Those of a chunk; the script may have put others in their place. Raises UnsupportedError where it has put in
+        more, or taken some out: nobody can tell of which chunk."""
         found = list(self._engine.module.forward_funcs if self._whole is None else self._whole)
-        first = len(self.ranges[0]) if self._chunks is not None else len(found)
+        if self._chunks is None:
+            return found
+        first, count = len(self.ranges[0]), sum(map(len, self.ranges))
+        if len(found) != count:
+            raise UnsupportedError(f"engine.module.forward_funcs of stage {self._engine.stage_id} has {len(found)} "
+                                   f"layers, and its two chunks have {first} and {count - first}: where one ends and "
+                                   "the other begins would be another place. Give PipelineModule all layers in its "
+                                   "list, replace one by another only, or leave chunks out")
         return found[first:] if chunk else found[:first]
 
     def by_chunk(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
