@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any
@@ -30,19 +31,19 @@ class HiddenState:
 
     A buffer that changes is refused, whenever that happens: it is state by its name. A number, text or tensor
     that is an attribute of a module may be state (a count of calls) or only be left for somebody to read (the last
-    loss), which nobody can tell; if each of the first forwards changes it, one line says so.
+    loss), which nobody can tell; if each of the first forwards of a chunk of the model changes it, one line says so.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.named_modules())
         self._buffers = [module._buffers for _, module in self._modules]
-        self._looked = 0
-        self._changing: set[str] | None = None
+        self._looked: Counter[int] = Counter()
+        self._changing: dict[int, set[str]] = {}
 
-    def unchanged(self, forward: Callable[[], Any]) -> Any:
-        """Run ``forward()``; raises UnsupportedError naming the buffers that it changed."""
+    def unchanged(self, forward: Callable[[], Any], chunk: int = 0) -> Any:
+        """Run ``forward()``, of this chunk of the model; raises UnsupportedError naming the buffers that it changed."""
         before = self._versions()
-        attributes = self._attributes() if self._looked < _FORWARDS else None
+        attributes = self._attributes() if self._looked[chunk] < _FORWARDS else None
         result = forward()
         if not all(was is buffer and version == own for (was, version), (buffer, own)
                    in zip_longest(before, self._versions(), fillvalue=(None, 0))):
@@ -50,7 +51,7 @@ class HiddenState:
                 f"these buffers change in forward: {', '.join(self._changed(before))}. What a micro-batch leaves in "
                 "them would depend on where it runs; keep such state out of the model, or train without the plugin")
         if attributes is not None:
-            self._compare(attributes)
+            self._compare(attributes, chunk)
         return result
 
     def _versions(self) -> list[tuple[torch.Tensor, int]]:
@@ -63,16 +64,16 @@ class HiddenState:
                       for key, buffer in module._buffers.items()
                       if buffer is not None and (id(buffer), buffer._version) not in known) or ["one that is gone"]
 
-    def _compare(self, before: dict[str, Any]) -> None:
+    def _compare(self, before: dict[str, Any], chunk: int) -> None:
         now = self._attributes()
         changed = {name for name, value in now.items() if before.get(name) != value}
-        self._changing = changed if self._changing is None else self._changing & changed
-        self._looked += 1
-        if self._looked == _FORWARDS and self._changing:
+        each = self._changing[chunk] = changed & self._changing.get(chunk, changed)
+        self._looked[chunk] += 1
+        if self._looked[chunk] == _FORWARDS and each:
             get_logger().warning(
                 "megatron-recycle: these attributes change in each forward: %s. What a micro-batch finds there depends "
                 "on which others ran before it on the same worker. If results depend on it, they differ once "
-                "micro-batches are re-routed: make it a function of the input", ", ".join(sorted(self._changing)))
+                "micro-batches are re-routed: make it a function of the input", ", ".join(sorted(each)))
 
     def _attributes(self) -> dict[str, Any]:
         return dict(self._each_attribute())

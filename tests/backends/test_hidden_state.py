@@ -103,3 +103,16 @@ def test_an_attribute_that_every_forward_changes_is_named_once(change, name, mon
 
 def test_what_is_computed_once_and_kept_is_nobodys_business(monkeypatch):
     assert not run(keep, monkeypatch) and not run(lambda model, number: None, monkeypatch)
+
+
+def test_of_a_stage_with_several_chunks_the_forwards_of_each_count_apart(monkeypatch):
+    """What only one of them changes changes in each of its own."""
+    said: list[str] = []
+    monkeypatch.setattr(hidden_state, "get_logger", lambda: SimpleNamespace(
+        warning=lambda text, *values: said.append(text % values)))
+    models = nn.ModuleList([Model(count), Model(lambda model, number: None)])
+    hidden = HiddenState(models)
+    for _ in range(4):
+        for chunk, model in enumerate(models):
+            hidden.unchanged(model, chunk)
+    assert len(said) == 1 and "each forward: 0.calls." in said[0]

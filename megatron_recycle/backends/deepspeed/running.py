@@ -110,7 +110,7 @@ class Running:
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         """As `runtime.stage.Stage.forward`."""
         if self._engine.module.training:
-            return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+            return self._hidden.unchanged(lambda: self._forward(inputs, batch), self._chunk)
         made = self._forward(inputs, batch)
         checkpointing.reset()  # as stock, between forwards that no backward follows
         return made

@@ -129,7 +129,7 @@ class MegatronStage:
     def forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         if not self._chunks.model.training:
             return self._forward(inputs, batch)
-        return self._hidden.unchanged(lambda: self._forward(inputs, batch))
+        return self._hidden.unchanged(lambda: self._forward(inputs, batch), self._chunks.now)
 
     def _forward(self, inputs: tuple[torch.Tensor, ...] | None, batch: Batch | None) -> Forward:
         last = self._chunks.computes_loss
