@@ -176,10 +176,12 @@ class Planning:
         problem = problem_of(description, failed, self._measurements.known)
         seed = int(description.get("seed") or 0)
         used, plain = Plan.from_json(dict(plan)), problem
-        if lent.helps(lending := with_lending(problem, description, self._measurements.known)):
+        lending = with_lending(problem, description, self._measurements.known)
+        if lent.helps(lending) or used.crossings:  # what is lent to a slow worker's peers is too much once it is fast
             problem = lending
-        incumbent = recosted(problem, used) if problem.lends or not used.crossings else plan_for(plain, work=0)
-        replaced, before = None, float(incumbent.objective_value)
+        replaced = plan_for(plain, work=0) if used.crossings and not problem.lends else None
+        incumbent = replaced or recosted(problem, used)
+        before = float(incumbent.objective_value)
         if overfull(incumbent):
             # Memory has turned out shorter than the plan in use takes it to be.
             replaced = plan_for(plain, self._cache, work=0, seed=seed)

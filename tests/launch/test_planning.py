@@ -13,6 +13,7 @@ from megatron_recycle.control.planning import Planning, problem_of
 from megatron_recycle.measure.job import Measured, Memory
 from megatron_recycle.membership.lending import lending
 from megatron_recycle.plan import Costs, Plan, PlanError, Worker, violations
+from megatron_recycle.planner import recosted
 
 DESCRIPTION = {
     "grid": {"stages": 2, "microbatches": [4, 4, 4]},
@@ -147,6 +148,20 @@ def test_a_job_goes_on_with_its_own_layers_and_lends_them_when_that_is_found_to_
     assert planning.improve(LENDING, one, at_once, cancelled) == told or planning.improve(
         LENDING, one, at_once, cancelled)["period"] <= told["period"], "what was found is remembered"
     assert not planning.plan(LENDING, frozenset()).get("crossings"), "a rejoin takes lending back"
+    cancelled.set()
+
+
+def test_what_is_lent_for_a_slow_worker_goes_home_once_it_is_fast_again() -> None:
+    slow = {**LENDING, "costs": {**LENDING["costs"], "speed": {"1:1": 2.0}}}
+    planning, nobody, cancelled = Planning(), frozenset[str](), threading.Event()
+    lends = planning.improve(slow, nobody, planning.plan(slow, nobody), cancelled)
+    assert lends is not None and lends["crossings"]
+    now = with_lending(problem_of(LENDING, nobody), LENDING, None)
+    told = planning.improve(LENDING, nobody, lends, cancelled)
+    assert told is not None and not told.get("crossings")
+    assert told["period"] < recosted(now, Plan.from_json(lends)).period
+    unlent = {name: each for name, each in LENDING.items() if name != "lending"}
+    assert not (planning.improve(unlent, nobody, lends, cancelled) or lends).get("crossings")
     cancelled.set()
 
 
