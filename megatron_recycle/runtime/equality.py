@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_recycle.errors import VerificationError
-from megatron_recycle.membership import Standing
 from megatron_recycle.membership.failure_kinds import FailureKind
 from megatron_recycle.plan import Worker
 from megatron_recycle.runtime import shards
@@ -25,6 +24,7 @@ from megatron_recycle.runtime.comm.handles import Groups
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.compute.data import digest
 from megatron_recycle.runtime.generation import Generation
+from megatron_recycle.runtime.scripts import some_are_between
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors, take
 from megatron_recycle.runtime.stepper import Stepper
@@ -34,7 +34,7 @@ def verify_recovery(site: Site, stepper: Stepper, generation: Generation) -> Non
     """After a recovery, and at the start. Raises VerificationError and GenerationOver."""
     if site.config.verify == "peers" or site.config.verify_every:
         standing, first = stepper.standing, generation.epoch.generation == 1
-        standing.unverified = not first and not _all_train(site, standing, generation.groups)
+        standing.unverified = not first and some_are_between(generation.groups, standing)
         if not standing.unverified:
             _verify(site, stepper, generation, heal=not first)
             standing.verified = standing.committed + 1
@@ -52,14 +52,6 @@ def verify_boundary(site: Site, stepper: Stepper, generation: Generation, iterat
     with site.phases.waiting("a check"):
         _verify(site, stepper, generation, heal=True)
     stepper.standing.verified, stepper.standing.unverified = iteration, False
-
-
-def _all_train(site: Site, standing: Standing, groups: Groups) -> bool:
-    """Whether the scripts of all peers have asked for the iteration that is next: nothing is changed before that any
-    more. Raises GenerationOver."""
-    between = torch.tensor(float(standing.asked <= standing.committed))
-    groups.stage_control.sum(between).wait()
-    return not between.item()
 
 
 def _verify(site: Site, stepper: Stepper, generation: Generation, heal: bool) -> None:

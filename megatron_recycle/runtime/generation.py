@@ -222,6 +222,7 @@ class Current:
         rested: communicators of older ones that whoever builds the next may go on with.
         kept: an attempt that may be taken up again; None: there is none.
         torn: whether the last attempt was given up in the midst of an action, whose message may have been read.
+        owed: shards of the optimizer's state that the peers are yet to copy: (shard, giver, taker).
     """
 
     def __init__(self) -> None:
@@ -231,6 +232,7 @@ class Current:
         self.rested: Rested | None = None
         self.kept: Kept | None = None
         self.torn = False
+        self.owed: Sequence[tuple[int, Worker, Worker]] = ()
 
     def get(self) -> Generation:
         """The one in force."""

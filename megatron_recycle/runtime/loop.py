@@ -23,6 +23,7 @@ from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.guard import refresh
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.shards import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.stepper import Stepper, WrongGuess
 
@@ -64,6 +65,7 @@ class Loop:
         """Do what is due before ``iteration``: a switch, a check of the peers, another plan."""
         site, standing, generation = self.site, self.standing, self.site.current.get()
         self.stepper.poll()
+        adopt(site, generation.groups)
         if standing.promises.ends_before(iteration):
             self._await_switch(iteration)
         verify_boundary(site, self.stepper, generation, iteration)

@@ -32,6 +32,7 @@ from megatron_recycle.runtime.held import save_what_is_held
 from megatron_recycle.runtime.kept import Carried
 from megatron_recycle.runtime.partners import connect_partners
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.scripts import some_are_between
 from megatron_recycle.runtime.shards import cuts
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import give, stage_tensors
@@ -276,9 +277,11 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
         site.phases.enter(Phase.JOINING, go.resume.next)
         with site.phases.copying():
             give(groups, workers_of(go.resume.joined), stage_tensors(site.stage), stepper.facts())
-    with site.phases.copying():
-        shards.adopt(site, groups, go.resume)
-        if todo.enter:
+    owed = shards.owe(site, groups, go.resume)
+    if owed and (go.generation == 1 or go.closing is not None or not some_are_between(groups, standing, todo.enter)):
+        shards.adopt(site, groups)
+    if todo.enter:
+        with site.phases.copying():
             site.trainable.shards = shards.kept(site.stage)
 
 

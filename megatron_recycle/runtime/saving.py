@@ -24,6 +24,7 @@ from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.evaluation import LOSS_WIDTH
 from megatron_recycle.runtime.generation import Generation
 from megatron_recycle.runtime.phases import Phase
+from megatron_recycle.runtime.shards import adopt
 from megatron_recycle.runtime.site import Site
 from megatron_recycle.runtime.state_copy import stage_tensors
 
@@ -128,6 +129,7 @@ def save(site: Site, standing: Standing, generation: Generation, write: Write) -
     this = Save(generation, number, whole, check, facts)
     site.phases.enter(Phase.SAVE, standing.iteration)
     check()
+    adopt(site, generation.groups)
     with site.phases.working(COPY), failing_ends("a checkpoint", means=is_broken):
         written = write(this)
     with site.phases.waiting("the checkpoint's end"):

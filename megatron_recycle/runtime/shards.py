@@ -1,8 +1,9 @@
 """What workers do with the shards of their stage's optimizer state: gather parameters, adopt what the dead have held.
 
 A step changes on each worker the part of the model that belongs to its own shards; the others' parts come from those
-that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`); a copy
-counts when it is whole. Whoever has given one away keeps it until the next gradient is held, of which it gets nothing.
+that hold them (`gather`). In a recovery shards are copied to those that are to hold them from now on (`adopt`), or
+before the next iteration, where it meets some peers in their scripts; a copy counts when it is whole. Whoever has given
+one away keeps it until the next gradient is held, of which it gets nothing.
 """
 
 from __future__ import annotations
@@ -156,12 +157,21 @@ def gather(stage: Stage, groups: Groups, cut: Cuts, peers: Sequence[Worker]) -> 
                  write=shards.set_values, like=like)
 
 
-def adopt(site: Site, groups: Groups, resume: Resume) -> None:
-    """Copy shards to those that are to hold them. Raises GenerationOver, and TransferError if one arrives damaged."""
+def owe(site: Site, groups: Groups, resume: Resume) -> bool:
+    """Note which shards are to be copied to those that are to hold them; returns whether any are."""
     table = _table(groups, resume)
-    if site.stage.shards is not None and table is not None:
-        _tell(site, copy(site, groups, [(shard, Process.parse(giver).worker, Process.parse(taker).worker)
-                                        for shard, giver, taker in table.moves]), site.stage.shards)
+    site.current.owed = () if site.stage.shards is None or table is None else tuple(
+        (shard, Process.parse(giver).worker, Process.parse(taker).worker) for shard, giver, taker in table.moves)
+    return bool(site.current.owed)
+
+
+def adopt(site: Site, groups: Groups) -> None:
+    """Copy the shards that are owed, where all peers are at the same place of their scripts. Raises GenerationOver, and
+    TransferError if one arrives damaged."""
+    if site.current.owed and site.stage.shards is not None:
+        with site.phases.copying():
+            _tell(site, copy(site, groups, site.current.owed), site.stage.shards)
+    site.current.owed = ()
 
 
 def copy(site: Site, groups: Groups, moves: Sequence[tuple[int, Worker, Worker]]) -> list[int]:

@@ -224,11 +224,14 @@ def test_jobs_of_one_shape_are_the_same_to_the_bit():
         check(job, job.wait())
 
 
-def test_a_peer_whose_script_has_not_made_its_change_yet_is_not_taken_for_one_that_differs(monkeypatch):
+@pytest.mark.parametrize(("dies", "shape"), [
+    ("1:1", Shape(3, 2, 2, 3, edit=(0,))), ("1:0", Shape(3, 2, 2, 3, edit=(0,), sharded=True)),
+    ("1:0", Shape(3, 2, 2, 3, edit=(0,), sharded=True).with_settings(verify="none"))])
+def test_a_peer_whose_script_has_not_made_its_change_yet_is_not_taken_for_one_that_differs(monkeypatch, dies, shape):
     """Its peers have, and train the next iteration; a failure finds it in its settle(). They are compared once it has
-    made the change, too."""
+    made the change, too, and give each other shards of the optimizer's state then."""
     settle, settled = StageWorker.settle, []
-    job = Job(Shape(3, 2, 2, 3, edit=(0,)), [Moment("1:1", "backward", 1)])
+    job = Job(shape, [Moment(dies, "backward", 1)])
 
     def late(worker: StageWorker) -> None:
         settle(worker)
@@ -243,5 +246,5 @@ def test_a_peer_whose_script_has_not_made_its_change_yet_is_not_taken_for_one_th
             raise GenerationOver("as if its settle() had met the failure")
 
     monkeypatch.setattr(StageWorker, "settle", late)
-    check(job, job.run(), {"1:1"})
+    check(job, job.run(), {dies})
     assert settled and not [event for event in job.control.events if event["event"] == "healed"]
