@@ -161,9 +161,30 @@ def test_groups_that_cannot_follow_are_refused():
     assert not groups_apart(told[:1] * 2)
 
 
+class Layers(nn.Module):
+    """A stage's, as far as `Running` asks."""
+
+    activation_checkpoint_interval, _local_start = 0, 1
+
+    def __init__(self, *layers: Callable[..., Any]) -> None:
+        super().__init__()
+        self.forward_funcs, self.recycle_chunks = list(layers), CUT
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return [x := layer(x) for layer in self.forward_funcs][-1]
+
+
+def test_a_chunk_may_begin_with_a_layer_that_writes_over_its_input():
+    module = Layers(nn.ReLU(inplace=True), nn.Linear(2, 2))
+    running = Running(SimpleNamespace(module=module, stage_id=1, has_attention_mask=False, has_bool_tensors=False))
+    given = torch.tensor([[-1.0, 1.0]], requires_grad=True)
+    with running.chunk(0):
+        running.forward((given,), None).outputs[0].sum().backward()
+    assert (given.tolist(), given.grad.tolist()) == ([[-1.0, 1.0]], [[0.0, 1.0]])
+
+
 def test_a_script_may_replace_layers_but_not_put_any_in_or_take_them_out():
-    module: Any = nn.Module()
-    module.forward_funcs, module.recycle_chunks = [nn.Linear(2, 2) for _ in range(2)], CUT
+    module = Layers(nn.Linear(2, 2), nn.Linear(2, 2))
     running = Running(SimpleNamespace(module=module, stage_id=0))
     module.forward_funcs[1] = other = nn.Linear(2, 2)
     assert list(running.modules[1]) == [other]

@@ -44,13 +44,14 @@ from megatron_recycle.backends.deepspeed.described import (
 )
 from megatron_recycle.backends.deepspeed.moves import Move, Told, groups_apart, layer_weights, moves_of, name_of
 from megatron_recycle.backends.deepspeed.regroup import Groups
+from megatron_recycle.config import SECTION
 from megatron_recycle.errors import UnsupportedError
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.compute.random_state import Generators
 from megatron_recycle.runtime.setup_record import SetUp
 
 _METHOD, _ORDER, _LEFT = "recycle_partition_method", "recycle_stock_order", "recycle_left"
-_OFF = 'or leave chunks out ("megatron_recycle": {"chunks": 1}), which trains as DeepSpeed cuts the model'
+_OFF = f'or leave chunks out ("{SECTION}": {{"chunks": 1}}), which trains as DeepSpeed cuts the model'
 
 
 def remember_method(module: PipelineModule, method: str) -> None:

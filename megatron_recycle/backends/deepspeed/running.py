@@ -120,7 +120,12 @@ class Running:
         if inputs is None:
             assert batch is not None
             inputs = self._load(batch[0])
-        single = inputs[0] if len(inputs) == 1 else inputs
+        given = inputs
+        if getattr(engine.module.forward_funcs[0], "inplace", False):
+            # Autograd lets nobody write over what a gradient is asked for of. Where chunks begin is no choice of the
+            # script's, unlike where its stages do.
+            given = tuple(tensor.clone() for tensor in inputs)
+        single = given[0] if len(given) == 1 else given
         outputs = engine.module(single)
         if not self._last:
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
