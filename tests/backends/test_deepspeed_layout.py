@@ -14,8 +14,9 @@ from torch import nn
 
 from megatron_recycle.backends.deepspeed.chunks import Chunks, v_placement
 from megatron_recycle.backends.deepspeed.described import describe, differs, put, tied
-from megatron_recycle.backends.deepspeed.moves import Told, groups_apart, layer_weights, moves_of, name_of
+from megatron_recycle.backends.deepspeed.moves import Move, Told, groups_apart, layer_weights, moves_of, name_of
 from megatron_recycle.backends.deepspeed.regroup import Groups
+from megatron_recycle.backends.deepspeed.relayout import _carry_out
 from megatron_recycle.backends.deepspeed.running import Running
 from megatron_recycle.errors import UnsupportedError
 from tests.backends import gpt_job
@@ -128,6 +129,13 @@ def test_a_layer_that_is_built_anew_gets_the_bits_and_types_that_it_had_and_what
         (torch.bfloat16, False), (torch.bfloat16, True)]
     assert all(torch.equal(one, other) for one, other in zip(new.parameters(), old.parameters()))
     assert "bias" in differs(nn.Linear(2, 2, bias=False), told)
+
+
+def test_a_worker_that_comes_back_and_builds_another_layer_does_not_come_in():
+    (told,) = describe({"0": nn.Linear(2, 2)}, {}, {})
+    module: Any = SimpleNamespace(_grid=None, stage_id=1, local_rank=0, _layer_specs=[LayerSpec(nn.Linear, 2, 3)])
+    with pytest.raises(UnsupportedError, match=r"layer 0 has other tensors \(weight, bias\) on stage 1"):
+        _carry_out(module, [Move(told, 0, 1)], {}, [], joins=True)
 
 
 @pytest.mark.parametrize("named", [False, True])

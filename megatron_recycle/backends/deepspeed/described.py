@@ -77,6 +77,11 @@ def tensors(layer: nn.Module) -> dict[str, tuple[str, torch.Tensor]]:
     return found
 
 
+def ids(layers: Iterable[nn.Module]) -> set[int]:
+    """Those of all tensors of ``layers``."""
+    return {id(one) for layer in layers for _, one in tensors(layer).values()}
+
+
 def describe(layers: Mapping[str, nn.Module], grouped: Mapping[int, tuple[int, str | None]],
              ties: Mapping[str, Sequence[torch.Tensor]]) -> list[Layer]:
     """What is told of ``layers``. ``grouped``: group and name of each parameter that the optimizer has, by id;

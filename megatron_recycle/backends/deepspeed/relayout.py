@@ -15,7 +15,7 @@ import gc
 import io
 import json
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -35,6 +35,7 @@ from megatron_recycle.backends.deepspeed.described import (
     describe,
     differs,
     getattr_at,
+    ids,
     put,
     put_same,
     read,
@@ -186,8 +187,12 @@ def _agree(module: PipelineModule, wrong: Sequence[str], parts: Sequence[int]) -
     faults = list(dict.fromkeys(fault for one, _ in found for fault in one))
     if not faults and any(one != found[0][1] for _, one in found):
         faults = ["the pipelines have layers of other sizes: build the same model on all ranks"]
+    _refuse(faults)
+
+
+def _refuse(faults: Sequence[str]) -> None:
     if faults:
-        raise UnsupportedError("megatron-recycle: chunks 2: the layers cannot be laid out:\n- " + "\n- ".join(faults)
+        raise UnsupportedError("\n- ".join(["megatron-recycle: chunks 2: the layers cannot be laid out:", *faults])
                                + f"\nDo so, {_OFF}.")
 
 
@@ -214,9 +219,8 @@ def _cut(module: PipelineModule, weights: Sequence[int]) -> tuple[int, ...]:
 def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, nn.Module], wrong: list[str],
                joins: bool) -> dict[str, nn.Module]:
     """Send and receive layers, one at a time; returns those that this stage has from now on. Adds to ``wrong`` what is
-    not as it was told."""
-    held: dict[str, nn.Module] = {}
-    twice: dict[tuple[int, int], nn.Module] = {}
+    not as it was told; a process that joins, for which nobody waits, raises UnsupportedError with it."""
+    held, twice = dict[str, nn.Module](), dict[tuple[int, int], nn.Module]()
     grid, stage = module._grid, module.stage_id
     device = torch.device(get_accelerator().device_name(module.local_rank))
     generators = Generators(device)
@@ -234,7 +238,7 @@ def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, 
                     built = _built(module, name)
                     if (alias := twice.get((id(built), move.source))) is not None:
                         built = alias
-                    elif name != LOSS and _tensors([built]) & _tensors((*own.values(), *held.values())):
+                    elif name != LOSS and ids([built]) & ids((*own.values(), *held.values())):
                         # It stands in the list several times, and with stock on several stages, each with its own.
                         built = twice[id(built), move.source] = copy.deepcopy(built)
                     else:
@@ -259,6 +263,7 @@ def _carry_out(module: PipelineModule, moves: Sequence[Move], own: Mapping[str, 
                              "same, or change layers after deepspeed.initialize()")
             held[name] = built
     _share([move for move in moves if move.target == stage], held, wrong)
+    _refuse(wrong if joins else [])
     return held
 
 
@@ -281,15 +286,9 @@ def _share(moves: Sequence[Move], held: Mapping[str, nn.Module], wrong: list[str
                              "give each its own")
 
 
-def _tensors(layers: Iterable[nn.Module]) -> set[int]:
-    return {id(one) for layer in layers for _, one in tensors(layer).values()}
-
-
 def _built(module: PipelineModule, name: str) -> nn.Module:
-    if name == LOSS:
-        loss: nn.Module = module.loss_fn
-        return loss
-    spec = next(spec for number, spec in enumerate(module._layer_specs) if name_of(number, spec) == name)
+    spec = module.loss_fn if name == LOSS else next(
+        spec for number, spec in enumerate(module._layer_specs) if name_of(number, spec) == name)
     built: nn.Module = spec if isinstance(spec, nn.Module) else spec.build()
     return built
 
