@@ -29,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                            " chunk half a stage (default 1)")
     grid.add_argument("--failed", action="extend", nargs="+", default=[], metavar="D:S",
                       help="failed workers, as pipeline:stage: 0:0 1:0, or separated by commas")
-    grid.add_argument("--costs", default="1,1,1", metavar="F,B,W",
+    grid.add_argument("--costs", metavar="F,B,W",
                       help="forward, input-gradient and weight-gradient time, one triple or one per stage,"
-                           " separated by ';' (default 1,1,1)")
+                           " separated by ';' (default 1,1,1; with --chunks 2 2,2,2, half of it for each chunk)")
     grid.add_argument("--step-cost", default="0", metavar="T", help="reduce-and-step, one number or one per stage")
     grid.add_argument("--hop-cost", default="0", metavar="T", help="latency of a transfer")
     grid.add_argument("--speed", action="extend", nargs="+", default=[], metavar="D:S=X",
@@ -144,7 +144,10 @@ def _problem(args: argparse.Namespace) -> Problem:
             raise PlanError(f"--{name.replace('_', '-')} must not be negative, nor without limit")
     counts = _numbers(args.microbatches, "--microbatches", args.pipelines, "pipeline")
     grid = Grid(args.stages, counts)
-    triples = [_numbers(part, "--costs", 3, "kind", spread=False) for part in args.costs.split(";")]
+    given = args.costs
+    if given is None:
+        given = "2,2,2" if args.chunks == 2 else "1,1,1"
+    triples = [_numbers(part, "--costs", 3, "kind", spread=False) for part in given.split(";")]
     if len(triples) not in (1, args.stages):
         raise PlanError(f"--costs gives {len(triples)} stages, the grid has {args.stages}")
     triples = triples * args.stages if len(triples) == 1 else triples
@@ -156,6 +159,9 @@ def _problem(args: argparse.Namespace) -> Problem:
         if args.technique == "none":
             raise PlanError("--technique none is 1F1B, which has one chunk per stage: leave out --chunks")
         placement = (*range(args.stages), *reversed(range(args.stages)))
+        if any(1 in triple for triple in triples):
+            raise PlanError(f"--costs {given}: a cost of 1 cannot be halved between two chunks; give all costs in a"
+                            " smaller unit")
         forward, backward_input, backward_weight = map(_halves, (forward, backward_input, backward_weight))
         cap = {worker: 2 * count for worker, count in cap.items()}
     costs = Costs(forward, backward_input, backward_weight, hop, step, _speeds(args.speed))

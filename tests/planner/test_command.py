@@ -97,10 +97,13 @@ def test_a_plan_file_goes_out_and_is_checked(capsys, tmp_path):
 
 
 def test_the_chunks_of_a_stage_have_letters_of_their_own(capsys):
-    status, out, _ = recycle_plan(capsys, "--pipelines", "1", "--stages", "2", "--microbatches", "2", "--chunks", "2",
-                                  "--costs", "4,4,4", "--budget", "0")
-    rows = [line.split() for line in out.splitlines() if line.strip().startswith("0:")]
-    assert status == 0 and all(set("FEBAWV") <= set(row[1]) for row in rows[-2:]), rows
+    small = ["--pipelines", "1", "--stages", "2", "--microbatches", "2", "--chunks", "2", "--budget", "0"]
+    for costs in (["--costs", "4,4,4"], []):
+        status, out, _ = recycle_plan(capsys, *small, *costs)
+        rows = [line.split() for line in out.splitlines() if line.strip().startswith("0:")]
+        assert status == 0 and all(set("FEBAWV") <= set(row[1]) for row in rows[-2:]), rows
+    status, _, err = recycle_plan(capsys, *small, "--costs", "1,2,2")
+    assert status == 2 and "a cost of 1 cannot be halved" in err
 
 
 def test_full_backwards_are_in_the_plan_and_in_the_drawing(capsys):
