@@ -166,7 +166,7 @@ def candidates(instance: Instance, alignment: Alignment) -> Iterator[tuple[list[
 
 def _least(instance: Instance, flow: Flow, target: Target) -> float:
     """The least period for which loads can be made level, to a part in 500."""
-    low, high = 0.0, 2.0 * max(flow.base)
+    low, high = 0.0, max(1.0, 2.0 * max(flow.base))  # steps alone may take time
     while not flow.levelled(allowance(instance, high, target, flow.base)):
         high *= 2
     while high - low > high / 500:

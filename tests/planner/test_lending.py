@@ -87,6 +87,12 @@ def test_no_work_is_lost_where_layers_cost_the_same_everywhere(problem, order, s
         assert all(-earlier <= by <= later for by in crossings[c])
 
 
+def test_a_job_whose_layers_take_no_time_is_planned_too():
+    free = job(3, 4, 6, [(1, 2)])
+    problem = replace(free, costs=replace(Costs.uniform(4, 0, 0, 0, step=1), layer=free.costs.layer))
+    assert violations(quick(problem)) == []
+
+
 def test_eleven_workers_carry_the_load_of_twelve_in_cascade():
     """One of 3x4x6 dead: 288 layers of micro-batches (4 of each of 18 at 4 stages) on 11 workers, 27 at most."""
     instance = build(job(3, 4, 6, [(1, 2)]))
