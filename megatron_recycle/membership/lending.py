@@ -58,3 +58,10 @@ def without(lent: Mapping[str, Any] | None, stage: int, placement: Sequence[int]
     lend = [[0 if at[boundary] == stage else earlier, 0 if at[boundary + 1] == stage else later]
             for boundary, (earlier, later) in enumerate(lent["lend"])]
     return {**lent, "lend": lend} if any(map(any, lend)) else None
+
+
+def allows(lent: Mapping[str, Any] | None, plan: Mapping[str, Any]) -> bool:
+    """Whether a plan file's crossings stay within what `lending` has made."""
+    lend = lent["lend"] if lent is not None else []
+    return not any(by and not (boundary < len(lend) and -lend[boundary][0] <= by <= lend[boundary][1])
+                   for crossing in (plan.get("crossings") or {}).values() for boundary, by in enumerate(crossing))

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_recycle.membership import commands, moving, records
 from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step, Tell
 from megatron_recycle.membership.inputs import Adopted, Committed, Improved, Resumed
+from megatron_recycle.membership.lending import allows
 from megatron_recycle.membership.names import in_order, workers_of
 from megatron_recycle.membership.persistent_map import put
 from megatron_recycle.membership.resume import Resume
@@ -128,8 +129,11 @@ def _committed_event(state: State, iteration: int, now: float) -> dict[str, Any]
 
 def improved(state: State, happened: Improved, now: float) -> Step:
     """A better plan is offered; the workers adopt it together at a boundary. Not while a switch is on offer: that
-    begins with the best plan that is known anyway. While another plan is being adopted it waits."""
+    begins with the best plan that is known anyway. While another plan is being adopted it waits. One that lends what is
+    not lent any more, as its search had begun before that, would never be adopted, and no other one after it."""
     if state.phase is not Phase.TRAINING or happened.generation != state.generation or state.switch:
+        return state, ()
+    if not allows((state.description or {}).get("lending"), happened.plan):
         return state, ()
     if state.offered is not None:
         return state.with_(better=(happened.plan, happened.plan_ms)), ()

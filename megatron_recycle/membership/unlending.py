@@ -13,7 +13,7 @@ from typing import Any
 from megatron_recycle.membership import closing, failing
 from megatron_recycle.membership.decisions import Decision, Emit, Improve, Step
 from megatron_recycle.membership.inputs import Raised, Unlent
-from megatron_recycle.membership.lending import without
+from megatron_recycle.membership.lending import allows, without
 from megatron_recycle.membership.state import Member, Phase, State
 
 _TRIES = 2
@@ -46,9 +46,13 @@ def declined(state: State, happened: Unlent, now: float) -> Step:
         return state, ()
     decisions: list[Decision] = [Emit(_event(state, member, happened.stage, happened.why, now))]
     state = left
-    if state.phase is Phase.TRAINING and happened.generation == state.generation:
-        state = state.with_(offered=None, better=None)
-        decisions += [] if state.plan is None else [Improve(state.generation, state.failed, state.plan)]
+    lent = (state.description or {}).get("lending")
+    if state.offered is not None and not allows(lent, state.offered["plan"]):
+        state = state.with_(offered=None)
+    if state.better is not None and not allows(lent, state.better[0]):
+        state = state.with_(better=None)
+    if state.phase is Phase.TRAINING and state.offered is None and state.plan is not None:
+        decisions.append(Improve(state.generation, state.failed, state.plan))
     return state, tuple(decisions)
 
 

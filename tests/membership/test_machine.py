@@ -279,6 +279,22 @@ def test_the_next_better_plan_waits_until_all_have_adopted_the_last_one() -> Non
     assert cluster.state.offered is None and cluster.state.better is None, "it was for other members"
 
 
+def test_a_plan_of_a_search_that_had_begun_before_layers_were_unlent_is_not_offered() -> None:
+    """Nobody would adopt it, and every later one would wait behind it."""
+    cluster = Cluster().train()
+    lent = {"lend": [[1, 1]], "layers": [2, 2], "share": [0.5, 0.5], "bytes": [8, 8]}
+    cluster.state = cluster.state.with_(description={**(cluster.state.description or {}), "lending": lent})
+    first, stale, late = ({"source": "portfolio", "digest": f"sha256:{number}", "crossings": {"0.1": [by]}}
+                          for number, by in ((2, 1), (3, 1), (4, -1)))
+    assert told(cluster.feed(inputs.Improved(1, first, 900.0)), "offer")
+    assert do.Improve(1, cluster.state.failed, cluster.state.plan) in cluster.feed(
+        inputs.Unlent("0:0/0", 1, 1, "a hook"))
+    assert cluster.feed(inputs.Improved(1, stale, 900.0)) == []
+    assert told(cluster.feed(inputs.Improved(1, late, 900.0)), "offer"), "stage 0 lends as before"
+    cluster.feed(inputs.Unlent("1:0/0", 1, 1, "a hook"))  # of the first offer
+    assert cluster.state.offered is not None and cluster.state.offered["plan"] == late
+
+
 def test_a_failed_planner_ends_the_job_with_its_message() -> None:
     cluster = Cluster().train()
     cluster.exit("1:1")
