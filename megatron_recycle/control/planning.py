@@ -29,7 +29,7 @@ def problem_of(description: Mapping[str, Any], failed: frozenset[str], measured:
     The description's `costs` are a plan file's (default: what was `measured`, and before that 1 for each kind of work).
     Its `cap` is a number of activations for every worker, or an object with one for each; without it a worker may hold
     twice what 1F1B holds at most, or less where its measured memory is shorter than that. `placement`: the stage of
-    each chunk, where stages have several; what was measured of a stage is that of its average chunk.
+    each chunk, where stages have several.
     """
     grid = Grid(description["grid"]["stages"], tuple(description["grid"]["microbatches"]))
     costs, placement = description.get("costs"), tuple(description.get("placement") or ())
@@ -91,7 +91,7 @@ class Planning:
     def plan(self, description: Mapping[str, Any], failed: frozenset[str]) -> dict[str, Any]:
         """The best known plan, or the heuristic's. Raises PlanError if a stage has no worker left."""
         with self._lock:
-            self._measurements.live = frozenset(map(str, problem_of(description, failed).live_workers()))
+            self._measure(description, failed)
             known = None if description.get("policy") == "drop" else self._best.get(failed)
         if known is None:
             problem = problem_of(description, failed, self._measurements.known)
@@ -125,9 +125,15 @@ class Planning:
         """Plan for a job that another coordinator has led until now; `told` are the events so far."""
         profiled = [event for event in told if event["event"] == "profiled"]
         with self._lock:
-            self._measurements.live = frozenset(map(str, problem_of(description, failed).live_workers()))
+            self._measure(description, failed)
             if profiled:
                 self._measurements.restore(profiled[-1])
+
+    def _measure(self, description: Mapping[str, Any], failed: frozenset[str]) -> None:
+        """From now on measurements of the workers that live without `failed` are waited for."""
+        problem = problem_of(description, failed)
+        self._measurements.live = frozenset(map(str, problem.live_workers()))
+        self._measurements.placement = problem.placement
 
     @property
     def slow(self) -> Mapping[str, float]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from statistics import median, median_low
+from statistics import mean, median, median_low
 
 from megatron_recycle.measure.noise import LONG, RECENT, notable, spread
-from megatron_recycle.plan import Costs, PlanError, Worker
+from megatron_recycle.plan import Costs, PlanError, Worker, of_place
 from megatron_recycle.plan.costs import NOTABLE
 
 #: measured speeds are rounded to this, so that noise does not make every plan a new one
@@ -25,7 +25,8 @@ _CLEAR_SPREADS, _CLEAR_SECONDS = 8.0, 0.5  # seconds: summed over one micro-batc
 class Profile:
     """The latest measured durations in seconds, one of each kind per worker and iteration.
 
-    Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step, with all else that comes once an iteration). A median is
+    Kinds are ``F``, ``B``, ``W`` and ``S`` (reduce and step, with all else that comes once an iteration); ``F/1`` is
+    the F of the second chunk of a worker's stage, and so on. A median is
     taken per worker, then over workers, so that neither an odd measurement nor one slow worker shifts a stage's cost.
     An S includes waiting for the other workers, and the last worker to arrive waits least: of each iteration the
     shortest counts.
@@ -36,15 +37,21 @@ class Profile:
         self._factors: dict[Worker, float] = {}
         self._streaks: dict[Worker, int] = {}  # times in a row that a worker not in _factors seemed to differ
 
-    def add(self, worker: Worker, seconds: Mapping[str, float]) -> None:
-        """Take in one iteration. Raises PlanError for an unknown kind or a negative time."""
+    def add(self, worker: Worker, seconds: Mapping[str, float], chunks: int = 1) -> None:
+        """Take in one iteration. Raises PlanError for an unknown kind or a negative time.
+
+        Args:
+            chunks: of the worker's stage. An iteration in which it had no work in one of them says nothing about how
+                fast it is.
+        """
         for kind, value in seconds.items():
-            if kind not in KINDS or not value >= 0:
+            if kind.partition("/")[0] not in KINDS or not value >= 0:
                 raise PlanError(f"profile: {kind!r} of {value!r} seconds is no measurement")
-        series = self._series.setdefault(worker, {kind: deque(maxlen=LONG) for kind in (*KINDS, "all")})
-        work = [seconds[kind] for kind in "FBW" if kind in seconds]
-        for kind, value in (*seconds.items(), *([("all", sum(work))] if work else [])):
-            series[kind].append(value)
+        series = self._series.setdefault(worker, {})
+        work = [[seconds[name] for kind in "FBW" if (name := of_place(kind, chunk)) in seconds]
+                for chunk in range(chunks)]
+        for kind, value in (*seconds.items(), *([("all", sum(map(sum, work)))] if all(work) else [])):
+            series.setdefault(kind, deque(maxlen=LONG)).append(value)
 
     def forget(self, worker: Worker) -> None:
         """Drop the measurements of a worker whose process is a new one."""
@@ -53,9 +60,10 @@ class Profile:
         self._streaks.pop(worker, None)
 
     def noise(self, live: Iterable[Worker]) -> dict[str, float]:
-        """Relative spread of one measurement, by kind; "all" is the whole work on a micro-batch."""
+        """Relative spread of one measurement, by kind, of all chunks; "all" is the whole work on a micro-batch."""
         live = tuple(live)
-        return {kind: spread(self._of(worker, kind) for worker in live) for kind in (*KINDS, "all")}
+        return {kind: spread(values for worker in live for name, values in self._series.get(worker, {}).items()
+                             if name.partition("/")[0] == kind) for kind in (*KINDS, "all")}
 
     def factors(self, live: Iterable[Worker]) -> dict[Worker, float]:
         """Slowness of the workers that differ notably from their stage, and by more than noise: 1.5 takes half as long
@@ -102,24 +110,30 @@ class Profile:
         clear = abs(math.log(mildest / usual)) > _CLEAR_SPREADS * noise
         return clear or sum(latest) - RECENT * usual > _CLEAR_SECONDS or self._streaks[worker] > RECENT
 
-    def costs(self, live: Iterable[Worker], stages: int, window: int = LONG, hop: float = 0.0,
+    def costs(self, live: Iterable[Worker], placement: Sequence[int], window: int = LONG, hop: float = 0.0,
               middle: Callable[[Sequence[float]], float] = median) -> Costs | None:
         """Costs in microseconds over the latest ``window`` iterations, with the speeds that differ notably; None until
-        every stage was measured.
+        every chunk was measured.
 
         Args:
+            placement: the stage of each chunk of the model.
             hop: seconds that a transfer takes.
             middle: of several measurements; the mean tells what a busy machine adds, too, and is no ground to plan on.
         """
         live, speeds = tuple(live), {}
         table: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for stage in range(stages):
+        of_stage: list[list[Worker]] = []  # those whose durations are usual
+        for stage in range(1 + max(placement)):
             workers = [worker for worker in live if worker.stage == stage]
             usual = [worker for worker in workers if worker not in self._factors] or workers
             speeds.update({worker: _rounded(self._factors[worker]) for worker in workers if worker not in usual})
             table["S"].append(middle(self._steps(workers, window)))
+            of_stage.append(usual)
+        for chunk, stage in enumerate(placement):
             for kind in "FBW":
-                values = [middle(latest) for worker in usual if (latest := tuple(self._of(worker, kind))[-window:])]
+                name = of_place(kind, placement[:chunk].count(stage))
+                values = [middle(latest) for worker in of_stage[stage]
+                          if (latest := tuple(self._of(worker, name))[-window:])]
                 if not values and kind != "W":
                     return None
                 table[kind].append(middle(values or [0.0]))
@@ -155,23 +169,32 @@ def _rounded(factor: float) -> float:
 
 
 def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None = None, window: int = RECENT,
-            tolerance: float = 0.10) -> bool:
+            tolerance: float = 0.10, placement: Sequence[int] = ()) -> bool:
     """Whether plans made for ``planned`` should be made again.
 
-    They should if a stage's work, a step, a transfer or a speed has changed by more than ``tolerance`` and by more than
-    noise. The tolerance is a share of a whole micro-batch, so that changes of tiny costs do not count.
+    They should if a chunk's work, a step, a transfer or a speed has changed by more than ``tolerance`` and by more than
+    noise. The tolerance is a share of a whole micro-batch, so that changes of tiny costs do not count: of its work in
+    that chunk, or in the stage's average chunk if that is more, and of that in the whole stage for a step.
 
     Args:
+        placement: the stage of each chunk; (): each stage has one.
         noise: spread of one measurement by kind, as `Profile.noise` gives it; None: the measurements are exact.
         window: the number of measurements that ``measured`` is made of.
     """
     def changed(old: float, new: float, whole: float, kind: str) -> bool:
         return abs(new - old) > tolerance * whole and notable(new, old, 0, (noise or {}).get(kind, 0.0), window)
 
-    named = {"F": "forward", "B": "backward_input", "W": "backward_weight", "S": "step"}
-    wholes = [max(1, sum(getattr(planned, named[kind])[s] for kind in "FBW")) for s in range(planned.stages)]
-    if any(changed(getattr(planned, name)[s], getattr(measured, name)[s], wholes[s], kind)
-           for kind, name in named.items() for s in range(planned.stages)):
+    named = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
+    placement = placement or range(planned.stages)
+    wholes = [max(1, sum(work)) for work in zip(*(getattr(planned, name) for name in named.values()), strict=True)]
+    of_stage = [[whole for whole, at in zip(wholes, placement, strict=True) if at == stage]
+                for stage in range(1 + max(placement))]
+    if any(changed(old, new, max(whole, mean(of_stage[stage])), kind) for kind, name in named.items()
+           for old, new, whole, stage in zip(getattr(planned, name), getattr(measured, name), wholes, placement,
+                                             strict=True)):
+        return True
+    if any(changed(old, new, sum(whole), "S")
+           for old, new, whole in zip(planned.step, measured.step, of_stage, strict=True)):
         return True
     # A busy machine's lateness adds to the hop, so few iterations do not judge it.
     if (noise is None or window == LONG) and abs(measured.hop - planned.hop) > NOTABLE * min(wholes):

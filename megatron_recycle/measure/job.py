@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -13,7 +13,7 @@ from megatron_recycle.measure import Profile, caps, drifted
 from megatron_recycle.measure.hops import Hops
 from megatron_recycle.measure.noise import LONG, RECENT
 from megatron_recycle.membership.names import Process
-from megatron_recycle.plan import Costs, PlanError, Worker
+from megatron_recycle.plan import Costs, PlanError, Worker, of_place
 
 _ACTIONS = ("F", "B", "W", "reduce", "step", "gap")
 """What a worker tells of its actions; all else that it tells is where its time went (`runtime.activity.part_of`)."""
@@ -67,12 +67,14 @@ class Measurements:
 
     Attributes:
         live: names of the workers to wait for.
+        placement: the stage of each chunk of the model; () where each stage has one.
         known: costs and memory by the reports; None before all live workers have reported.
         slow: first process of a live worker that takes notably longer than its peers -> how many times as long.
     """
 
     def __init__(self) -> None:
         self.live: frozenset[str] = frozenset()
+        self.placement: tuple[int, ...] = ()
         self.known: Measured | None = None
         self.slow: Mapping[str, float] = {}
         self._durations = Profile()
@@ -87,9 +89,10 @@ class Measurements:
         self._streak = 0  # times in a row that a stage seemed to have changed
 
     def restore(self, event: Mapping[str, Any]) -> None:
-        """Go on from the last event of an earlier coordinator (`Measured.to_json`)."""
+        """Go on from the last event of an earlier coordinator (`Measured.to_json`). One of a release that measured
+        stages without telling their chunks apart says the same of each chunk of a stage."""
         found = {name: event[name] for name in ("held", "kept", "room") if name in event}
-        self.known = Measured(Costs.from_json(event["costs"]), _memory(found), found)
+        self.known = Measured(Costs.from_json(event["costs"]).by_chunk(self.placement), _memory(found), found)
 
     def take(self, profile: Mapping[str, Any], incarnation: str = "") -> bool:
         """Take in one worker's measurements since its last report; returns whether `known` has changed notably, which
@@ -111,9 +114,10 @@ class Measurements:
             self._incarnations[name] = incarnation
         self._processes[worker] = profile["worker"]
         for durations in profile["iterations"]:
-            self._durations.add(worker, _kinds(durations))
+            chunks = self.placement.count(worker.stage) or 1
+            self._durations.add(worker, _kinds(durations, chunks), chunks)
             self._spent.setdefault(name, deque(maxlen=LONG)).append(
-                {part: seconds for part, seconds in durations.items() if part not in _ACTIONS})
+                {part: seconds for part, seconds in durations.items() if part.partition("/")[0] not in _ACTIONS})
         for told in profile.get("lags", ()):
             self._hops.take(worker, told)
         if "held" in profile:
@@ -132,8 +136,8 @@ class Measurements:
             return None
         self._told = self._rounds
         live = [Worker.parse(name) for name in self.live]
-        hop, stages = self._hops.usual(), 1 + max(worker.stage for worker in live)
-        costs = self._durations.costs(live, stages, LONG, self._hop() if hop is None else hop, mean)
+        hop = self._hops.usual()
+        costs = self._durations.costs(live, self._at_home(live), LONG, self._hop() if hop is None else hop, mean)
         workers = {name: _mean(self._spent[name]) for name in sorted(self.live) if name in self._spent}
         return None if costs is None else {"costs": costs.to_json(), "seconds": workers}
 
@@ -143,11 +147,10 @@ class Measurements:
                      if factor > 1}
         found = self._bytes() or (self.known.bytes if self.known is not None else {})
         memory = _memory(found)
-        noise, stages = self._durations.noise(live), 1 + max(worker.stage for worker in live)
-        hop = self._hop()
+        noise, hop = self._durations.noise(live), self._hop()
         self._since += 1
         for window in (RECENT, LONG):
-            costs = self._durations.costs(live, stages, LONG if self.known is None else window, hop)
+            costs = self._durations.costs(live, self._at_home(live), LONG if self.known is None else window, hop)
             if costs is None or (window == LONG and self._since < LONG):
                 return False
             known = Measured(costs, memory, found)
@@ -156,6 +159,10 @@ class Measurements:
                 self.known, self._since, self._streak = known, 0, 0
                 return True
         return False
+
+    def _at_home(self, live: Iterable[Worker]) -> Sequence[int]:
+        """The stage of each chunk of the model."""
+        return self.placement or range(1 + max(worker.stage for worker in live))
 
     def _hop(self) -> float:
         """Seconds of a transfer."""
@@ -168,7 +175,7 @@ class Measurements:
         """Whether costs have drifted, for good. A few iterations count for a whole stage only if the next ones, without
         them, say so too: on a busy machine a whole stage may be late for a moment. Speeds of single workers have been
         confirmed already."""
-        found = drifted(planned, costs, noise, window)
+        found = drifted(planned, costs, noise, window, placement=self.placement)
         if window == RECENT and planned.speed == costs.speed:
             self._streak = self._streak + 1 if found else 0
             return self._streak > RECENT
@@ -192,13 +199,14 @@ class Measurements:
         return found if None in room.values() else {**found, "room": room}
 
 
-def _kinds(durations: Mapping[str, float]) -> dict[str, float]:
+def _kinds(durations: Mapping[str, float], chunks: int) -> dict[str, float]:
     """Durations by the kinds of `Profile`. A plan knows no time between actions: each has its gap with it, and the step
     all that a worker does once an iteration. A thread that is ahead of its device has no gaps, and does the rest, but
     for the step, beside the device's work."""
     gap = durations.get("gap")
     parts = ("reduce", "step") if gap is None else ("reduce", "own", "script")
-    found = {kind: durations[kind] + (gap or 0.0) for kind in "FBW" if kind in durations}
+    names = [of_place(kind, chunk) for chunk in range(chunks) for kind in "FBW"]
+    found = {name: durations[name] + (gap or 0.0) for name in names if name in durations}
     return {**found, "S": sum(durations.get(part, 0.0) for part in parts)}
 
 

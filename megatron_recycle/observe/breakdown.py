@@ -86,7 +86,7 @@ def _planned(folder: Path, digest: str, costs: Costs) -> float | None:
         plan = Plan.load(folder / "plans" / f"{digest.rpartition(':')[2][:16]}.json")
     except PlanError:
         return None
-    again = replace(plan, problem=replace(plan.problem, costs=costs))
+    again = replace(plan, problem=replace(plan.problem, costs=costs.by_chunk(plan.problem.placement)))
     return replay(again).period / 1e6
 
 
@@ -127,7 +127,8 @@ def show(told: Breakdown) -> None:
     for part in used:
         print(f"{part}: {PARTS[part]}")
     costs = told.costs
-    print(f"costs of the plan, ms by stage: F {_of(costs.forward)}, B {_of(costs.backward_input)}, "
+    chunks = "chunk of the model" if len(costs.forward) > len(costs.step) else "stage"
+    print(f"costs of the plan, ms by {chunks}: F {_of(costs.forward)}, B {_of(costs.backward_input)}, "
           f"W {_of(costs.backward_weight)}, step {_of(costs.step)}, a transfer {costs.hop / 1000:.1f}")
     if told.since > told.iteration - _LATEST + 1:
         print(f"an iteration takes {told.measured:.3f} s; the plan has changed with iteration {told.since}, so that "

@@ -17,7 +17,7 @@ from megatron_recycle.plan.messages import (
 from megatron_recycle.plan.pairs import Pair, pair_of, pairs, rounds, tied_givers, tied_pairs
 from megatron_recycle.plan.transfers import Transfer, postings, transfers
 
-from .action import STEP, Action
+from .action import STEP, Action, of_place
 from .bounds import lower_bound
 from .costs import Costs
 from .errors import DeadlockError, PlanError
@@ -30,7 +30,7 @@ from .validate import check, overfull, violations
 __all__ = [
     "AHEAD", "STEP", "Action", "Costs", "Crossing", "DeadlockError", "Grid", "Lent", "Message", "Microbatch", "Pair",
     "Piece", "Plan", "PlanError", "Problem", "Timeline", "Transfer", "Worker", "borrowed", "borrowings", "channels",
-    "check", "lent", "lower_bound", "needs", "overfull", "pair_of", "pairs", "passes_on", "pieces", "postings",
-    "read_by", "reads", "receives", "replay", "results_in", "rounds", "surplus", "tied_givers", "tied_pairs",
-    "transfers", "violations",
+    "check", "lent", "lower_bound", "needs", "of_place", "overfull", "pair_of", "pairs", "passes_on", "pieces",
+    "postings", "read_by", "reads", "receives", "replay", "results_in", "rounds", "surplus", "tied_givers",
+    "tied_pairs", "transfers", "violations",
 ]

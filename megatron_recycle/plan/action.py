@@ -47,4 +47,10 @@ def named(kind: str, pipeline: int, microbatch: int, chunk: int) -> str:
     return f"{kind}{pipeline}.{microbatch}/{chunk}" if chunk else f"{kind}{pipeline}.{microbatch}"
 
 
+def of_place(what: str, chunk: int) -> str:
+    """The name of ``what`` a worker tells of a chunk of its stage, such as a kind: ``"F"``, or ``"F/1"`` for one that
+    is not the first."""
+    return f"{what}/{chunk}" if chunk else what
+
+
 STEP = Action("S")

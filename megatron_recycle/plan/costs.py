@@ -72,9 +72,9 @@ class Costs:
                 raise PlanError(f"costs: speed of worker {worker} must be positive, not {factor!r}")
 
     def by_chunk(self, placement: tuple[int, ...]) -> Costs:
-        """These, which are by stage, for chunks on the stages of ``placement``: each chunk's are its stage's. The same
-        where that is ()."""
-        if not placement:
+        """These for chunks on the stages of ``placement``: where they are by stage, each chunk's are its stage's. The
+        same where they are by chunk already, or where that is ()."""
+        if not placement or len(placement) == len(self.forward):
             return self
         forward, backward, weight = (tuple(each[stage] for stage in placement) for each in (
             self.forward, self.backward_input, self.backward_weight))

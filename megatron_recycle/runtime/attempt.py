@@ -234,7 +234,7 @@ class Attempt:
         plan, me = self._program.plan, self._site.place.me
         whole = plan.problem.duration(action.kind, me, action.chunk) if plan.crossings else 0
         share = plan.duration(me, action) / whole if whole else 1.0
-        return self._site.meters.watch.measure(action.kind, share or 1.0)
+        return self._site.meters.watch.measure(action.kind, share or 1.0, action.chunk)
 
     def _receive(self, message: Message) -> list[torch.Tensor]:
         """The tensors of ``message``, waiting for them if need be. Raises GenerationOver."""

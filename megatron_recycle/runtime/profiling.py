@@ -54,15 +54,16 @@ def _spent(parts: Mapping[str, float], taken: Mapping[str, Sequence[float]], med
 
     Args:
         parts: `Activity.spent`.
-        taken, medians: durations of the actions themselves, by kind, with the stage's own layers.
+        taken, medians: durations of the actions themselves, by kind (and chunk), with the stage's own layers.
         more: by which these took longer, for layers of other stages.
         host: whether they compute there; elsewhere the thread only starts them, and is ahead of the device.
     """
     found = dict(parts)
-    actions = [seconds for kind in "FBW" for seconds in taken.get(kind, ())]
+    kinds = [kind for kind in taken if kind.partition("/")[0] in ("F", "B", "W")]
+    actions = [seconds for kind in kinds for seconds in taken[kind]]
     if actions and host:
         whole = found.get("actions", 0.0) - more
-        usual = sum(len(taken[kind]) * medians[kind] for kind in "FBW" if kind in taken)
+        usual = sum(len(taken[kind]) * medians[kind] for kind in kinds)
         found["between"] = max(0.0, whole - sum(actions))
         found["actions"] = whole + more - found["between"]
         found["gap"] = max(0.0, whole - usual) / len(actions)

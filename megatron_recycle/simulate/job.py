@@ -106,7 +106,11 @@ def profiled(path: str | Path) -> Costs:
         raise TraceError(f"{path}: no event `profiled` is in it; give the events.jsonl of a run that has trained some"
                          " iterations, or one line with a plan's costs")
     try:
-        return Costs.from_json({**found, "speed": {}})
+        costs = Costs.from_json({**found, "speed": {}})
     except PlanError as error:
         raise TraceError(f"{path}: {error}") from None
+    if len(costs.step) < costs.stages:
+        raise TraceError(f"{path}: its stages have several chunks ({costs.stages} on {len(costs.step)} stages), which "
+                         "are not simulated: give the profile of a run without, or --costs by stage")
+    return costs
 

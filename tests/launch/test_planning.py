@@ -124,6 +124,47 @@ def test_measured_durations_replace_equal_costs_and_a_slow_worker_gets_less_work
     assert problem_of(given, frozenset(), slow).costs == equal.problem.costs, "what the user says comes first"
 
 
+V = {**DESCRIPTION, "block": 0, "placement": [0, 1, 1, 0]}
+
+
+def known_of_v(planning: Planning, failed: frozenset[str] = frozenset()) -> Measured:
+    """What follows from 12 iterations: the last chunk, which has the loss, takes three times as long as the others."""
+    found = []
+    for _ in range(12):
+        for name in [f"{pipeline}:{stage}" for pipeline in range(3) for stage in range(2)]:
+            last = 3.0 if name.endswith(":0") else 1.0
+            one = {"F": 0.02, "B": 0.022, "W": 0.018, "F/1": 0.02 * last, "B/1": 0.022 * last, "W/1": 0.018 * last,
+                   "gap": 0.001, "messages": 0.01}
+            if name not in failed:
+                found.append(planning.measured({"worker": name, "iterations": [one], "lags": []}))
+    known, = filter(None, found)
+    return known
+
+
+def test_chunks_of_a_stage_are_planned_with_their_own_costs() -> None:
+    planning = Planning()
+    planning.plan(V, frozenset())
+    known = known_of_v(planning)
+    assert known.costs.forward == (21000, 21000, 21000, 61000)
+    told = planning.spent()
+    assert told is not None and told["costs"] == known.costs.to_json()
+    assert told["seconds"]["0:0"] == {"messages": 0.01}, "actions are told as costs"
+    plan = Plan.from_json(planning.plan(V, frozenset({"1:1"})))
+    assert plan.problem.costs == known.costs and violations(plan) == []
+    again = Planning()
+    again.resume(V, frozenset(), [{"event": "profiled", **known.to_json()}])
+    assert again.plan(V, frozenset({"1:1"}))["digest"] == plan.digest, "another coordinator goes on with them"
+
+
+def test_what_an_earlier_release_has_measured_of_a_stage_holds_for_each_of_its_chunks() -> None:
+    planning = Planning()
+    planning.resume(V, frozenset(), [{"event": "profiled", "costs": Costs.uniform(2, 20, 22, 18, 1, 5).to_json()}])
+    costs = Plan.from_json(planning.plan(V, frozenset({"1:1"}))).problem.costs
+    assert costs == Costs((20,) * 4, (22,) * 4, (18,) * 4, 1, (5, 5))
+    known = known_of_v(planning, frozenset({"1:1"}))
+    assert known.costs.forward[3] == 61000, "and is compared with what is measured by chunk"
+
+
 LENDING = {
     **DESCRIPTION,
     "block": 0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,25 @@ def test_iterations_of_two_plans_are_compared_with_neither(run: Path, capsys: py
     path.write_text("\n".join([*map(json.dumps, [*changes, {"event": "resumed", "iteration": 30}]), told[-1]]) + "\n")
     assert cli.main(["profile", str(run)]) == 0
     assert "changed with iteration 30" in (last := capsys.readouterr().out.splitlines()[-1]) and "not compared" in last
+
+
+def test_costs_of_stages_with_several_chunks(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """By chunk, as they are measured; events of earlier releases have them by stage."""
+    plan = quick(Problem(Grid(2, (4, 4)), Costs.uniform(4, 1, 1, 1), placement=(0, 1, 1, 0)))
+    (tmp_path / "plans").mkdir()
+    plan.save(tmp_path / "plans" / f"{plan.digest.rpartition(':')[2][:16]}.json")
+    by_stage = Costs.uniform(2, 10_000, 10_000, 10_000, 500, 9000)
+    by_chunk = replace(by_stage.by_chunk((0, 1, 1, 0)), forward=(10_000, 10_000, 10_000, 12_000))
+    events = [{"event": "planned", "digest": plan.digest}, *(
+        {"event": "spent", "iteration": 40, "costs": costs.to_json(),
+         "seconds": {name: {"actions": 0.25} for name in ("0:0", "0:1", "1:0", "1:1")}} for costs in (
+             by_stage, by_chunk))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert cli.main(["profile", str(tmp_path), "--all"]) == 0
+    costs, took = (lines := capsys.readouterr().out.splitlines())[-2:]
+    assert costs.startswith("costs of the plan, ms by chunk of the model: F 10.0 10.0 10.0 12.0, B"), costs
+    old, new = (float(line.split("these costs ")[1].split()[0]) for line in lines if "these costs" in line)
+    assert 0.24 <= old < new, took
 
 
 def test_without_one_it_says_when_there_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -31,7 +31,7 @@ def measured(slow=None, odd=False):
     if odd:
         profile.add(GRID[0], {**TAKES, "F": 1.0})
     profile.factors(GRID)
-    return profile.costs(GRID, 2, hop=1e-6)
+    return profile.costs(GRID, (0, 1), hop=1e-6)
 
 
 def test_costs_are_medians_in_microseconds():
@@ -51,7 +51,7 @@ def test_of_two_peers_one_is_slow_and_the_other_is_what_is_usual():
         profile.add(Worker(1, 0), {kind: 4 * seconds for kind, seconds in TAKES.items()})
     pair = [Worker(0, 0), Worker(1, 0)]
     profile.factors(pair)
-    costs = profile.costs(pair, 1)
+    costs = profile.costs(pair, (0,))
     assert costs.speed == {Worker(1, 0): 4.0} and costs.forward == (20,)
 
 
@@ -60,13 +60,13 @@ def test_a_step_takes_what_it_takes_the_last_one_who_comes_to_it():
     for one, other in ((5e-6, 90e-6), (80e-6, 6e-6), (7e-6, 70e-6), (1e-6, 99e-6), (60e-6, 6e-6)):
         for worker, seconds in ((Worker(0, 0), one), (Worker(1, 0), other)):
             profile.add(worker, {**TAKES, "S": seconds})
-    assert profile.costs([Worker(0, 0), Worker(1, 0)], 1).step == (6,), "the usual one, not a lucky one"
+    assert profile.costs([Worker(0, 0), Worker(1, 0)], (0,)).step == (6,), "the usual one, not a lucky one"
 
 
 def test_nothing_is_said_before_every_stage_was_measured():
     profile = Profile()
     profile.add(Worker(0, 0), TAKES)
-    assert profile.costs(GRID, 2) is None
+    assert profile.costs(GRID, (0, 1)) is None
     with pytest.raises(PlanError):
         profile.add(Worker(0, 0), {"X": 1.0})
 
@@ -81,6 +81,54 @@ def test_drift_is_a_notable_change_only():
     assert not drifted(old, replace(old, hop=15)), "less than a quarter of the work"
     assert drifted(old, replace(old, speed={Worker(0, 0): 1.5}))
     assert not drifted(replace(old, speed={Worker(0, 0): 1.5}), replace(old, speed={Worker(0, 0): 1.45}))
+
+
+# ---- several chunks of the model on a stage
+
+V = (0, 1, 1, 0)
+LAST = {"F/1": 40e-6, "B/1": 44e-6, "W/1": 36e-6}
+"""The second chunk of a stage takes twice as long as the first."""
+
+
+def measured_of_v(slow=None, partial=None):
+    """Durations of the grid's workers. ``slow`` takes half as long again; ``partial`` has no first chunks to run."""
+    profile = Profile()
+    for worker in GRID:
+        for _ in range(9):
+            factor = 1.5 if worker == slow else 1.0
+            own = {**({"S": 15e-6} if worker == partial else TAKES), **LAST}
+            profile.add(worker, {kind: factor * seconds for kind, seconds in own.items()}, chunks=2)
+    return profile
+
+
+def test_each_chunk_costs_what_it_takes_itself():
+    costs = measured_of_v().costs(GRID, V)
+    assert costs.forward == (20, 20, 40, 40) and costs.backward_input == (22, 22, 44, 44)
+    assert costs.backward_weight == (18, 18, 36, 36) and len(costs.step) == 2 and not costs.speed
+    assert measured_of_v().costs(GRID, (0, 1, 0, 1)).forward == (20, 20, 40, 40), "interleaved"
+    lacks = Profile()
+    for worker in GRID:
+        lacks.add(worker, TAKES if worker.stage else {**TAKES, **LAST}, chunks=2)
+    assert lacks.costs(GRID, V) is None, "of one chunk nothing is known"
+
+
+def test_a_worker_of_several_chunks_is_slow_by_all_its_work_and_not_because_it_has_none_in_one():
+    slow, partial = measured_of_v(slow=Worker(1, 1)), measured_of_v(partial=Worker(1, 1))
+    assert slow.factors(GRID) == {Worker(1, 1): pytest.approx(1.5)} and partial.factors(GRID) == {}
+    for profile in (slow, partial):
+        assert profile.costs(GRID, V).forward == (20, 20, 40, 40)
+
+
+def test_a_chunk_that_has_changed_is_a_drift_also_where_its_stage_takes_as_long_as_before():
+    old = Costs((20, 20, 40, 40), (22, 22, 44, 44), (18, 18, 36, 36), 1, (15, 15))
+    assert not drifted(old, old, placement=V)
+    assert drifted(old, replace(old, forward=(40, 20, 40, 20)), placement=V), "a stage's average chunk is as it was"
+    assert not drifted(old, replace(old, forward=(20, 20, 45, 40)), placement=V), "less than a tenth of the chunk"
+    assert not drifted(old, replace(old, forward=(28, 20, 40, 40)), placement=V), "nor of the stage's average chunk"
+    assert drifted(old, replace(old, step=(15, 40)), placement=V)
+    assert not drifted(old, replace(old, step=(15, 32)), placement=V), "less than a tenth of both chunks"
+    tiny = replace(old, forward=(1, 20, 40, 40), backward_input=(1, 22, 44, 44), backward_weight=(1, 18, 36, 36))
+    assert not drifted(tiny, replace(tiny, forward=(4, 20, 40, 40)), placement=V), "it costs next to nothing"
 
 
 # ---- noise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from megatron_recycle.runtime.compute.device import Cpu, Device, Moment, Pace, d
 from megatron_recycle.runtime.compute.memory import ActivationMemory
 from megatron_recycle.runtime.compute.stopwatch import Stopwatch
 from megatron_recycle.runtime.memory_budget import kept_bytes, room_on
+from megatron_recycle.runtime.profiling import _spent
 from megatron_recycle.runtime.site import Meters
 
 
@@ -96,6 +99,20 @@ def test_durations_are_those_of_the_stages_own_layers_also_where_it_runs_others(
         queue.ask(5.0)
     queue.done = 17.0
     assert watch.take() == {"F": [4.0]} and watch.more == 1.0
+
+
+def test_durations_are_told_by_chunk_and_a_frameworks_own_timers_by_kind():
+    queue, kinds = Queue(), []
+    watch = Stopwatch(queue)
+    watch.beside = lambda kind: nullcontext(kinds.append(kind))
+    for chunk, seconds in ((0, 2.0), (1, 5.0), (1, 7.0)):
+        with watch.measure("B", chunk=chunk):
+            queue.ask(seconds)
+    queue.done = 14.0
+    taken = watch.take()
+    assert taken == {"B": [2.0], "B/1": [5.0, 7.0]} and kinds == ["B"] * 3
+    medians = {"B": 2.0, "B/1": 6.0}
+    assert _spent({"actions": 17.0}, taken, medians, 0.0, host=True) == {"actions": 14.0, "between": 3.0, "gap": 1.0}
 
 
 def test_a_device_that_counts_its_bytes_is_asked_for_them():

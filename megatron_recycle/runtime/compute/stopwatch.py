@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+from megatron_recycle.plan import of_place
 from megatron_recycle.runtime.compute.device import Device, Moment
-
-_KINDS = ("F", "B", "W", "reduce", "step")
 
 
 class Stopwatch:
-    """Durations of actions on ``device`` since they were last asked for, at most the latest ``window`` of each kind.
+    """Durations of actions on ``device`` since they were last asked for, at most the latest ``window`` of each kind,
+    and of each chunk where the stage has several.
 
     They are the device's, and read when they are asked for, so that measuring makes nobody wait.
 
@@ -25,22 +25,29 @@ class Stopwatch:
     """
 
     def __init__(self, device: Device, window: int = 256) -> None:
-        self._device = device
-        self._taken: dict[str, deque[tuple[Moment, Moment, float]]] = {kind: deque(maxlen=window) for kind in _KINDS}
+        self._device, self._window = device, window
+        self._taken: dict[str, deque[tuple[Moment, Moment, float]]] = {}
         self.more = 0.0
         self.beside: Callable[[str], AbstractContextManager[None]] = lambda kind: nullcontext()
 
     @contextmanager
-    def measure(self, kind: str, share: float = 1.0) -> Iterator[None]:
-        """Take the time of the block as one action of ``kind``; an interrupted one does not count. ``share``: of the
-        time of the stage's own layers that it takes, as planned, where it runs more than these, or fewer."""
+    def measure(self, kind: str, share: float = 1.0, chunk: int = 0) -> Iterator[None]:
+        """Take the time of the block as one action of ``kind``; an interrupted one does not count.
+
+        Args:
+            share: of the time of the stage's own layers that it takes, as planned, where it runs more than these, or
+                fewer.
+            chunk: of the stage, in the order of the model's layers.
+        """
         begun = self._device.moment()
         with self.beside(kind):
             yield
-        self._taken[kind].append((begun, self._device.moment(), share))
+        taken = self._taken.setdefault(of_place(kind, chunk), deque(maxlen=self._window))
+        taken.append((begun, self._device.moment(), share))
 
     def take(self) -> dict[str, list[float]]:
-        """Seconds of each action of each kind that has ended since the last call, with the stage's own layers."""
+        """Seconds of each action that has ended since the last call, with the stage's own layers, by kind: "F" of the
+        stage's first chunk, "F/1" of its second."""
         found, self.more = {}, 0.0
         for kind, taken in self._taken.items():
             seconds = []
