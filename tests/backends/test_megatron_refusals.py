@@ -304,3 +304,14 @@ def test_the_fork_of_core_that_a_deepspeed_script_brings_along_keeps_its_own_sch
         assert schedules.get_forward_backward_func() == "its own"
     finally:
         hook.is_deepspeeds_fork.cache_clear()
+
+
+def test_a_forward_step_that_reads_in_the_middle_of_the_model_is_refused_and_trains_on_nothing_else():
+    """There it gets what tells a script that has an iterator from one that has none."""
+    from megatron_recycle.backends.megatron.data import read_from
+    from megatron_recycle.errors import UnsupportedError
+
+    assert read_from(None, None) is None and [*read_from("batch", object())] == ["batch"]
+    given = read_from(None, object())
+    with pytest.raises(UnsupportedError, match="reads data in the middle of the model"):
+        next(given)

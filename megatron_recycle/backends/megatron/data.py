@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from megatron_recycle.backends.megatron.script import taken_from, unwrapped
-from megatron_recycle.errors import DataError
+from megatron_recycle.errors import DataError, UnsupportedError
 from megatron_recycle.runtime.compute.data import Batch, DataSource, NotReadHere, Reading
 from megatron_recycle.runtime.compute.random_state import Seeds
 from megatron_recycle.runtime.compute.replay import Replayable
@@ -41,6 +41,28 @@ class ReadByAnother:
 
     def forget(self, pipeline: int, before: int) -> None:
         pass
+
+
+class InTheMiddle:
+    """In the place of an iterator that the script gives where the model neither begins nor ends: a micro-batch may run
+    anywhere, and is read at both ends only. Nothing else would keep a `forward_step` that takes data there from
+    training without it."""
+
+    def __iter__(self) -> InTheMiddle:
+        return self
+
+    def __next__(self) -> Batch:
+        raise UnsupportedError(
+            "forward_step reads data in the middle of the model, where this plugin gives none: it is read where the "
+            "model begins and where it ends. Let it read if the model has pre_process or post_process (Megatron-LM: "
+            "is_first_or_last_pipeline_stage(vp_stage)), and make of hidden states alone what stages between need")
+
+
+def read_from(batch: Batch, given: Any) -> Iterator[Any] | None:
+    """What `forward_step` reads ``batch`` from; without one as the script has it, which has ``given`` an iterator."""
+    if batch is not None:
+        return iter([batch])
+    return None if given is None else InTheMiddle()
 
 
 class LateSource:

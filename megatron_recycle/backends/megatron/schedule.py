@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -83,8 +83,10 @@ class RecycleSchedule:
             self._start(model if isinstance(model, list) else [model], megatron_training.largest(num_microbatches))
         check_call(keywords)
         own_data = self._options.data is not None and not forward_only  # the iterator is not looked at
-        self._stage.script.calls(model, None if own_data else data_iterator, forward_only)
+        given = None if own_data else data_iterator
+        self._stage.script.calls(model, given, forward_only)
         self._stage.forward_step = forward_step_func
+        self._stage.iterators = given if isinstance(given, Sequence) else [given] * len(self._stage.chunks)
         assert self._detached is not None
         with self.session.call(), self._detached.alone():
             reports = (self._evaluate(data_iterator, num_microbatches) if forward_only

@@ -28,6 +28,7 @@ from torch import nn
 
 from megatron_recycle.backends.hidden_state import HiddenState
 from megatron_recycle.backends.megatron.chunks import Chunks
+from megatron_recycle.backends.megatron.data import read_from
 from megatron_recycle.backends.megatron.distributed import Distributed
 from megatron_recycle.backends.megatron.groups import TensorGroup
 from megatron_recycle.backends.megatron.lending import BlockLayers
@@ -70,6 +71,8 @@ class MegatronStage:
                  settings: Mapping[str, Any] | None = None, lends: int = 0) -> None:
         self.settings = settings or {}
         self.forward_step: ForwardStep
+        self.iterators: Sequence[Any] = [None] * len(models)
+        """That the script gives for each of them."""
         self.result: tuple[Any, ...] = (True, None, None)
         """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
         self._chunks = Chunks(models)
@@ -137,8 +140,9 @@ class MegatronStage:
         communicated = _operations()
         reports: list[Any] = []
         output, tokens = forward_step(
-            self.forward_step, None if batch is None else iter([batch]), self._chunks.model, self.microbatches,
-            given, reports, self._config, cp_group_size=1, vp_stage=self._chunks.vp_stage, is_last_stage=last)
+            self.forward_step, read_from(batch, self.iterators[self._chunks.now]), self._chunks.model,
+            self.microbatches, given, reports, self._config, cp_group_size=1, vp_stage=self._chunks.vp_stage,
+            is_last_stage=last)
         if communicated != _operations() and parallel_state.get_data_parallel_world_size() > 1:
             raise UnsupportedError("forward_step or the loss function communicates in Megatron's data- or "
                                    "model-parallel group, whose other members are not there: a micro-batch may run "
