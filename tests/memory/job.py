@@ -375,15 +375,25 @@ class Job:
     # ---- what a test does
 
     def wait_held(self, *holds: Moment) -> None:
-        self.control.wait_until(lambda: self.held >= set(holds or self.holds), f"{holds or list(self.holds)}", LIMIT)
+        self._wait_until(lambda: self.held >= set(holds or self.holds), f"{holds or list(self.holds)}")
 
     def wait_event(self, name: str, **fields: Any) -> dict[str, Any]:
         def found() -> list[dict[str, Any]]:
             return [event for event in self.control.events
                     if event["event"] == name and all(event.get(key) == value for key, value in fields.items())]
 
-        self.control.wait_until(found, f"event {name} {fields}", LIMIT)
+        self._wait_until(found, f"event {name} {fields}")
         return found()[0]
+
+    def _wait_until(self, reached: Callable[[], Any], what: str) -> None:
+        """Until the coordinator's thread or a worker makes it so. Workers that have met an error on the way are named
+        with it: what nobody gets to looks like a hang otherwise."""
+        try:
+            self.control.wait_until(reached, what, LIMIT)
+        except AssertionError as error:
+            ends = [f"{process.name} has ended: {process.result.error.strip().splitlines()[-1]}"
+                    for process in self.processes.values() if process.result.error.strip()]
+            raise AssertionError("; ".join([str(error), *ends])) from error
 
     def release(self, hold: Moment, die: bool = False) -> None:
         if die:

@@ -248,3 +248,17 @@ def test_a_peer_whose_script_has_not_made_its_change_yet_is_not_taken_for_one_th
     monkeypatch.setattr(StageWorker, "settle", late)
     check(job, job.run(), {dies})
     assert settled and not [event for event in job.control.events if event["event"] == "healed"]
+
+
+def test_a_wait_for_what_nobody_gets_to_names_the_errors_of_workers(monkeypatch):
+    """A scene whose own code fails on every worker would look like a job that hangs."""
+    late = Moment("2:0", "forward", 1)
+
+    def at(job: Job, moment: Moment) -> None:
+        raise ValueError(f"at {moment}")
+
+    with Job(SHAPE, holds=[late], at=at) as job:
+        job.wait()
+        monkeypatch.setattr("tests.memory.job.LIMIT", 0.01)
+        with pytest.raises(AssertionError, match=r"in vain for .*'2:0'.* has ended: ValueError: at .* forward"):
+            job.wait_held(late)
