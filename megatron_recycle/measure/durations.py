@@ -204,11 +204,13 @@ def drifted(planned: Costs, measured: Costs, noise: Mapping[str, float] | None =
 
 
 def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[int], message: Sequence[int],
-         units: int = 8) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+         units: int = 8, placement: Sequence[int] = (),
+         ) -> tuple[dict[Worker, int], tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Memory caps and weights in whole units from bytes, rounded so that no plan takes more than there is.
 
     ``free``: bytes per worker left for activations, after everything that does not grow with them. ``before_b`` and
-    ``after_b``: bytes one micro-batch holds per stage before and after its B; ``message``: bytes of a posted receive.
+    ``after_b``: bytes one micro-batch holds per chunk before and after its B; ``message``: bytes of a posted receive;
+    ``placement``: the stage of each chunk, (): each stage has one.
     The unit is the largest of the first two divided by ``units``. Returns cap, before_b, after_b and message as Problem
     takes them. Raises PlanError where not even one micro-batch fits.
     """
@@ -217,7 +219,9 @@ def caps(free: Mapping[Worker, int], before_b: Sequence[int], after_b: Sequence[
     after = tuple(-(-size // unit) for size in after_b)
     cap = {worker: size // unit for worker, size in free.items()}
     for worker, room in cap.items():
-        if room < max(before[worker.stage], after[worker.stage]):
+        chunks = [chunk for chunk, stage in enumerate(placement or range(len(before))) if stage == worker.stage]
+        if room < sum(max(before[chunk], after[chunk]) for chunk in chunks):  # it is in all of them at once
             raise PlanError(f"worker {worker} has {free[worker]} bytes left for activations, one micro-batch needs"
-                            f" {max(before_b[worker.stage], after_b[worker.stage])}: lower the micro-batch size")
+                            f" {sum(max(before_b[chunk], after_b[chunk]) for chunk in chunks)}: lower the"
+                            " micro-batch size")
     return cap, before, after, tuple(-(-size // unit) for size in message)

@@ -18,6 +18,9 @@ from megatron_recycle.plan import Costs, PlanError, Worker, of_place
 _ACTIONS = ("F", "B", "W", "reduce", "step", "gap")
 """What a worker tells of its actions; all else that it tells is where its time went (`runtime.activity.part_of`)."""
 
+_HELD = ("before_b", "after_b", "message")
+"""Sizes of a micro-batch, by chunk."""
+
 _TOLD_EVERY = 25
 """Iterations between two events `spent`."""
 
@@ -29,27 +32,30 @@ NOTABLE = 0.10
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in the planner's units: room for activations of each worker, and per stage the share of a micro-batch
-    before and after its B and of a posted receive."""
+    """Memory in the planner's units: room for activations of each worker, and per chunk the share of a micro-batch
+    before and after its B and of a posted receive. ``placement``: the stage of each chunk; (): each stage has one."""
 
     room: Mapping[Worker, int]
     before_b: tuple[int, ...]
     after_b: tuple[int, ...]
     message: tuple[int, ...]
+    placement: tuple[int, ...] = ()
 
     def cap(self, worker: Worker, activations: int) -> int:
         """Units that ``worker`` may hold: ``activations`` micro-batches, if there is room for so many."""
         # A worker that was not there when the others were heard has its peers' memory.
         peers = [size for other, size in self.room.items() if other.stage == worker.stage]
         room = self.room.get(worker, min(peers, default=1))
-        return min(room, activations * max(self.before_b[worker.stage], self.after_b[worker.stage]))
+        at_home = self.placement or range(len(self.before_b))
+        return min(room, activations * max(max(held) for stage, *held in zip(
+            at_home, self.before_b, self.after_b, strict=True) if stage == worker.stage))
 
 
 @dataclass(frozen=True)
 class Measured:
     """Knowledge of the running job; ``memory`` is None where its size is unknown.
 
-    ``bytes`` has the measured sizes behind it: bytes held by a micro-batch, per stage; the most bytes held at a time
+    ``bytes`` has the measured sizes behind it: bytes held by a micro-batch, per chunk; the most bytes held at a time
     and the bytes kept besides, per worker.
     """
 
@@ -92,7 +98,13 @@ class Measurements:
         """Go on from the last event of an earlier coordinator (`Measured.to_json`). One of a release that measured
         stages without telling their chunks apart says the same of each chunk of a stage."""
         found = {name: event[name] for name in ("held", "kept", "room") if name in event}
-        self.known = Measured(Costs.from_json(event["costs"]).by_chunk(self.placement), _memory(found), found)
+        placement = self.placement
+        if placement and "held" in found:
+            found["held"] = {name: [sizes[stage] for stage in placement]
+                             if name in _HELD and len(sizes) < len(placement) else sizes
+                             for name, sizes in found["held"].items()}
+        self.known = Measured(
+            Costs.from_json(event["costs"]).by_chunk(placement), _memory(found, placement), found)
 
     def take(self, profile: Mapping[str, Any], incarnation: str = "") -> bool:
         """Take in one worker's measurements since its last report; returns whether `known` has changed notably, which
@@ -146,7 +158,7 @@ class Measurements:
         self.slow = {self._processes[worker]: factor for worker, factor in self._durations.factors(live).items()
                      if factor > 1}
         found = self._bytes() or (self.known.bytes if self.known is not None else {})
-        memory = _memory(found)
+        memory = _memory(found, self.placement)
         noise, hop = self._durations.noise(live), self._hop()
         self._since += 1
         for window in (RECENT, LONG):
@@ -182,13 +194,14 @@ class Measurements:
         return found
 
     def _bytes(self) -> dict[str, Any]:
-        """Sizes that the live workers have measured; {} if some have not, or if a stage's are unknown."""
+        """Sizes that the live workers have measured; {} if some have not, or if a chunk's are unknown."""
         live = {Worker.parse(name): self._memory[name] for name in self.live if name in self._memory}
         if len(live) < len(self.live):
             return {}
-        stages = range(1 + max(worker.stage for worker in live))
-        held = {name: [max(profile["held"][name] for worker, profile in live.items() if worker.stage == stage)
-                       for stage in stages] for name in ("before_b", "after_b", "message")}
+        at_home = self._at_home(live)
+        held = {name: [max(profile["held"].get(of_place(name, at_home[:chunk].count(stage)), 0)
+                           for worker, profile in live.items() if worker.stage == stage)
+                       for chunk, stage in enumerate(at_home)] for name in _HELD}
         if not all(held["before_b"]):
             return {}
         of_workers = {name: {str(worker): profile["held"].get(name) for worker, profile in sorted(live.items())}
@@ -215,12 +228,13 @@ def _mean(iterations: Collection[Mapping[str, float]]) -> dict[str, float]:
     return {part: round(mean(each.get(part, 0.0) for each in iterations), 6) for part in parts}
 
 
-def _memory(found: Mapping[str, Any]) -> Memory | None:
+def _memory(found: Mapping[str, Any], placement: tuple[int, ...]) -> Memory | None:
     if "room" not in found:
         return None
     room = {Worker.parse(name): int(size) for name, size in found["room"].items()}
     try:
-        return Memory(*caps(room, *(found["held"][name] for name in ("before_b", "after_b", "message"))))
+        before_b, after_b, message = (found["held"][name] for name in _HELD)
+        return Memory(*caps(room, before_b, after_b, message, placement=placement), placement)
     except PlanError as error:
         log.warning("recycle: memory does not limit the plans: %s", error)
         return None

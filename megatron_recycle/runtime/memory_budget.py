@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_recycle.observe.log import get_logger
-from megatron_recycle.plan import Piece, Plan, Worker, pieces
+from megatron_recycle.plan import Piece, Plan, Worker, of_place, pieces
 from megatron_recycle.plan.replay import peak
 from megatron_recycle.runtime.comm.sharded_reduction import at_once
 from megatron_recycle.runtime.compute.device import Device
@@ -92,15 +92,17 @@ def announce(site: Site, plan: Plan) -> None:
 
 
 def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
-    """The measurements for the planner: bytes that a micro-batch holds before and after its B (``held``) with the most
-    that was held at a time and the plan's own number, bytes left for activations (``room``), bytes used otherwise
-    (``kept``).
+    """The measurements for the planner: bytes that a micro-batch holds before and after its B (``held``; "before_b" in
+    the stage's first chunk, "before_b/1" in its second) with the most that was held at a time and the plan's own
+    number, bytes left for activations (``room``), bytes used otherwise (``kept``).
     """
     memory, me = site.meters.memory, site.place.me
-    chunks = plan.problem.chunks
-    weighed = replace(plan.problem, before_b=(memory.before_b,) * chunks, after_b=(memory.after_b,) * chunks)
-    held = {"before_b": memory.before_b, "after_b": memory.after_b, "message": memory.message, "peak": memory.peak,
-            "planned": peak(weighed, me, plan.actions(me))}
+    each = [memory.held(chunk) for chunk in plan.problem.place_of]  # all that counts is this worker's stage
+    weighed = replace(plan.problem, before_b=tuple(held.before_b for held in each),
+                      after_b=tuple(held.after_b for held in each))
+    held = {of_place(name, chunk): size for chunk in range(len(site.place.chunks))
+            for name, size in memory.held(chunk)._asdict().items()}
+    held |= {"peak": memory.peak, "planned": peak(weighed, me, plan.actions(me))}
     kept = _kept(site, plan, undo)
     return {"held": held, "kept": kept, "room": room_on(site.meters.device, site.config.memory, kept, memory.now)}
 
@@ -108,15 +110,22 @@ def profile(site: Site, plan: Plan, undo: int) -> dict[str, Any]:
 def announce_profile(me: Worker, found: dict[str, Any]) -> None:
     """Log what `profile` found."""
     held, room = found["held"], found["room"]
-    if room is not None and room < max(held["before_b"], held["after_b"]):
+    chunks = sum(name.partition("/")[0] == "before_b" for name in held)
+    before, after = ([held[of_place(name, chunk)] for chunk in range(chunks)] for name in ("before_b", "after_b"))
+    if room is not None and room < sum(map(max, before, after)):
         get_logger().warning(
             "megatron-recycle: worker %s has %.2f MiB left for activations, less than one micro-batch needs; plans "
             "take no notice of memory then: give more by `memory`, or make micro-batches smaller", me, room / _MIB)
     get_logger().info(
-        "megatron-recycle: worker %s: a micro-batch holds %.2f MiB from its forward to its backward, and %.2f MiB from "
+        "megatron-recycle: worker %s: a micro-batch holds %s MiB from its forward to its backward, and %s MiB from "
         "there to its weight gradient; at most %.2f MiB were held at a time, the plan says %.2f%s", me,
-        held["before_b"] / _MIB, held["after_b"] / _MIB, held["peak"] / _MIB, held["planned"] / _MIB,
+        _mib(before), _mib(after), held["peak"] / _MIB, held["planned"] / _MIB,
         "" if room is None else f", {room / _MIB:.2f} are there")
+
+
+def _mib(sizes: Iterable[int]) -> str:
+    """Of each of the stage's chunks."""
+    return " + ".join(f"{size / _MIB:.2f}" for size in sizes)
 
 
 def _kept(site: Site, plan: Plan, undo: int) -> dict[str, int]:

@@ -254,8 +254,8 @@ def memory(way: Way, inputs: torch.Tensor, gradient: torch.Tensor) -> Row:
         way.weights()
         counts.weight((0, number))
     return {**({f"{name}_mib": round(value, 2) for name, value in held.items()} if cuda else {}),
-            "counted_after_F_mib": round(counts.before_b / _MIB, 2),
-            "counted_after_B_mib": round(counts.after_b / _MIB, 2)}
+            "counted_after_F_mib": round(counts.held().before_b / _MIB, 2),
+            "counted_after_B_mib": round(counts.held().after_b / _MIB, 2)}
 
 
 def first_sum(way: Way, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int, pipeline
     memory = worker.site.meters.memory
     memory.begin()  # the last iteration is complete
     result = {"losses": losses, "worker": str(worker.site.place.me), "counted": memory.peak,
-              "before_b": memory.before_b, "after_b": memory.after_b,
+              "before_b": memory.held().before_b, "after_b": memory.held().after_b,
               "allocated": watching.peaks[iterations - 1], "plan": worker.plan.to_json()}
     engine.session.finish()
     return result

@@ -140,5 +140,56 @@ def test_a_coordinator_that_comes_back_knows_what_was_measured_and_whom_to_wait_
     assert len(third.plan(DESCRIPTION, frozenset({"1:1"}))["costs"]["forward"]) == 2
 
 
+V = {**DESCRIPTION, "placement": [0, 1, 1, 0]}
+LAST = {"before_b": 4, "after_b": 3, "message": 2}
+"""MiB in the chunk of the loss; in the others 8, 5 and 1."""
+
+
+def of_v(worker: str, room: int | None, last: dict[str, int]) -> dict[str, Any]:
+    found = profile(worker, room)
+    also = {name: last[name] * MIB if worker.endswith(":0") else size for name, size in found["held"].items()}
+    one = {name + more: seconds for name, seconds in found["iterations"][0].items() for more in ("", "/1")}
+    return {**found, "iterations": [one] * 3,
+            "held": {**found["held"], **{f"{name}/1": size for name, size in also.items()}}}
+
+
+def test_chunks_of_a_stage_are_planned_with_their_own_memory():
+    planning = Planning()
+    planning.plan(V, frozenset())
+    *_, known = [planning.measured(of_v(name, 1000 * MIB, LAST)) for name in NAMES]
+    assert known.bytes["held"]["before_b"] == [8 * MIB, 8 * MIB, 8 * MIB, 4 * MIB]
+    problem = problem_of(V, frozenset(), known)
+    assert problem.before_b == (8, 8, 8, 4) and problem.after_b == (5, 5, 5, 3) and problem.message == (1, 1, 1, 2)
+    assert problem.weight(0) == 12 and set(problem.cap.values()) == {8 * 8}
+    *_, changed = [planning.measured(of_v(name, 1000 * MIB, {**LAST, "before_b": 7})) for name in NAMES]
+    assert changed is not None and changed.memory.before_b == (8, 8, 8, 7), "though its stage's largest is what it was"
+    again = Planning()
+    again.resume(V, frozenset(), [{"event": "profiled", **changed.to_json()}])
+    assert [each.plan(V, frozenset({"1:1"}))["digest"] for each in (again, planning)] == [
+        planning.plan(V, frozenset({"1:1"}))["digest"]] * 2
+
+
+@pytest.mark.parametrize(("room", "last", "usable"), [
+    (12, LAST, True), (11, LAST, False), (100, {**LAST, "before_b": 0}, False)],
+    ids=["one in both chunks", "not in both at once", "one chunk is not measured yet"])
+def test_a_micro_batch_is_in_all_chunks_of_a_stage_at_once(room, last, usable):
+    planning = Planning()
+    planning.plan(V, frozenset())
+    *_, known = [planning.measured(of_v(name, (room if name.endswith(":0") else 100) * MIB, last)) for name in NAMES]
+    assert (known.memory is not None) == usable
+    plan = Plan.from_json(planning.plan(V, frozenset({"1:1"})))
+    assert violations(plan) == []
+
+
+def test_memory_that_an_earlier_release_has_measured_of_a_stage_holds_for_each_of_its_chunks():
+    first = Planning()
+    first.plan(DESCRIPTION, frozenset())
+    told = {"event": "profiled", **heard(first, room=40 * MIB).to_json()}
+    planning = Planning()
+    planning.resume(V, frozenset(), [told])
+    problem = Plan.from_json(planning.plan(V, frozenset({"1:1"}))).problem
+    assert problem.before_b == (8,) * 4 and problem.after_b == (5,) * 4 and problem.cap[Worker(0, 0)] == 40
+
+
 def test_before_anybody_is_known_to_live_nothing_is_measured():
     assert Planning().measured(profile("0:0", None)) is None

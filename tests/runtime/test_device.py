@@ -123,7 +123,7 @@ def test_a_device_that_counts_its_bytes_is_asked_for_them():
         with memory.forward((0, number), ()):
             queue.bytes += 70
         memory.begin_backward((0, number), ())
-    assert memory.before_b == 70
+    assert memory.held().before_b == 70
     kept = {"state": 500, "spare": 100}
     assert room_on(queue, None, kept, held=70) == int(0.9 * 860) + 70 - 100
 

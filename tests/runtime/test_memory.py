@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_recycle.runtime.compute.device import Cpu
-from megatron_recycle.runtime.compute.memory import ActivationMemory, nbytes
+from megatron_recycle.runtime.compute.memory import ActivationMemory, Held, nbytes
 from megatron_recycle.runtime.compute.split import Splitter, WeightQueue
 from megatron_recycle.runtime.memory_budget import kept_bytes, room_on
 
@@ -56,13 +56,34 @@ def test_what_a_micro_batch_holds_is_measured(checkpointing, alive):
     memory.begin()
     for number in range(2):
         micro_batch(stage, splitter, memory, number)
-    assert memory.before_b == alive * TENSOR
+    held = memory.held()
+    assert held.before_b == alive * TENSOR
     # down: the sigmoid's output and its output's gradient; up: frozen's output and a gradient
-    assert memory.after_b == 4 * TENSOR and memory.message == TENSOR
-    assert memory.now == 2 * memory.after_b
+    assert held.after_b == 4 * TENSOR and held.message == memory.message == TENSOR
+    assert memory.now == 2 * held.after_b
     memory.weight((0, 0))
     memory.begin()
-    assert memory.now == 0 and memory.peak == max(memory.before_b, memory.after_b) + memory.after_b
+    assert memory.now == 0 and memory.peak == max(held.before_b, held.after_b) + held.after_b
+
+
+def test_each_chunk_of_a_stage_holds_what_it_holds_itself():
+    memory, wide = ActivationMemory(Cpu()), torch.zeros(ROWS, 2 * WIDTH)
+    memory.begin()
+    kept = []
+    for number in range(2):
+        for chunk, received in ((0, wide), (1, wide[:ROWS // 2].clone())):
+            with memory.forward((0, number, chunk), [received]):
+                kept.append(torch.zeros(chunk + 3, TENSOR // 4))
+    for number in range(2):
+        for chunk in (1, 0):
+            memory.begin_backward((0, number, chunk), [wide[:chunk + 1].clone()])
+            memory.end_backward((0, number, chunk), WeightQueue())
+            memory.weight((0, number, chunk))
+    assert memory.held(0) == Held(2 * TENSOR + 3 * TENSOR, 0, 2 * TENSOR)
+    assert memory.held(1) == Held(TENSOR + 4 * TENSOR, 0, TENSOR) and memory.message == 2 * TENSOR
+    with memory.forward((0, 2, 1), None):
+        assert memory.now == 0
+    assert memory.now == memory.held(1).before_b
 
 
 def test_measuring_changes_no_bit():

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -28,38 +28,54 @@ Item = tuple[int, ...]
 """Pipeline and micro-batch; where its stage has several chunks, which of these."""
 
 
+class Held(NamedTuple):
+    """Bytes of a micro-batch in one chunk.
+
+    Attributes:
+        before_b: held from its F to its B; 0 until they are measured.
+        after_b: most that one has held from its B to its W.
+        message: of the largest message that one gets from another stage.
+    """
+
+    before_b: int
+    after_b: int
+    message: int
+
+
 class ActivationMemory:
-    """Bytes that this worker's micro-batches hold, as a running count.
+    """Bytes that this worker's micro-batches hold, as a running count, and in each chunk of its stage.
 
     Args:
         device: where they live.
 
     Attributes:
-        before_b: bytes that a micro-batch holds from its F to its B, in the chunk where that is most; 0 until they are
-            measured.
-        after_b: most bytes that one has held from its B to its W.
-        message: bytes of the largest message that a micro-batch passes to another stage.
         peak: most bytes held at a time in the last complete iteration.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._forwards: Counter[Item] = Counter()
-        self._before: dict[Item, int] = {}
+        self._forwards: Counter[int] = Counter()  # these four by chunk
+        self._before: Counter[int] = Counter()
+        self._after: Counter[int] = Counter()
+        self._messages: Counter[int] = Counter()
         self._watched: dict[Item, tuple[int, list[StorageWeakRef | int]]] = {}
         self._between: set[Item] = set()
         self._queued: dict[Item, int] = {}
-        self._peak = 0
-        self.after_b = self.message = self.peak = 0
+        self._peak = self.peak = 0
+
+    def held(self, chunk: int = 0) -> Held:
+        """What a micro-batch holds in a chunk of the stage, as far as that is measured."""
+        return Held(self._before[chunk], self._after[chunk], self._messages[chunk])
 
     @property
-    def before_b(self) -> int:
-        return max(self._before.values(), default=0)
+    def message(self) -> int:
+        """Bytes of the largest message that a micro-batch gets from another stage."""
+        return max(self._messages.values(), default=0)
 
     @property
     def now(self) -> int:
         """Bytes held now."""
-        return len(self._between) * self.before_b + sum(self._queued.values())
+        return sum(self._before[_chunk(item)] for item in self._between) + sum(self._queued.values())
 
     def begin(self) -> None:
         """A new iteration; what is left of the one before was given up."""
@@ -73,7 +89,7 @@ class ActivationMemory:
         """Around the F of ``microbatch``, whose ``inputs`` came from another worker."""
         received = nbytes(inputs or ())
         before = self._device.allocated()
-        if self._forwards[microbatch[2:]] not in _MEASURED:
+        if self._forwards[_chunk(microbatch)] not in _MEASURED:
             yield
         elif before is not None:
             yield
@@ -83,19 +99,19 @@ class ActivationMemory:
             with _Watch() as watch:
                 yield
             self._watched[microbatch] = received, list(watch.seen.values())
-        self._forwards[microbatch[2:]] += 1
+        self._forwards[_chunk(microbatch)] += 1
         self._between.add(microbatch)
-        self.message = max(self.message, received)
+        self._passed(microbatch, received)
         self._count()
 
     def begin_backward(self, microbatch: Item, gradients: Sequence[torch.Tensor]) -> None:
         """Before the B of ``microbatch``, for which ``gradients`` came from another worker."""
-        self.message = max(self.message, nbytes(gradients))
+        self._passed(microbatch, nbytes(gradients))
         if microbatch in self._watched:
             received, watched = self._watched.pop(microbatch)
             # A storage that nobody refers to any more has given its memory back.
             held = sum(one if isinstance(one, int) else _size(one) for one in watched)
-            self._before[microbatch[2:]] = received + held
+            self._before[_chunk(microbatch)] = received + held
             self._count()
 
     def end_backward(self, microbatch: Item, queue: WeightQueue) -> None:
@@ -104,15 +120,24 @@ class ActivationMemory:
         self._queued[microbatch] = held = nbytes([
             *(tensor for item in queue.deferred for tensor in (item.inputs, item.output_gradient)),
             *(gradient for _, gradient in queue.formed)])
-        self.after_b = max(self.after_b, held)
+        chunk = _chunk(microbatch)
+        self._after[chunk] = max(self._after[chunk], held)
         self._count()
 
     def weight(self, microbatch: Item) -> None:
         """After the W of ``microbatch``."""
         del self._queued[microbatch]
 
+    def _passed(self, microbatch: Item, size: int) -> None:
+        chunk = _chunk(microbatch)
+        self._messages[chunk] = max(self._messages[chunk], size)
+
     def _count(self) -> None:
         self._peak = max(self._peak, self.now)
+
+
+def _chunk(item: Item) -> int:
+    return item[2] if len(item) > 2 else 0
 
 
 class _Watch(TorchDispatchMode):
