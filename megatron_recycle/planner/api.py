@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,19 +38,26 @@ def quick(problem: Problem, seed: int = 0) -> Plan:
     plan = _listed(problem, {}, begin, seed)
     if not (any(problem.message) and overfull(plan)):
         return plan
-    # Some messages are sent before they are needed: memory is kept for these, or nothing is done ahead at all.
-    kept: dict[Worker, int] = dict(surplus(plan))
-    found = [plan for plan in [_cautious(problem, begin, seed)] if plan]
-    while _roomy(problem, kept):
-        plan = _listed(problem, kept, begin, seed)
-        if not overfull(plan):
-            found.append(plan)
-            break
-        more = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **surplus(plan)}.items()}
-        if more == kept:
-            break
-        kept = more
+    found = [*_sparing(plan, begin, seed, lend=True)]
+    if lent.helps(problem):  # lending is to be no worse than without, here too
+        found += _sparing(_listed(problem, {}, begin, seed, lend=False), begin, seed, lend=False)
     return min(found, key=lambda plan: plan.objective_value) if found else _one_by_one(problem, begin, seed)
+
+
+def _sparing(plan: Plan, begin: float, seed: int, lend: bool) -> Iterator[Plan]:
+    """Plans within the caps, like ``plan``, which sends some messages before they are needed: memory is kept for these,
+    or nothing is done ahead at all."""
+    problem = plan.problem
+    if (cautious := _cautious(problem, begin, seed, lend)) is not None:
+        yield cautious
+    kept: dict[Worker, int] = {}
+    while overfull(plan):
+        more = {worker: max(count, kept.get(worker, 0)) for worker, count in {**kept, **surplus(plan)}.items()}
+        if more == kept or not _roomy(problem, more):
+            return
+        kept = more
+        plan = _listed(problem, kept, begin, seed, lend)
+    yield plan
 
 
 def _roomy(problem: Problem, kept: Mapping[Worker, int]) -> bool:
@@ -59,12 +66,12 @@ def _roomy(problem: Problem, kept: Mapping[Worker, int]) -> bool:
                for worker, count in kept.items() if worker in problem.cap)
 
 
-def _cautious(problem: Problem, begin: float, seed: int) -> Plan | None:
+def _cautious(problem: Problem, begin: float, seed: int, lend: bool) -> Plan | None:
     """The plan for which every worker keeps memory for as many early messages as the others, as few as will do: the
     more is kept, the less is sent early. None where memory is too short for that."""
     count, live = 1, [worker for worker in problem.live_workers() if worker in problem.cap]
     while _roomy(problem, kept := dict.fromkeys(live, count)):
-        plan = _listed(problem, kept, begin, seed)
+        plan = _listed(problem, kept, begin, seed, lend)
         if not overfull(plan):
             return plan
         count += max(1, count // 2)
@@ -81,8 +88,9 @@ def _one_by_one(problem: Problem, begin: float, seed: int) -> Plan:
     return plan
 
 
-def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: int) -> Plan:
-    """The better one of a few greedy schedules, with memory ``kept`` for messages that are sent early."""
+def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: int, lend: bool = True) -> Plan:
+    """The better one of a few greedy schedules, with memory ``kept`` for messages that are sent early; with ``lend``
+    also of some that lend layers, where these may be lent."""
     instance = build(problem, kept)
     alignment = aligned(instance)
     table = route(instance, alignment)
@@ -97,7 +105,7 @@ def _listed(problem: Problem, kept: Mapping[Worker, int], begin: float, seed: in
         if best is None or goal(problem, found) < goal(problem, best):
             best = found
     assert best is not None
-    if lent.helps(problem) and instance.actions <= LENDING_MOST:
+    if lend and lent.helps(problem) and instance.actions <= LENDING_MOST:
         lending = lent.first(instance, LENDING).best
         best = lending if lending is not None and goal(problem, lending) < goal(problem, best) else best
     return _quick_plan(instance, adjoined(instance, best), first, seed)

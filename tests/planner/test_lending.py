@@ -93,6 +93,19 @@ def test_a_job_whose_layers_take_no_time_is_planned_too():
     assert violations(quick(problem)) == []
 
 
+def test_lending_is_no_worse_than_rerouting_where_early_messages_take_the_memory_either():
+    caps = {(0, 0): 5, (0, 2): 5, (1, 2): 2, (2, 2): 7}
+    problem = Problem(
+        Grid(3, (2, 4, 1)), replace(Costs.uniform(6, 20, 20, 20, speed={Worker(0, 0): 10.0}), step=(0, 0, 0),
+                                    layer=((1, 1, 1),) * 6),
+        tuple(Worker(*w) for w in ((1, 0), (1, 1), (2, 0), (2, 1))), {Worker(*w): cap for w, cap in caps.items()},
+        message=(2,) * 6, placement=(0, 1, 2, 2, 1, 0), layers=(4, 3, 2, 4, 1, 3),
+        lend=((3, 3), (3, 1), (0, 0), (1, 1), (1, 3)),
+        layer_held=((0, 0), (0, 1), (1, 1), (1, 0), (1, 0), (1, 1)))
+    plan = quick(problem)
+    assert violations(plan) == [] and plan.period <= quick(replace(problem, lend=())).period
+
+
 def test_eleven_workers_carry_the_load_of_twelve_in_cascade():
     """One of 3x4x6 dead: 288 layers of micro-batches (4 of each of 18 at 4 stages) on 11 workers, 27 at most."""
     instance = build(job(3, 4, 6, [(1, 2)]))
