@@ -294,8 +294,12 @@ class Session:
 
     def speaks(self, which: int = 0) -> bool:
         """Whether this worker says what is said once in a job: it is the first one that is left, or, where a framework
-        logs on its last rank, the last one (``which`` -1)."""
-        return self._worker is not None and self.live()[which] == self.place.me
+        logs on its last rank, which has the loss, the last one of those that compute it (``which`` -1)."""
+        if self._worker is None:
+            return False
+        live = self.live()
+        with_loss = [worker for worker in live if worker.stage == self.place.loss_stage]
+        return (with_loss or live if which else live)[which] == self.place.me
 
     def together(self, what: str, run: Callable[[], Any], otherwise: Any, without: str | None = None) -> Any:
         """The result of ``run``, or ``otherwise``, with a line that says why, where not all workers can run it.

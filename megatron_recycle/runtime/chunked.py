@@ -59,7 +59,7 @@ def check_chunks(stage: Stage, place: Place, config: RecycleConfig) -> None:
     if not place.placement:
         if config.chunks > 1:
             raise UnsupportedError(f"chunks {config.chunks}, and this framework's stages have one each: leave it out, "
-                                   "so far it is DeepSpeed's PipelineModule that is cut into V-shaped stages")
+                                   "DeepSpeed's PipelineModule and Megatron's GPTModel are cut into V-shaped stages")
         return
     found = [what for what, there in {
         "moves of workers to other stages": config.moves,

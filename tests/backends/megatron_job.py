@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,13 @@ SIZE = ("--length", "8", "--width", "16", "--heads", "2", "--blocks", "4", "--ba
 def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipelines: int = 3, tensor: int = 1,
           iterations: int = 4, plugin: bool = True, settings: dict[str, Any] | None = None,
           options: tuple[str, ...] = (), ramp: tuple[int, ...] = (), data_parallel: dict[str, Any] | None = None,
-          seed: int = 1, lends: bool = False, fused: bool = False) -> Any:
+          seed: int = 1, lends: bool = False, fused: bool = False, alike: bool = False) -> Any:
     """Train scripts/pretrain_gpt_megatron.py's model; returns its state and the live workers.
 
     ``ramp``: micro-batches of a pipeline in the first iterations. ``data_parallel``: options of Megatron's
     DistributedDataParallelConfig that the script does not have. ``lends``: whether plans lend layers. ``fused``:
-    whether a stand-in for apex's kernels adds weight gradients up; "fused" is how often it did.
+    whether a stand-in for apex's kernels adds weight gradients up; "fused" is how often it did. ``alike``: whether
+    weights begin as their names in the whole model say, whichever stage has them; "whole" has them by these names.
     """
     if lends:
         lend()
@@ -42,6 +44,10 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         parallel_state.initialize_model_parallel,
         num_distributed_optimizer_instances=(data_parallel or {}).get("num_distributed_optimizer_instances", 1))
     added = _fuse() if fused else []
+    whole: dict[str, torch.Tensor] = {}
+    if alike:
+        build = script.build
+        script.build = lambda args: _alike(build(args), whole)
     made: list[Any] = []
     make = optimizer.get_megatron_optimizer
 
@@ -67,6 +73,7 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
               "parameters": {name: value.float().numpy().copy() for name, value in state["parameters"].items()},
               "state": [{key: value.float().numpy().copy() for key, value in one.items()}
                         for one in state["optimizer"]]}
+    result["whole"] = {name: value.detach().float().numpy().copy() for name, value in whole.items()}
     result["shards"], result["fused"] = _shards(made[0]), len(added)
     if plugin:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -79,6 +86,27 @@ def train(observer_of: Callable[[str], Any], rank: int, *, stages: int = 2, pipe
         schedule.session.finish()
     torch.distributed.destroy_process_group()
     return result
+
+
+def _alike(built: Any, whole: dict[str, torch.Tensor]) -> Any:
+    """What the script has ``built``, with weights that go by their names in the ``whole`` model."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    _, models, optimizer = built
+    for part in (get_attr_wrapped_model(model, "pre_process", return_model_obj=True) for model in models):
+        for name, parameter in part.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(part.decoder.layers[int(parts[2])].layer_number - 1)
+            if parts[0] == "output_layer" and part.share_embeddings_and_output_weights:
+                parts = ["embedding", "word_embeddings", "weight"]
+            name = ".".join(parts)
+            whole[name] = parameter
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            with torch.no_grad():
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator) + ("norm.weight" in name))
+    optimizer.reload_model_params()
+    return built
 
 
 def _fuse() -> list[torch.dtype]:

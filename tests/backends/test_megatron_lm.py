@@ -269,6 +269,31 @@ def test_virtual_pipelines_train_through_a_failure_as_stock_which_goes_on_from_t
         assert found[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-4)
 
 
+@pytest.mark.night
+@pytest.mark.parametrize("more", [(), ("--untie-embeddings-and-output-weights", *SHARDED)], ids=["tied", "shards"])
+def test_a_v_goes_on_from_a_checkpoint_of_stages_in_one_piece_through_a_failure_and_stock_from_its_own(
+        more, checkout, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("RECYCLE_REDUCTION", "exact")
+    by_parameter = ("--dist-ckpt-optim-fully-reshardable",) if more else ()
+    options = ("--data-path", str(text), "--ckpt-format", "torch_dist", "--save-interval", "2", *more, *by_parameter)
+    flat, saved = tmp_path / "flat", tmp_path / "saved"
+    expected = losses(recycled(tmp_path / "calm", checkout, *options, "--save", str(flat)))
+    (flat / "latest_checkpointed_iteration.txt").write_text("2")
+    monkeypatch.setenv("RECYCLE_CHUNKS", "2")
+    script = tmp_path / "script.chaos"
+    script.write_text("kill 1:1 --at-iteration 2 --phase backward\n")
+    printed = recycled(tmp_path / "killed", checkout, *options, "--load", str(flat), "--save", str(saved), chaos=script)
+    assert "| live: 3/4 |" in printed
+    found = losses(printed)
+    assert "3" in found and "6" in found and "1" not in found
+    for key in found:  # Megatron's second loss after a checkpoint is a mean of two
+        assert found[key][1] == pytest.approx(expected[key][1], rel=1e-4), key
+    (saved / "latest_checkpointed_iteration.txt").write_text("4")
+    found = losses(stock(checkout, *options, "--load", str(saved)))
+    for iteration in "56":
+        assert found[iteration][1] == pytest.approx(expected[iteration][1], rel=1e-4)
+
+
 @pytest.mark.parametrize(("kind", "more"), [
     ("torch", ()), ("torch_dist", ()),
     *[pytest.param(*case, marks=pytest.mark.night) for case in [

@@ -33,7 +33,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, models: int = 1,
-            **changes: Any) -> str:
+            chunks: int = 1, **changes: Any) -> str:
     """What is said to a job like this; "" if nothing is wrong with it."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
@@ -46,6 +46,7 @@ def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, 
 
     model = DistributedDataParallel.__new__(DistributedDataParallel)
     nn.Module.__init__(model)
+    model.module = nn.Module()
     model.ddp_config = DistributedDataParallelConfig(**(reduction or {}))
     optimizer: Any = FP32Optimizer.__new__(FP32Optimizer)
     optimizer.config = OptimizerConfig(optimizer="adam", optimizer_cpu_offload=offload)
@@ -55,7 +56,7 @@ def refusal(*, reduction: dict[str, bool] | None = None, offload: bool = False, 
         assert hasattr(config, name)
         setattr(config, name, value)
     try:
-        check_supported([model] * models, config, optimizer)
+        check_supported([model] * models, config, optimizer, chunks)
     except UnsupportedError as error:
         return str(error)
     return ""
@@ -79,10 +80,31 @@ def test_a_virtual_pipeline_is_taken_with_one_model_for_each_of_its_chunks(sizes
     assert "1 models of a worker where the virtual pipeline has 2 chunks" in refusal()
 
 
-def test_this_plugins_own_chunks_are_refused_with_stocks_in_their_place():
+def test_this_plugins_own_chunks_want_two_that_were_built_as_such(sizes):
+    sizes["virtual_pipeline_model"] = 2
+    several = {"models": 2, "virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True}
+    assert refusal(**several) == ""
+    assert "not built as its chunks" in refusal(chunks=2, **several)
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({}, ""), ({"virtual_pipeline_model_parallel_size": 2}, ""),
+    ({"num_layers": 6, "pipeline_model_parallel_layout": "Ett|t|t|ttL", "virtual_pipeline_model_parallel_size": 2}, ""),
+    ({"virtual_pipeline_model_parallel_size": 4}, "--num-virtual-stages-per-pipeline-rank 2"),
+    ({"pipeline_model_parallel_layout": "Ett|ttL"}, "twice as many parts"),
+    ({"num_layers": 6}, "multiple of 4"), ({"ckpt_format": "torch"}, "--ckpt-format torch_dist"),
+    ({"non_persistent_ckpt_type": "local"}, "use global"), ({"tensorboard_dir": "runs"}, "no loss with chunks 2")])
+def test_this_plugins_own_chunks_are_refused_where_they_do_not_fit(given, said):
     from megatron_recycle.backends.megatron.options import v_shaped
 
-    assert not v_shaped(1) and "--num-virtual-stages-per-pipeline-rank 2" in v_shaped(2)[0]
+    arguments = SimpleNamespace(**{
+        "virtual_pipeline_model_parallel_size": None, "pipeline_model_parallel_size": 2, "num_layers": 4,
+        "pipeline_model_parallel_layout": None, "ckpt_format": "torch_dist", "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": False, **given})
+    refused, changed = v_shaped(arguments)
+    assert (said in refused[0] and not changed) if said else not refused
+    assert bool(said) != (arguments.dist_ckpt_optim_fully_reshardable
+                          and arguments.virtual_pipeline_model_parallel_size == 2)
 
 
 @pytest.mark.parametrize("name", ["context", "expert_model"])

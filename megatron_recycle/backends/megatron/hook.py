@@ -110,9 +110,19 @@ def watch_groups(options: Options) -> None:
                 and spreads(options, settings, wanted["pipeline_model_parallel_size"],
                             wanted["tensor_model_parallel_size"], dist.get_world_size())):
             keywords = {**keywords, "order": _SPREAD}
-        return stock(*args, **keywords)
+        stock(*args, **keywords)
+        if settings.enabled and settings.chunks > 1 and not is_deepspeeds_fork():
+            _place_chunks()
 
     _rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
+
+
+def _place_chunks() -> None:
+    """Have two chunks built on each stage as those of a V."""
+    from megatron_recycle.backends.megatron import vshape
+    vshape.install()
+    for (module, name), function in vshape.bound().items():
+        _rebind(module, name, function)
 
 
 def _judge(arguments: Any, chunks: int) -> None:

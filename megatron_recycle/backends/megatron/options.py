@@ -134,6 +134,17 @@ ALL_AT_ONCE = Option("async_save", "it is there for --ckpt-format torch_dist; ch
 """Of the loop, where no checkpoint can be written beside training."""
 
 
+_OF_V = (
+    Option("ckpt_format", "which layers are in a file per stage depends on the stages; use --ckpt-format torch_dist",
+           lambda kind: kind != "torch_dist"),
+    Option("non_persistent_ckpt_type", "which layers are in it depends on the stages; use global",
+           lambda kind: kind == "local"),
+    *(Option(name, "Megatron writes it on the last rank, which has no loss with chunks 2; leave it out")
+      for name in ("tensorboard_dir", "wandb_project")),
+)
+"""Of the loop, with this plugin's own chunks."""
+
+
 def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str], list[str]]:
     """Judge ``settings`` (objects with options as attributes), and set in them what is to be set otherwise.
 
@@ -155,11 +166,29 @@ def apply(options: Sequence[Option], settings: Sequence[Any]) -> tuple[list[str]
     return list(refused), list(changed)
 
 
-def v_shaped(chunks: int) -> list[str]:
-    """The refusal of this plugin's own ``chunks``, if it is more than 1."""
-    return [] if chunks == 1 else [
-        f"chunks {chunks}: V-shaped stages are there with DeepSpeed; leave it out (Megatron's own chunks, interleaved, "
-        "are there: --num-virtual-stages-per-pipeline-rank 2, virtual_pipeline_model_parallel_size)"]
+def v_shaped(arguments: Any) -> tuple[list[str], list[str]]:
+    """Judge Megatron-LM's ``arguments`` of a job with this plugin's own ``chunks: 2``, and have two chunks built on
+    each stage; refusals and lines as those of `apply`."""
+    refused, changed = apply(_OF_V, [arguments])
+    chunks, stages = arguments.virtual_pipeline_model_parallel_size, arguments.pipeline_model_parallel_size
+    if chunks not in (None, 2) or (chunks is None and arguments.pipeline_model_parallel_layout is not None):
+        refused.append(f"chunks 2 with {chunks or 1} virtual stages per pipeline rank: leave those out, or have two "
+                       "(--num-virtual-stages-per-pipeline-rank 2, or a --pipeline-model-parallel-layout of twice as "
+                       "many parts as there are stages); the second ones go up the stages again")
+    layers = arguments.num_layers + sum(bool(getattr(arguments, f"account_for_{what}_in_pipeline_split", False))
+                                        for what in ("embedding", "loss"))
+    uneven = [getattr(arguments, name, None) for name in (
+        "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")]
+    if all(one is None for one in uneven) and layers % (2 * stages):
+        refused.append(f"chunks 2 with {layers} layers on {stages} stages: each has two chunks, so let their number be "
+                       f"a multiple of {2 * stages}, or give a --pipeline-model-parallel-layout")
+    if not refused:
+        arguments.virtual_pipeline_model_parallel_size = 2
+        if arguments.use_distributed_optimizer and not arguments.dist_ckpt_optim_fully_reshardable:
+            arguments.dist_ckpt_optim_fully_reshardable = True
+            changed.append("dist_ckpt_optim_fully_reshardable is on with chunks 2: the other kind of checkpoint does "
+                           "not tell whose state it has")
+    return refused, changed
 
 
 def message(refused: Sequence[str]) -> str:

@@ -227,9 +227,10 @@ class RecycleSchedule:
         config = get_model_config(models[0])
         optimizer = optimizer_of(config)
         changed = check_supported(models, config, optimizer, self._settings.chunks)
-        place = _place(microbatches, len(models))
+        v_shaped = self._settings.chunks > 1
+        place = _place(microbatches, placement(_stages(), len(models), v_shaped))
         self._stage = MegatronStage(models, optimizer, microbatches, megatron_setup.settings(),
-                                    self._settings.lend_layers if self._settings.lend == "auto" else 0)
+                                    self._settings.lend_layers if self._settings.lend == "auto" else 0, v_shaped)
         self._last = megatron_training.last_checkpoint(self._settings.emergency_checkpoint, self._among_those_left,
                                                        self._number)
         self._back = megatron_training.way_back()
@@ -254,11 +255,14 @@ class RecycleSchedule:
         self._microbatches = microbatches
 
 
-def _place(microbatches: int, chunks: int) -> Place:
+def _stages() -> int:
+    return int(parallel_state.get_pipeline_model_parallel_world_size())
+
+
+def _place(microbatches: int, placement: tuple[int, ...]) -> Place:
     """Where this process is, and the ranks of every position, as all ranks tell it (one that joins: as they told it at
-    the start). ``chunks``: of each stage."""
-    stages, pipelines = (parallel_state.get_pipeline_model_parallel_world_size(),
-                         parallel_state.get_data_parallel_world_size())
+    the start). ``placement``: of the model's chunks."""
+    stages, pipelines = _stages(), parallel_state.get_data_parallel_world_size()
     me = Worker(parallel_state.get_data_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank())
     part = parallel_state.get_tensor_model_parallel_rank()
     mine = torch.tensor([*me, part], dtype=torch.int64, device=torch.cuda.current_device())
@@ -268,4 +272,4 @@ def _place(microbatches: int, chunks: int) -> Place:
     ranks = {Worker(pipeline, stage): tuple(rank_of[pipeline, stage, index] for index in range(
         parallel_state.get_tensor_model_parallel_world_size())) for pipeline, stage, _ in rank_of}
     return Place(me=me, part=part, ranks=ranks, grid=Grid(stages, (microbatches,) * pipelines),
-                 backend=megatron_training.backend() or backend_for(mine.device), placement=placement(stages, chunks))
+                 backend=megatron_training.backend() or backend_for(mine.device), placement=placement)

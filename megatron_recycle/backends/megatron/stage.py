@@ -62,21 +62,22 @@ class MegatronStage:
         microbatches: nominal micro-batches of a pipeline.
         settings: of the training loop, which all workers must have alike.
         lends: layers that each neighbour may run; 0: none, which the user wants.
+        v_shaped: whether the models are the two chunks of a V (`vshape`).
     """
 
     report_width = 1 + 2 * _KEYS + 1
     """Tokens, the values, and a 1: a micro-batch that the iteration goes without has zeros."""
 
     def __init__(self, models: Sequence[Any], optimizer: MegatronOptimizer, microbatches: int,
-                 settings: Mapping[str, Any] | None = None, lends: int = 0) -> None:
+                 settings: Mapping[str, Any] | None = None, lends: int = 0, v_shaped: bool = False) -> None:
         self.settings = settings or {}
         self.forward_step: ForwardStep
         self.iterators: Sequence[Any] = [None] * len(models)
         """That the script gives for each of them."""
         self.result: tuple[Any, ...] = (True, None, None)
         """The result of `optimizer.step()`: success, gradient norm, number of zeros (None: not counted)."""
-        self._chunks = Chunks(models)
-        self.chunks, self.module = self._chunks.models, self._chunks.module
+        self._chunks = Chunks(models, v_shaped)
+        self.chunks, self.module = self._chunks.modules, self._chunks.module
         self._config = get_model_config(models[0])
         self.microbatches = microbatches
         """Of a pipeline in the iteration that is to be trained."""
@@ -95,7 +96,8 @@ class MegatronStage:
         self.averaging: Averaging = "tokens" if self._config.calculate_per_token_loss else "before"
         self.tied_stages: tuple[tuple[int, ...], ...] = ()
         self.ties: Sequence[Tie] = ()
-        self._find_ties()
+        if not v_shaped:
+            self._find_ties()
         self._tensor_group = TensorGroup(self.module)
         self.lendings: Sequence[Lending] = [BlockLayers(
             get_attr_wrapped_model(model, "pre_process", return_model_obj=True), lends, self.gradient_dtype,
@@ -171,7 +173,7 @@ class MegatronStage:
             return 0.0
         overflow = torch.zeros(1, dtype=torch.int, device=self.device)
         norm, _ = multi_tensor_applier(l2_norm_impl, overflow, [counted], False)
-        if self.chunks[0].ddp_config.check_for_nan_in_grad and not math.isfinite(norm.item()):
+        if self._chunks.models[0].ddp_config.check_for_nan_in_grad and not math.isfinite(norm.item()):
             raise VerificationError(
                 f"the norm of this stage's gradient is {norm.item()}: look at the data and the learning rate, or train "
                 "on with --no-check-for-nan-in-loss-and-grad (check_for_nan_in_grad of DistributedDataParallelConfig)")
@@ -320,7 +322,8 @@ class MegatronStage:
         """The embedding is in the first chunk of the first stage, the output layer in the last one of the last."""
         last = parallel_state.get_pipeline_model_parallel_world_size() - 1
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        part = get_attr_wrapped_model(self.chunks[0 if stage == 0 else -1], "pre_process", return_model_obj=True)
+        model = self._chunks.models[0 if stage == 0 else -1]
+        part = get_attr_wrapped_model(model, "pre_process", return_model_obj=True)
         if not part.share_embeddings_and_output_weights:
             return
         self.tied_stages = ((0, last),)

@@ -17,8 +17,9 @@ from megatron.core.optimizer.optimizer import (
 )
 
 from megatron_recycle.backends.hidden_state import statistics
+from megatron_recycle.backends.megatron import vshape
 from megatron_recycle.backends.megatron.distributed import check as check_distributed
-from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message, v_shaped
+from megatron_recycle.backends.megatron.options import ANYWHERE, apply, message
 from megatron_recycle.backends.megatron.script import foreign_synchronisation
 from megatron_recycle.errors import UnsupportedError
 
@@ -48,7 +49,7 @@ def check_supported(models: Sequence[Any], config: Any, optimizer: MegatronOptim
     holders = [_sizes(), config, *(model.ddp_config for model in models if hasattr(model, "ddp_config")),
                *(single.config for single in singles[:1])]
     found, changed = apply(ANYWHERE, holders)
-    found += v_shaped(chunks)
+    found += vshape.wrong(models) if chunks > 1 else []
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     if len(models) != virtual:
         found.append(f"{len(models)} models of a worker where the virtual pipeline has {virtual} chunks on each stage: "

@@ -59,7 +59,9 @@ def check_arguments(arguments: Any, chunks: int = 1) -> list[str]:
     """
     beside = () if getattr(arguments, "ckpt_format", None) == "torch_dist" else (ALL_AT_ONCE,)
     refused, changed = apply((*ANYWHERE, *OF_THE_LOOP, *beside), [arguments])
-    refused += v_shaped(chunks)
+    if chunks > 1:
+        more, others = v_shaped(arguments)
+        refused, changed = refused + more, changed + others
     if refused:
         raise UnsupportedError(message(refused))
     return changed

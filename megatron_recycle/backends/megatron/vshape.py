@@ -1,0 +1,187 @@
+"""V-shaped stages (`chunks: 2`): Megatron builds two chunks on each stage, and the second half of them goes up again.
+
+Megatron places the chunks of a virtual pipeline by (stage, number within it), and gives stage s of S the chunks s and
+S + s. Chunk 2S-1-s, which it has in a V, is what it would get as second chunk if it were stage S-1-s: so while the
+second chunk is built, runs or is asked for its layers' numbers, that is the stage that Megatron is told. The first
+stage then has the model's first chunk and its last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import transformer_block, transformer_layer
+from megatron.core.utils import unwrap_model
+
+from megatron_recycle.errors import UnsupportedError
+
+CHUNKS = 2
+_CHECKPOINTS = "megatron.training.checkpointing"
+_STOCK = "recycle_stock_method"
+_RANK = "_MPU_PIPELINE_MODEL_PARALLEL_RANK"
+
+
+class Mirror:
+    """The group of a pipeline as the second chunks see it: the last stage is the first. For its rank and size alone."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def rank(self) -> int:
+        """As `torch.distributed.ProcessGroup`'s, and so is `size`."""
+        return int(self._group.size() - 1 - self._group.rank())
+
+    def size(self) -> int:
+        return int(self._group.size())
+
+
+@contextmanager
+def mirrored() -> Iterator[None]:
+    """Inside the block Megatron takes this stage for the one that has its second chunk when chunks are interleaved."""
+    state: Any = parallel_state
+    before = getattr(state, _RANK)
+    setattr(state, _RANK, Mirror(parallel_state.get_pipeline_model_parallel_group()).rank())
+    try:
+        yield
+    finally:
+        setattr(state, _RANK, before)
+
+
+def bound() -> dict[tuple[str, str], Callable[..., Any]]:
+    """By module and name, what takes the place of Megatron's functions that tell stages apart; each is given the
+    original one first. All ask about a chunk by its number within the stage (``vp_stage``)."""
+    return {
+        ("megatron.core.parallel_state", "is_pipeline_last_stage"): _is_last,
+        (transformer_layer.__name__, "get_transformer_layer_offset"): _of_chunk,
+        (transformer_block.__name__, "get_num_layers_to_build"): _of_chunk,
+    }
+
+
+def install() -> None:
+    """Have models built so from now on, once Megatron has its groups. Raises UnsupportedError if there are not two
+    chunks on each stage."""
+    size = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    if size != CHUNKS:
+        raise UnsupportedError(
+            f"chunks {CHUNKS} (--recycle-chunks) wants a script that builds two chunks on each stage, as for "
+            "Megatron's virtual pipelines: give initialize_model_parallel() and the model's configuration "
+            f"virtual_pipeline_model_parallel_size={CHUNKS} (here it is {size}), or leave chunks out")
+    first: list[GPTModel] = []
+    _over(GPTModel, "__init__", functools.partial(_built, first))
+    _over(GPTModel, "setup_embeddings_and_output_layer", functools.partial(_tied, first))
+    _over(DistributedOptimizer, "sharded_state_dict", _by_parameter)
+    if (stock := sys.modules.get(_CHECKPOINTS)) is not None:
+        _over(stock, "_load_base_checkpoint", _sharded)
+
+
+def wrong(models: Sequence[Any]) -> list[str]:
+    """What is wrong with the ``models`` of a worker, which are to be chunks of a V."""
+    parts = [unwrap_model(model) for model in models]
+    placed = [isinstance(part, GPTModel) and isinstance(part.pg_collection.pp, Mirror) == (number == 1)
+              for number, part in enumerate(parts)]
+    return [] if all(placed) and len(placed) == CHUNKS else [
+        f"chunks {CHUNKS} with models ({', '.join(type(part).__name__ for part in parts)}) that were not built as its "
+        "chunks: they are to be two GPTModels of a worker, built after megatron_recycle.enable() and "
+        "initialize_model_parallel(); or leave chunks out"]
+
+
+def _is_last(stock: Callable[..., bool], ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+    """The stage that has the loss is the last one, and its second chunk."""
+    with mirrored():
+        return stock(ignore_virtual, vp_stage)
+
+
+def _of_chunk(stock: Callable[..., int], config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+    """A layout of pipelines asks for the stage itself, whatever ``pp_rank`` says."""
+    if vp_stage != 1:
+        return stock(config, vp_stage, pp_rank)
+    with mirrored():
+        return stock(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _built(first: list[GPTModel], stock: Callable[..., None], self: GPTModel, *args: Any, **keywords: Any) -> None:
+    """A model is a chunk by its ``vp_stage``; Megatron's own scripts ask for the first and last one by group."""
+    given = inspect.signature(stock).bind(self, *args, **keywords)
+    chunk = given.arguments.get("vp_stage")
+    if chunk not in range(CHUNKS):
+        raise UnsupportedError(f"chunks {CHUNKS}: a GPTModel is built with vp_stage={chunk}: give it 0 or 1, the "
+                               "number of the chunk within its stage")
+    begins = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk)
+    ends = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk)
+    given.arguments.update(pre_process=begins, post_process=ends)
+    if begins:
+        first[:] = [self]
+    if chunk == 0:
+        stock(*given.args, **given.kwargs)
+        return
+    groups = copy.copy(given.arguments.get("pg_collection") or ProcessGroupCollection.use_mpu_process_groups())
+    groups.pp = Mirror(parallel_state.get_pipeline_model_parallel_group())
+    given.arguments["pg_collection"] = groups
+    with mirrored():
+        stock(*given.args, **given.kwargs)
+
+
+def _tied(first: list[GPTModel], stock: Callable[..., None], self: GPTModel) -> None:
+    """Where the output layer shares the embedding's weight both are on this stage: it has none of its own, and nobody
+    is to be asked for it."""
+    if not self.share_embeddings_and_output_weights:
+        stock(self)
+    elif self.pre_process:
+        self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+    else:
+        del self.output_layer.weight
+        self.output_layer.register_parameter("weight", None)
+        if not first:
+            raise UnsupportedError(f"chunks {CHUNKS}: build a stage's chunk 0 before its chunk 1, whose output layer "
+                                   "shares the embedding's weight")
+        embedding, = first
+        own: Any = self
+        own.shared_embedding_or_output_weight = embedding.shared_embedding_or_output_weight
+        # Checkpoints have it with the embedding.
+        own.tie_embeddings_and_output_weights_state_dict = lambda *args, **keywords: None
+
+
+def _by_parameter(stock: Callable[..., Any], self: Any, *args: Any, **keywords: Any) -> Any:
+    """State by its place in the stage's buffers is other layers' on stages of another shape, and nothing tells."""
+    given = inspect.signature(stock).bind(self, *args, **keywords).arguments
+    kind = (given.get("metadata") or {}).get("distrib_optim_sharding_type", "fully_sharded_model_space")
+    if kind not in self.checkpoint_fully_reshardable_formats:
+        raise UnsupportedError(
+            f"chunks {CHUNKS} with an optimizer's state that is saved by its place in buffers ({kind}): write the "
+            "checkpoint with --dist-ckpt-optim-fully-reshardable, or go on from it with --no-load-optim")
+    return stock(self, *args, **keywords)
+
+
+def _sharded(stock: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+    """A file per stage numbers the layers of each from 0."""
+    found = stock(*args, **keywords)
+    kind = found[-1]
+    if kind is not None and kind.name != "GLOBAL":
+        raise UnsupportedError(
+            f"chunks {CHUNKS} with a checkpoint in --load of a file for each stage ({kind.name.lower()}): which layers "
+            "are in it depends on the stages of the job that wrote it. Convert it to --ckpt-format torch_dist "
+            "(--ckpt-convert-format torch_dist, without --recycle), or leave chunks out")
+    return found
+
+
+def _over(holder: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put ``function``, which is given the stock one first, in that one's place; again: with another one."""
+    now = getattr(holder, name)
+    stock = getattr(now, _STOCK, now)
+
+    @functools.wraps(stock)
+    def placed(*args: Any, **keywords: Any) -> Any:
+        return function(stock, *args, **keywords)
+
+    setattr(placed, _STOCK, stock)
+    setattr(holder, name, placed)
