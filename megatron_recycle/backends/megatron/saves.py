@@ -1,0 +1,158 @@
+"""The checkpoints of Megatron-LM's own training loop, once workers may be missing.
+
+The loop's functions write them, asked by all workers that are left and again after a failure: what they find in
+Megatron's modules are the living ones' groups and a folder beside the checkpoint's own, until it is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_recycle.backends.megatron.aside import aside
+from megatron_recycle.backends.megatron.background import Background, Unfinished
+from megatron_recycle.backends.megatron.last import what_failed
+from megatron_recycle.backends.session import Session
+from megatron_recycle.observe.log import get_logger
+from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.saving import Save, Written
+
+_OF_GROUP = "recycle_group"
+
+
+class SavingSchedule(Protocol):
+    """The plugin's schedule, as checkpoints need it."""
+
+    def among_peers(self, groups: Groups) -> AbstractContextManager[None]:
+        """Inside the block ``groups`` are Megatron's for data parallelism."""
+
+    def saving(self, iteration: int) -> AbstractContextManager[None]:
+        """A block in which the loop saves ``iteration`` for good."""
+
+
+class LoopSaves:
+    """What stands in place of the loop's `save_checkpoint` and `maybe_finalize_async_save`.
+
+    Args:
+        loop: `megatron.training.training`, with the functions that are stock's.
+        stock: `megatron.training.checkpointing`.
+        session: of the job.
+        schedule: the plugin's.
+
+    Attributes:
+        saved: iterations that this worker has seen saved.
+    """
+
+    def __init__(self, loop: Any, stock: Any, session: Session, schedule: SavingSchedule) -> None:
+        self.saved: set[int] = set()
+        self._loop = loop
+        self._stock = stock
+        self._save = loop.save_checkpoint
+        self._session = session
+        self._schedule = schedule
+        self._background = Background(session.live, session.speaks)
+
+    def save(self, iteration: int, *given: Any, **keywords: Any) -> None:
+        """As stock's `save_checkpoint`."""
+        if self._loop.get_args().async_save:
+            self.finish(blocking=True)
+        passing = bool(keywords.get("non_persistent_ckpt", False))
+        self._session.save(f"the checkpoint of iteration {iteration}",
+                           lambda save: self._write(save, iteration, passing, given, keywords),
+                           otherwise=lambda: self._save(iteration, *given, **keywords))
+
+    def finish(self, blocking: bool = False, terminate: bool = False) -> None:
+        """As stock's `maybe_finalize_async_save`."""
+        def finish(save: Save) -> bool:
+            self._background.finish(save, partial(self._give_name, save), blocking)
+            return False
+
+        if self._loop.get_args().async_save:
+            self._session.save("what is written beside training", finish, otherwise=lambda: None)
+
+    def _write(self, save: Save, iteration: int, passing: bool, given: Sequence[Any], keywords: dict[str, Any]) -> bool:
+        """Whether there is a checkpoint then. ``passing``: one that the next one of its kind takes the place of."""
+        arguments = self._loop.get_args()
+        groups = save.generation.groups
+        needs_all = _needs_all(arguments, passing) if groups.control.size < arguments.world_size else None
+        if needs_all is not None:
+            get_logger().error("megatron-recycle: no checkpoint of iteration %d: with %s it needs the workers that "
+                               "are missing (%s); training goes on", iteration, needs_all,
+                               ", ".join(self._session.missing()))
+            return False
+        folder, beside = self._folder(passing), arguments.async_save and not passing
+        self._background.drop()  # of a try that a failure has ended
+        with (self._saving(save, folder, iteration, passing, save.name, save.whole),
+              _set(arguments, async_save=beside), self._background.collecting(self._stock) as requests):
+            _forget_old_groups(self._loop, [*given, *keywords.values()])
+            self._save(iteration, *given, **keywords)
+            for request in requests:
+                written = Written(self._session.worker.standing.committed, save.facts)
+                self._background.begin(iteration, written, folder, save.name, request)
+        self.saved.add(iteration)
+        return True
+
+    def _give_name(self, save: Save, written: Unfinished) -> None:
+        """Of a checkpoint that all have written."""
+        with self._saving(save, written.folder, written.iteration, False, written.name,
+                          lambda place: save.whole(place, written.written)):
+            for finish in written.request.finalize_fns:
+                finish()
+
+    @contextmanager
+    def _saving(self, save: Save, folder: str, iteration: int, passing: bool, name: str,
+                whole: Callable[[str], None]) -> Iterator[None]:
+        with (self._schedule.among_peers(save.generation.groups),
+              nullcontext() if passing else self._schedule.saving(iteration),
+              _failures_named(save), aside(self._stock, folder, iteration, name, whole)):
+            yield
+
+    def _folder(self, passing: bool) -> str:
+        """Where the loop saves."""
+        arguments = self._loop.get_args()
+        if not passing:
+            return str(arguments.save)
+        own = arguments.non_persistent_global_ckpt_dir
+        return str(own or os.path.join(arguments.save, self._stock._NON_PERSISTENT_CKPT_SUBDIR))
+
+
+def _needs_all(arguments: Any, passing: bool) -> str | None:
+    """The option with which no worker's part of a checkpoint is another one's; None: there is none."""
+    if arguments.data_parallel_random_init:
+        return "--data-parallel-random-init"
+    return "--non-persistent-ckpt-type local" if passing and arguments.non_persistent_ckpt_type == "local" else None
+
+
+def _forget_old_groups(loop: Any, arguments: Sequence[Any]) -> None:
+    """Megatron keeps how it saves, with the group that shares the writing, from one checkpoint to the next: not with
+    other members."""
+    group = loop.mpu.get_data_parallel_group(with_context_parallel=True)
+    for context in (argument for argument in arguments if isinstance(argument, dict)):
+        if context.get(_OF_GROUP) is not group:
+            context.pop("save_strategy", None)
+            context[_OF_GROUP] = group
+
+
+@contextmanager
+def _failures_named(save: Save) -> Iterator[None]:
+    """A block in which an error of Megatron's that is no Exception becomes one, if it is no failure of ``save``'s."""
+    try:
+        yield
+    except CheckpointException as error:
+        save.check()
+        raise RuntimeError(what_failed(error) or str(error)) from error
+
+
+@contextmanager
+def _set(arguments: Any, async_save: bool) -> Iterator[None]:
+    """Inside the block a checkpoint is written beside training, or not."""
+    before, arguments.async_save = arguments.async_save, async_save
+    try:
+        yield
+    finally:
+        arguments.async_save = before
