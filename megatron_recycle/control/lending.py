@@ -57,8 +57,8 @@ def with_lending(problem: Problem, description: Mapping[str, Any], measured: Mea
 
 def copy_price(description: Mapping[str, Any], measured: Measured | None) -> CopyPrice:
     """What copies of lent layers cost in this job."""
-    told = description.get("lending") or {}
-    return CopyPrice([int(size) for size in told.get("bytes", ())], _bandwidth(measured) or _BANDWIDTH,
+    told = description.get("lending") or {"bytes": (), "layers": ()}
+    return CopyPrice([int(size) for size in told["bytes"]], _bandwidth(told, measured) or _BANDWIDTH,
                      float(description.get("horizon", 100.0)),
                      1e-6 * unit_of(description, measured) / finer(description))
 
@@ -88,17 +88,27 @@ def unit_of(description: Mapping[str, Any], measured: Measured | None) -> float:
     return took / work if took and work else 1.0
 
 
-def _bandwidth(measured: Measured | None) -> float | None:
-    """Bytes per second of a transfer; None if none has been timed."""
-    size = max(measured.bytes.get("held", {}).get("message", ()), default=0) if measured is not None else 0
-    return 1e6 * size / measured.costs.hop if measured is not None and size and measured.costs.hop else None
+def _bandwidth(told: Mapping[str, Any], measured: Measured | None) -> float | None:
+    """Bytes per second between workers, at least; None if nothing has been timed.
+
+    Messages of activations are timed, and may be so small that they tell the latency alone; the gradients of a stage,
+    which its peers add up in its step, are longer.
+    """
+    if measured is None:
+        return None
+    sent = max(measured.bytes.get("held", {}).get("message", ()), default=0)
+    timed = [(sent, measured.costs.hop)]
+    if len(told["bytes"]) == len(measured.costs.step):  # of chunks that share a stage's step nothing is taken
+        timed += [(size * count, step) for size, count, step in zip(
+            told["bytes"], told["layers"], measured.costs.step)]
+    return max((1e6 * size / took for size, took in timed if size and took), default=None)
 
 
 def _lag(told: Mapping[str, Any], measured: Measured | None) -> int:
     """Microseconds that the parameters of the layers lent at one boundary take to a helper, or their gradients back."""
     most = max((max(earlier * own, later * other) for (earlier, later), own, other in zip(
         told["lend"], told["bytes"], told["bytes"][1:])), default=0)
-    bandwidth = _bandwidth(measured)
+    bandwidth = _bandwidth(told, measured)
     if measured is None or bandwidth is None:
         return 0
     return max(measured.costs.hop, round(1e6 * most / bandwidth))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,17 @@ def test_a_helper_keeps_room_for_what_it_borrows() -> None:
     assert problem.layer_parameters == (3, 3) and problem.layer_held == ((2, 1), (2, 1))
     assert problem.costs.layer == ((20, 22, 18),) * 2
     assert problem.costs.lent == (15, 15)  # 300 bytes, at 100 in 5 microseconds
+
+
+def test_small_messages_that_take_long_do_not_make_copies_slow_where_gradients_travel_fast() -> None:
+    """Four layers of 1 MiB are added up within 4 ms: a layer that is lent takes 1 ms, and not 10 s."""
+    uniform = Costs.uniform(2, 20_000, 22_000, 18_000, hop=1000)
+    measured = Measured(replace(uniform, step=(4000, 4000)), None, {"held": {"message": [100, 100]}})
+    description = {**LENDING, "costs": None, "lending": {**LENDING["lending"], "bytes": [1 << 20] * 2,
+                                                         "layers": [4, 4], "lend": [[1, 1]]}}
+    problem = with_lending(problem_of(description, frozenset({"1:1"}), measured), description, measured)
+    assert problem.costs.lent == (1000, 1000)
+    assert copy_price(description, measured).bandwidth == 1e6 * (4 << 20) / 4000
 
 
 def test_what_copies_cost_is_in_the_unit_of_the_costs_that_the_user_gives() -> None:
