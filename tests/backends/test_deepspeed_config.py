@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import time
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -80,11 +82,25 @@ def test_what_cannot_be_read_is_left_to_deepspeed(config):
     ({"type": "SGD"}, None, ""),
     ({"type": "Adam"}, torch.optim.SGD, ""),
 ])
-def test_that_deepspeed_will_compile_is_said_before(config, client, said, capsys):
+def test_that_deepspeed_will_compile_is_said_before(config, client, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     say_before_compiling({"optimizer": config}, client)
     printed = capsys.readouterr().out
     assert said in printed and bool(printed) == bool(said)
     assert "torch_adam" in printed or "Fused" not in printed or config["type"] == "Lion"
+
+
+@pytest.mark.parametrize(("age", "said"), [(3600.0, "60 minutes ago"), (5.0, "")])
+def test_a_lock_of_a_build_that_was_ended_is_named_before_the_start_waits_for_it_for_ever(
+        age, said, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    lock = tmp_path / "fused_adam" / "lock"
+    lock.parent.mkdir()
+    lock.touch()
+    os.utime(lock, (time.time() - age,) * 2)
+    say_before_compiling({"optimizer": {"type": "Adam"}}, None)
+    printed = capsys.readouterr().out
+    assert (str(lock) in printed) == bool(said) and said in printed
 
 
 def test_a_topology_with_a_model_axis_of_one_is_a_grid_of_pipelines_and_stages(monkeypatch):

@@ -6,11 +6,14 @@ import base64
 import copy
 import inspect
 import os
+import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import hjson
 from deepspeed.accelerator import get_accelerator
+from torch.utils.cpp_extension import _get_build_directory
 
 from megatron_recycle.errors import ConfigError
 from megatron_recycle.observe.log import get_logger
@@ -18,6 +21,10 @@ from megatron_recycle.observe.log import get_logger
 _GLOBAL, _SIZE, _ACCUMULATION = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _COMPILED = {"adam": "FusedAdam", "adamw": "FusedAdam", "lamb": "FusedLamb", "lion": "FusedLion"}
 """DeepSpeed's own optimizers by their name in a configuration."""
+_FOLDERS = {"FusedAdam": "fused_adam", "FusedLamb": "fused_lamb", "FusedLion": "fused_lion"}
+"""Where torch builds them, in its folder of extensions."""
+_STALE = 600.0
+"""Seconds that a lock on a build is not held for."""
 
 
 def read_config(initialize: Callable[..., Any], *arguments: Any, **keywords: Any) -> Mapping[str, Any]:
@@ -75,3 +82,15 @@ def say_before_compiling(config: Mapping[str, Any], client_optimizer: Any) -> No
                   "an optimizer of torch.optim needs no compiler")
         get_logger().warning('megatron-recycle: for the optimizer {"type": "%s"} DeepSpeed compiles its %s on this '
                              "machine now, unless it did so before: that may take minutes. %s", kind, fused, remedy)
+        _say_of_lock(Path(_get_build_directory(_FOLDERS[fused], False)) / "lock")
+
+
+def _say_of_lock(lock: Path) -> None:
+    """One line if torch will wait for a build whose process has ended: it does so for ever, in silence."""
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except OSError:
+        return  # nobody compiles
+    if age > _STALE:
+        get_logger().error("megatron-recycle: this start waits while there is %s, which a process that compiled made "
+                           "%.0f minutes ago. If none compiles any more, it was ended: remove the file", lock, age / 60)
