@@ -23,6 +23,7 @@ from megatron_recycle.runtime import shards
 from megatron_recycle.runtime.activity import CONNECT
 from megatron_recycle.runtime.comm.comm import is_broken
 from megatron_recycle.runtime.comm.handles import Groups, Limits
+from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.reuse import Rested
 from megatron_recycle.runtime.description import description
 from megatron_recycle.runtime.equality import verify_recovery
@@ -262,10 +263,15 @@ def reconcile(site: Site, stepper: Stepper, generation: Generation, go: Go) -> N
     joined = _processes(site, groups, go.resume.joined)
     with site.phases.copying() if joined else nullcontext():
         site.asked.reconcile(groups, standing.epoch, joined, joined if go.resume.restored else ())
-    if before is not None and not (todo.enter or todo.back) and go.generation > 1:  # some have stepped, and told nobody
-        left = [peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)]
-        with site.phases.copying(), site.phases.writing():
-            shards.gather(site.stage, groups, before, left)
+    if before is not None and not go.resume.restored and go.generation > 1:  # some have stepped, and told nobody
+        with site.phases.copying():
+            # If all have their parameters, scripts may have changed them since, those of some and not yet of others.
+            (lacking,) = count(groups.stage_control, not todo.enter and site.trainable.gathered != standing.committed)
+            if lacking and not todo.enter:
+                with site.phases.writing():
+                    shards.gather(site.stage, groups, before, [
+                        peer for peer in groups.peers(groups.me.stage) if peer not in workers_of(go.resume.joined)])
+                site.trainable.gathered = standing.committed
     if todo.enter:
         take_in(site, stepper, groups, go)
     elif todo.back:

@@ -22,6 +22,7 @@ from megatron_recycle.errors import GenerationOver, RecycleError
 from megatron_recycle.membership import Reconciliation, Standing, StepMode, Verdict
 from megatron_recycle.observe.log import get_logger
 from megatron_recycle.runtime.comm.handles import Groups
+from megatron_recycle.runtime.comm.reduction import count
 from megatron_recycle.runtime.comm.sharded_reduction import Cuts
 from megatron_recycle.runtime.comm.tags import HELD, SHARD_HELD
 from megatron_recycle.runtime.commit import Commit, Committer, Held
@@ -142,13 +143,17 @@ class Stepper:
             self.gather()
 
     def gather(self) -> None:
-        """Where the optimizer is cut into shards: get the parameters that others have stepped. Raises GenerationOver:
-        the step is made all the same."""
-        generation = self._site.current.get()
+        """Where the optimizer is cut into shards: get the parameters that others have stepped. Returns once all have
+        theirs, so that no script changes what is yet to be given. Raises GenerationOver: the step is made all the
+        same."""
+        generation, site = self._site.current.get(), self._site
         if generation.cuts is not None:
-            with self._site.phases.waiting("parameters"), self._site.phases.writing():
-                gather(self._site.stage, generation.groups, generation.cuts,
-                       generation.groups.peers(generation.groups.me.stage))
+            with site.phases.waiting("parameters"):
+                with site.phases.writing():
+                    gather(site.stage, generation.groups, generation.cuts,
+                           generation.groups.peers(generation.groups.me.stage))
+                site.trainable.gathered = self.standing.stepped
+                count(generation.groups.stage_control, True)
 
     def settle(self, verdict: Verdict, adopt: bool = False) -> None:
         """Make the update of ``verdict.iteration`` what the verdict asks for, and final."""
@@ -219,6 +224,7 @@ class Stepper:
 
     def _undo(self) -> None:
         """Take the last step back, which is not final."""
+        self._site.trainable.gathered = None
         self.standing.undo()  # refused where nothing was saved, before a tensor is written to
         with self._site.phases.writing():
             self.undo.restore()
@@ -229,6 +235,7 @@ class Stepper:
         iteration = self.held.iteration
         with self._stepping(iteration):
             self._site.phases.enter(Phase.STEP, iteration)
+            self._site.trainable.gathered = None
             gradients = views(self._site.stage, self._site.trainable.layout, self.held.gradient)
             if coefficient != 1.0 and self.pending is not None and self.standing.early:
                 gradients = [view.clone() for view in gradients]  # the raw gradient may be needed again
@@ -342,6 +349,7 @@ class Stepper:
         self.held, self.pending, self.reports, self.read = None, None, facts["reports"], facts["read"]
         self._site.asked.iterations.take(facts["history"])
         self.standing.enter(Verdict.from_json(facts["verdict"]), self.standing.mode.like(facts["pace"]))
+        self._site.trainable.gathered = self.standing.stepped
 
     def _copy(self, todo: Reconciliation, target: int, groups: Groups) -> None:
         """Peers that do not hold ``target`` get its reduced gradient from one that does.

@@ -22,6 +22,8 @@ class Trainable:
         trained: which parameters that are, to be compared with the peers'.
         brought: the tensors and counters that this worker came in with, until it trains.
         shards: those of the optimizer's state that it came in with, likewise.
+        gathered: where the optimizer is cut into shards, the iteration whose step all parameters are of; None: some may
+            not be.
         neighbours: copies of other stages' layers.
         guard: copies of the stage's state, and of others', that training can go back to.
     """
@@ -32,6 +34,7 @@ class Trainable:
         self.guard = Guard()
         self.brought: tuple[Mapping[str, torch.Tensor], Any] | None = None
         self.shards: Mapping[int, tuple[Mapping[str, torch.Tensor], Sequence[Mapping[str, Any]]]] = {}
+        self.gathered: int | None = None
         self.lay_out()
 
     def lay_out(self) -> None:
