@@ -5,6 +5,7 @@ The job is in memory, see `tests.memory.job`: hundreds of moments instead of a f
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_recycle.errors import GenerationOver
 from megatron_recycle.runtime.worker import StageWorker
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
+from tests.memory.wires import Asked
 from tests.moments import Moment
 from tests.seeds import seeds
 
@@ -262,3 +264,34 @@ def test_a_wait_for_what_nobody_gets_to_names_the_errors_of_workers(monkeypatch)
         monkeypatch.setattr("tests.memory.job.LIMIT", 0.01)
         with pytest.raises(AssertionError, match=r"in vain for .*'2:0'.* has ended: ValueError: at .* forward"):
             job.wait_held(late)
+
+
+def test_a_worker_dies_while_parameters_are_given_and_those_who_have_theirs_change_them(monkeypatch):
+    """Nobody's script gets to change them before all have theirs: else others would be given what is changed already,
+    and change it again, or get back what they have changed."""
+    train, dead, changed = StageWorker.train, threading.Event(), threading.Event()
+
+    def and_change(worker: StageWorker, iteration: int) -> float:
+        loss = train(worker, iteration)
+        worker.settle()
+        with torch.no_grad():  # only there parameters lie in their shards
+            for parameter in worker.site.stage.parameters if worker.site.place.me.stage else ():
+                parameter.mul_(0.9)
+                if dead.is_set():
+                    changed.set()
+        return loss
+
+    def found_late(rank: int, pid: int, status: int) -> None:
+        if status == -9:
+            dead.set()
+            changed.wait(0.3)
+        exited(rank, pid, status)
+
+    monkeypatch.setattr(StageWorker, "train", and_change)
+    monkeypatch.setattr("tests.memory.job.once", lambda what, make: make())
+    undisturbed.cache_clear()
+    job = Job(Shape(4, 2, 2, 3, sharded=True).with_settings(step="barrier", verify="none"), seed=2,
+              asked=[Asked("2:1", "receive stage1.0", 5)])
+    exited, job.control.exited = job.control.exited, found_late
+    check(job, job.run(), {"2:1"})
+    undisturbed.cache_clear()

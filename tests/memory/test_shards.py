@@ -5,18 +5,14 @@ The job is in memory, see `tests.memory.job`.
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_recycle.runtime.comm import sharded_reduction
-from megatron_recycle.runtime.worker import StageWorker
 from tests.memory import test_policies as policies
 from tests.memory.job import Job, Shape, check, undisturbed
 from tests.memory.scenes import PER_MICROBATCH, PHASES, SHAPES, Draw, Scene
-from tests.memory.wires import Asked
 from tests.moments import Moment
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # a death is one
@@ -163,35 +159,3 @@ def _die_together(job: Job) -> None:
     job.kills.update(job.holds)
     for hold in job.holds:
         job.release(hold)
-
-
-@pytest.mark.parametrize("nth", [5, 11])
-def test_a_worker_dies_while_parameters_are_given_and_those_who_have_theirs_change_them(monkeypatch, nth):
-    """Nobody's script gets to change them before all have theirs: else others would be given what is changed already,
-    and change it again, or get back what they have changed."""
-    train, dead, changed = StageWorker.train, threading.Event(), threading.Event()
-
-    def and_change(worker: StageWorker, iteration: int) -> float:
-        loss = train(worker, iteration)
-        worker.settle()
-        with torch.no_grad():  # only there parameters lie in their shards
-            for parameter in worker.site.stage.parameters if worker.site.place.me.stage else ():
-                parameter.mul_(0.9)
-                if dead.is_set():
-                    changed.set()
-        return loss
-
-    def found_late(rank: int, pid: int, status: int) -> None:
-        if status == -9:
-            dead.set()
-            changed.wait(0.3)
-        exited(rank, pid, status)
-
-    monkeypatch.setattr(StageWorker, "train", and_change)
-    monkeypatch.setattr("tests.memory.job.once", lambda what, make: make())
-    undisturbed.cache_clear()
-    job = Job(Shape(4, 2, 2, 3, sharded=True).with_settings(step="barrier", verify="none"), seed=2,
-              asked=[Asked("2:1", "receive stage1.0", nth)])
-    exited, job.control.exited = job.control.exited, found_late
-    check(job, job.run(), {"2:1"})
-    undisturbed.cache_clear()
