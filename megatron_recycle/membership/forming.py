@@ -20,7 +20,7 @@ from megatron_recycle.membership.state import Member, Phase, State
 from megatron_recycle.membership.survival import judge
 from megatron_recycle.plan.grid import Grid
 
-OWN = ("model", "full_backward", "lendable")
+OWN = ("model", "full_backward", "lendable", "ties")
 """Keys of a description that need to be equal only among processes that hold the same model."""
 
 MADE = ("lending",)
@@ -107,6 +107,8 @@ def _form(state: State, now: float) -> Step:
             f"{', '.join(in_order(state.descriptions))}: start {len(wanted)} processes"
         )
         return closing.end(state, 1, text, now)
+    if text := _ties_apart(state.descriptions):
+        return closing.end(state, 1, text, now)
     if state.shape is not None and grid.total != state.shape.microbatches:
         return closing.end(state, 1, _another_batch(grid, state.shape), now)
     state = state.with_(
@@ -138,6 +140,19 @@ def _form(state: State, now: float) -> Step:
     kept = (records.learnt(state),) if any(state.learnt.values()) else ()
     kept = (*kept, records.decided(state, [started]))
     return state, (*kept, commands.begun(state), Emit(started), MakePlan(1, frozenset(), policies.plan_by(state)))
+
+
+def _ties_apart(descriptions: Mapping[str, Mapping[str, Any]]) -> str:
+    """What is wrong with parameters that several stages keep copies of; nothing: each of them trains its own."""
+    trained = {(Process.parse(name).worker.stage, number) for name, told in descriptions.items()
+               for number, _ in told.get("ties", ())}
+    for name, told in descriptions.items():
+        for number, stages in told.get("ties", ()):
+            if apart := [stage for stage in stages if (stage, number) not in trained]:
+                return (f"worker {name} trains a tied parameter that stages {', '.join(map(str, stages))} keep copies "
+                        f"of, and stage {apart[0]} does not: it would wait for gradients that never come. Freeze the "
+                        "copies of all of these stages, or none")
+    return ""
 
 
 def _another_batch(grid: Grid, shape: Shape) -> str:

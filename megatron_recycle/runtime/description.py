@@ -31,6 +31,7 @@ def description(site: Site) -> dict[str, Any]:
             "placement": list(place.placement),
             "block": config.block_size(grid.pipelines, max(grid.microbatches)), "cap": config.cap,
             "tied": [list(stages) for stages in stage.tied_stages], "model": stage.model,
+            "ties": [[tie.number, list(tie.stages)] for tie in stage.ties],
             "costs": Costs.parse(config.costs, len(place.placement) or grid.stages).to_json() if config.costs else None,
             "split_backward": config.split_backward, "full_backward": site.may_be_full, "step": config.step,
             "policy": config.policy, "clip_norm": config.clip_norm,

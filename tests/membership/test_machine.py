@@ -40,6 +40,19 @@ def test_workers_that_disagree_on_the_job_end_it_and_the_key_is_named() -> None:
     assert "block = 2" in end.message and "3" in end.message and "1:1" in end.message
 
 
+@pytest.mark.parametrize(("frozen", "stage"), [(1, 1), (None, None)])
+def test_copies_of_a_tied_parameter_are_trained_on_all_of_their_stages_or_the_job_does_not_begin(frozen, stage) -> None:
+    """Else the stage that trains its own waits for ever for the gradients of the other."""
+    cluster, decisions = Cluster(), []
+    for name in cluster.names:
+        cluster.hello(name)
+    for name in cluster.names:
+        trains = int(name.split(":")[1]) in (0, 1) and int(name.split(":")[1]) != frozen
+        decisions = cluster.ready(name, ties=[[0, [0, 1]]] if trains else [])
+    assert [f"stage {stage} does not" in end.message and "Freeze" in end.message for end in endings(decisions)] == (
+        [] if stage is None else [True])
+
+
 def test_stages_of_which_all_workers_can_run_full_backwards_are_the_planners() -> None:
     """Workers of one stage must agree, as on the model; those of others need not."""
     cluster = Cluster(pipelines=2)
