@@ -224,8 +224,8 @@ class Stepper:
 
     def _undo(self) -> None:
         """Take the last step back, which is not final."""
-        self._site.trainable.gathered = None
         self.standing.undo()  # refused where nothing was saved, before a tensor is written to
+        self._site.trainable.gathered = None
         with self._site.phases.writing():
             self.undo.restore()
 

@@ -107,7 +107,9 @@ def test_an_iteration_that_is_run_again_has_the_scripts_variables_of_then():
 def test_a_first_stage_that_its_checkpoints_would_leave_untrained_is_refused():
     """Tokens have no gradient, so that a reentrant checkpoint of the embedding gives none. Stock fails in B."""
     embedding = nn.Embedding(3, 2)
-    engine = SimpleNamespace(module=lambda x: embedding(x).detach(), is_last_stage=lambda: False, batch_fn=None,
+    module = nn.Module()
+    module.forward_funcs, module.forward = [embedding], lambda x: embedding(x).detach()
+    engine = SimpleNamespace(module=module, is_last_stage=lambda: False, batch_fn=None,
                              has_attention_mask=False, has_bool_tensors=False)
     running = SimpleNamespace(_engine=engine, _trains=lambda: True, _load=lambda data: (data,), _last=False)
     with pytest.raises(UnsupportedError, match="checkpointable_layers"):

@@ -121,7 +121,7 @@ class Running:
             assert batch is not None
             inputs = self._load(batch[0])
         given = inputs
-        if getattr(engine.module.forward_funcs[0], "inplace", False):
+        if any(getattr(layer, "inplace", False) for layer in engine.module.forward_funcs[:1]):
             # Autograd lets nobody write over what a gradient is asked for of. Where chunks begin is no choice of the
             # script's, unlike where its stages do.
             given = tuple(tensor.clone() for tensor in inputs)

@@ -110,9 +110,10 @@ def watch_groups(options: Options) -> None:
                 and spreads(options, settings, wanted["pipeline_model_parallel_size"],
                             wanted["tensor_model_parallel_size"], dist.get_world_size())):
             keywords = {**keywords, "order": _SPREAD}
-        stock(*args, **keywords)
+        returned = stock(*args, **keywords)
         if settings.enabled and settings.chunks > 1 and not is_deepspeeds_fork():
             _place_chunks()
+        return returned
 
     _rebind(GROUPS, "initialize_model_parallel", initialize_model_parallel)
 
