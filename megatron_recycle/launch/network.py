@@ -4,6 +4,7 @@ there yet."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import socket
@@ -81,11 +82,19 @@ def check_host(host: str, several: bool) -> None:
                           f"reach it: give the address itself, --master-addr {own or 'ADDRESS'}, on each host")
 
 
-def check_listening(host: str, port: int, options: tuple[str, str] = ("--master-addr", "--master-port")) -> None:
-    """Raises ConfigError, with the `options` that give them, if `host` is no address of this host, or `port` is in use.
-    Port 0: any."""
+def check_listening(host: str, port: int, options: tuple[str, str] = ("--master-addr", "--master-port"),
+                    patience: float = 0.0) -> None:
+    """Raises ConfigError, with the `options` that give them, if `host` is no address of this host, or `port` is still
+    in use after ``patience`` seconds. Port 0: any."""
+    deadline = time.monotonic() + patience
     try:
-        listen(host, port).close()
+        while True:
+            try:
+                return listen(host, port).close()
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                    raise
+            time.sleep(_PAUSE)
     except OSError as error:
         raise ConfigError(f"nobody can listen on {host}, port {port or 'any'} ({error.strerror or error}): give an "
                           f"address of this host in {options[0]} or RECYCLE_INTERFACE, and a free {options[1]}"

@@ -35,6 +35,8 @@ NODE = "service"
 """Where training hosts have a number in their name, a service has this."""
 _LINGER = 30.0
 """Seconds that hosts have to hear of the end."""
+_DYING = 10.0
+"""Seconds that the coordinator of a service that was killed may hold its port, where a disk or processor is slow."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--resume takes a job up where its service left it: give the same --run-dir and --port")
     host = args.interface or config.interface
     check_host(host, several=False)
-    check_listening(host, args.port, ("--interface", "--port"))
+    check_listening(host, args.port, ("--interface", "--port"), _DYING if args.resume else 0.0)
     run_dir = run_dir_of(args.run_dir, config)
     if args.resume:
         make(run_dir)

@@ -17,6 +17,8 @@ import pytest
 
 from megatron_recycle import cli
 from megatron_recycle.control.ports import listen
+from megatron_recycle.errors import ConfigError
+from megatron_recycle.launch import network
 from megatron_recycle.launch.launcher import Launcher
 from megatron_recycle.launch.processes import Job
 from tests.launch.running import FAKE_WORKER, ROOT, Running
@@ -131,3 +133,12 @@ def test_a_host_of_another_job_is_told_so_and_the_job_does_not_notice(tmp_path: 
         stranger = Launcher(job, running.address, TOKEN, print)
         assert stranger.run() == 1
         assert "give the same --nnodes and --nproc on each host" in stranger.message
+
+
+def test_a_service_that_takes_a_job_up_waits_until_the_port_of_the_one_before_is_free(monkeypatch) -> None:
+    with listen("127.0.0.1", 0) as before:
+        port = before.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} .*in use"):
+            network.check_listening("127.0.0.1", port)
+        monkeypatch.setattr(network.time, "sleep", lambda seconds: before.close())
+        network.check_listening("127.0.0.1", port, patience=60.0)
